@@ -1,0 +1,109 @@
+"""Directive: what the controller tells one sidecar. It is a wanted state, not an event: the same one may be sent
+any number of times, and the sidecar converges to it.
+
+Order is kept by two numbers. An older attempt is refused. Within an attempt the phase only moves forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from tiercheck.protocol.version import History, Version
+
+
+class Phase(str, Enum):
+    """What the launchers may do in this attempt."""
+
+    HOLD = "Hold"
+    """Restore, and keep the training command stopped."""
+    RELEASE = "Release"
+    """Every rank holds the restore version: start the training command."""
+    FINISH = "Finish"
+    """The job is over (or suspended): flush what is owed to the remote tier, stop the command, exit."""
+
+    @property
+    def order(self) -> int:
+        return list(Phase).index(self)
+
+
+class Tier(str, Enum):
+    """Where an artifact lies."""
+
+    LOCAL = "local"
+    PEER = "peer"
+    REMOTE = "remote"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another worker's sidecar."""
+
+    worker: int
+    host: str
+    """IP address of its pod."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One place a rank's artifacts can be restored from. `peer` is set for the peer tier only."""
+
+    tier: Tier
+    peer: Peer | None = None
+
+
+@dataclass(frozen=True)
+class RankSources:
+    """The sources of one rank, nearest first."""
+
+    rank: int
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Bring every local rank to `version`."""
+
+    version: Version
+    ranks: tuple[RankSources, ...]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The part of the job's spec that may change while it runs."""
+
+    snapshot_every: int
+    """Steps between snapshots."""
+    remote_every: int
+    """Steps between snapshots that also go to the remote tier."""
+    remote_keep: int
+    """Versions kept in the remote tier."""
+    remote_bandwidth: int | None = None
+    """Bytes per second for this worker's uploads; None: not limited."""
+
+
+@dataclass(frozen=True)
+class Directive:
+    """The wanted state of one sidecar."""
+
+    job_uid: str
+    worker: int
+    workers: int
+    procs_per_worker: int
+    attempt: int
+    phase: Phase
+    history: History
+    policy: Policy
+    restore: Restore | None
+    """None: start from scratch."""
+    holders: tuple[Peer, ...]
+    """Who keeps copies of this worker's artifacts."""
+    hosted: tuple[Peer, ...]
+    """Whose artifacts this worker keeps copies of."""
+    coordinator: Peer
+    """Worker 0, which publishes the watermarks."""
+    master_host: str
+    master_port: int
+    """Rendezvous of the training processes of this attempt."""
+    revision: str = ""
+    """Digest of the above, chosen by the controller; the sidecar echoes it in its report."""

@@ -1,0 +1,96 @@
+"""JSON for the protocol's dataclasses with the standard library alone.
+
+The trainer's side has nothing installed but torch, so it encodes and decodes here. Operator and sidecar decode the
+same classes with msgspec, which accepts exactly what `to_json` writes (a test holds the two together).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from enum import Enum
+from typing import Any, TypeVar, Union
+
+T = TypeVar("T")
+
+
+class Malformed(ValueError):
+    """The text is not of the wanted class; the message names the path of the first fault."""
+
+
+def to_json(value: object) -> bytes:
+    """Compact JSON of a protocol dataclass."""
+    return json.dumps(to_builtins(value), separators=(",", ":")).encode()
+
+
+def to_builtins(value: Any) -> Any:
+    """Dicts, lists and scalars, as JSON has them."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_builtins(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, (list, tuple)):
+        return [to_builtins(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): to_builtins(item) for key, item in value.items()}
+    return value
+
+
+def from_json(text: bytes | str, cls: type[T]) -> T:
+    """Decode `text` into `cls`. Unknown fields are ignored (a newer sender may add some). Raises Malformed."""
+    try:
+        raw = json.loads(text)
+    except ValueError as error:
+        raise Malformed(f"not JSON: {error}") from error
+    return typing.cast(T, _decode(raw, cls, "$"))
+
+
+def from_builtins(raw: object, cls: type[T]) -> T:
+    """As `from_json`, from what `json.loads` gave. Raises Malformed."""
+    return typing.cast(T, _decode(raw, cls, "$"))
+
+
+def _decode(raw: Any, kind: Any, path: str) -> Any:
+    origin = typing.get_origin(kind)
+    if origin in (Union, types.UnionType):
+        return _decode_union(raw, typing.get_args(kind), path)
+    if origin is tuple:
+        if not isinstance(raw, list):
+            raise Malformed(f"{path}: expected a list")
+        item = typing.get_args(kind)[0]
+        return tuple(_decode(entry, item, f"{path}[{index}]") for index, entry in enumerate(raw))
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return _decode_dataclass(raw, kind, path)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        try:
+            return kind(raw)
+        except ValueError as error:
+            raise Malformed(f"{path}: {error}") from error
+    if kind is float and isinstance(raw, int) and not isinstance(raw, bool):
+        return float(raw)
+    if not isinstance(raw, kind) or (kind is int and isinstance(raw, bool)):
+        raise Malformed(f"{path}: expected {kind.__name__}, found {type(raw).__name__}")
+    return raw
+
+
+def _decode_union(raw: Any, options: tuple[Any, ...], path: str) -> Any:
+    if raw is None:
+        if type(None) in options:
+            return None
+        raise Malformed(f"{path}: must not be null")
+    return _decode(raw, next(option for option in options if option is not type(None)), path)
+
+
+def _decode_dataclass(raw: Any, kind: Any, path: str) -> Any:
+    if not isinstance(raw, dict):
+        raise Malformed(f"{path}: expected an object")
+    hints = typing.get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        if field.name in raw:
+            values[field.name] = _decode(raw[field.name], hints[field.name], f"{path}.{field.name}")
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise Malformed(f"{path}.{field.name}: missing")
+    return kind(**values)

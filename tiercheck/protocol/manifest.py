@@ -1,0 +1,59 @@
+"""Manifest: the one small object whose existence makes a version exist in the remote tier.
+
+Layout under the job's prefix (`<prefix>/<namespace>-<job>/`):
+
+    artifacts/<step, 12 digits>-<attempt>/rank-<rank>.safetensors
+    artifacts/<step, 12 digits>-<attempt>/rank-<rank>.json       that rank's digests (RankArtifact)
+    manifests/<step, 12 digits>-<attempt>.json                    written last, with If-None-Match: *
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tiercheck.protocol.version import Version
+
+
+@dataclass(frozen=True)
+class Digests:
+    """xxh3-128 (hex) of each `chunk`-byte piece of an artifact, in order; the last piece may be shorter."""
+
+    size: int
+    chunk: int
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RankArtifact:
+    """One rank's artifact in a store, with what is needed to verify it."""
+
+    rank: int
+    version: Version
+    key: str
+    digests: Digests
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A complete version. `previous` is informative only."""
+
+    job: str
+    job_uid: str
+    version: Version
+    world_size: int
+    artifacts: tuple[RankArtifact, ...]
+    created: float
+    """Unix seconds."""
+
+
+def version_name(version: Version) -> str:
+    """The version's name in keys and file names; sorts by step. Inverse: `parse_version_name`."""
+    return f"{version.step:012d}-{version.attempt}"
+
+
+def parse_version_name(name: str) -> Version:
+    """Raises ValueError if `name` was not made by `version_name`."""
+    step, _, attempt = name.partition("-")
+    if len(step) != 12 or not step.isdigit() or not attempt.isdigit():
+        raise ValueError(f"not a version name: {name!r}")
+    return Version(step=int(step), attempt=int(attempt))

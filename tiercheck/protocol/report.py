@@ -1,0 +1,164 @@
+"""Report: what a sidecar tells the controller. Complete each time; the controller keeps no other memory of a worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from tiercheck.protocol.directive import Phase, Tier
+from tiercheck.protocol.version import Version
+
+
+class RestoreState(str, Enum):
+    IDLE = "Idle"
+    """No directive yet."""
+    RUNNING = "Running"
+    READY = "Ready"
+    """Every local rank holds the wanted version, verified (or starts from scratch)."""
+    FAILED = "Failed"
+    """At least one local rank could not be restored from any named source."""
+
+
+class TrainerState(str, Enum):
+    ABSENT = "Absent"
+    """No launcher has connected yet."""
+    WAITING = "Waiting"
+    """The launcher waits to be released."""
+    RUNNING = "Running"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+
+@dataclass(frozen=True)
+class RankRestore:
+    """How one rank came back: from which tier and worker, or why not."""
+
+    rank: int
+    tier: Tier | None
+    """None: not restored (yet)."""
+    worker: int | None
+    """The worker it was copied from (peer tier)."""
+    bytes: int
+    seconds: float
+    failures: tuple[str, ...] = ()
+    """One sentence per source that was tried in vain."""
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    state: RestoreState
+    version: Version | None
+    ranks: tuple[RankRestore, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class TrainerReport:
+    """The training command of this worker, for the attempt of the report."""
+
+    state: TrainerState
+    exit_code: int | None = None
+    """As the shell counts: 128 + signal when a signal ended it."""
+    reason: str = ""
+    """A CamelCase word when the launcher knows the cause: Crashed, Signalled, ContainerRestarted, TorchMissing, CannotStart."""
+    message: str = ""
+    ended_at: float | None = None
+    """Unix seconds by this node's clock."""
+    started_at: float | None = None
+    first_step_at: float | None = None
+    """When the first optimizer step of this attempt was reported."""
+    step: int | None = None
+    """Newest step reported by any local rank."""
+    step_seconds: float | None = None
+    """Moving average."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """One verified artifact in this sidecar's memory. `tier` is local for own ranks, peer for copies of others."""
+
+    rank: int
+    version: Version
+    tier: Tier
+    bytes: int
+
+
+@dataclass(frozen=True)
+class RemoteReport:
+    configured: bool
+    reachable: bool | None
+    """None: not tried yet."""
+    message: str = ""
+    versions: tuple[Version, ...] = ()
+    """Complete versions (manifest present), oldest first."""
+
+
+@dataclass(frozen=True)
+class Watermarks:
+    """Newest version complete for every rank, per tier, as published by worker 0. None: none yet."""
+
+    local: Version | None = None
+    peer: Version | None = None
+    remote: Version | None = None
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    limit: int
+    """Bytes the memory volume may hold."""
+    used: int
+    needed: int
+    """Bytes for all slots of this worker's ranks and of the copies it hosts, as far as sizes are known; else 0."""
+
+
+@dataclass(frozen=True)
+class Quarantined:
+    """A copy that failed verification and must not be used again. `worker` is where it lies."""
+
+    rank: int
+    version: Version
+    worker: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something a person should know. `reason` is a CamelCase word, `message` says what to do about it."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Counters:
+    captured: int = 0
+    skipped: int = 0
+    """Captures skipped because no slot was free."""
+    replicated: int = 0
+    uploaded: int = 0
+    refused_stale: int = 0
+    """Messages refused because they carried an older attempt."""
+
+
+@dataclass(frozen=True)
+class Report:
+    job_uid: str
+    worker: int
+    pod_uid: str
+    instance: str
+    """Random, new at every start of the sidecar process."""
+    serial: int
+    """Grows whenever something in the report changed that the controller may act on."""
+    attempt: int
+    """Of the newest accepted directive; 0: none yet."""
+    revision: str
+    phase: Phase | None
+    restore: RestoreReport
+    trainer: TrainerReport
+    holdings: tuple[Holding, ...]
+    remote: RemoteReport
+    watermarks: Watermarks
+    memory: MemoryReport
+    quarantined: tuple[Quarantined, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    counters: Counters = Counters()

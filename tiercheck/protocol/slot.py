@@ -1,0 +1,165 @@
+"""The layout of a slot: a plain safetensors file whose length word doubles as the state word.
+
+A safetensors file begins with the length of its JSON header (8 bytes, little endian). That word is the last thing
+written: while it is zero the slot is *torn* and no reader, ours or anybody's, takes it for a checkpoint. The header
+is padded so that data begins on a page and has a fixed size for a given set of tensors, so a slot never has to grow.
+
+Format: https://huggingface.co/docs/safetensors (8-byte length, JSON header, data; `__metadata__` holds strings).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tiercheck.protocol.version import Version
+
+PAGE = 4096
+TORN = b"\0" * 8
+"""The state word of a slot that is being written."""
+
+_MAX_HEADER = 100 * 1024 * 1024  # what the safetensors library itself accepts
+
+
+class NotASlot(ValueError):
+    """The bytes are torn, truncated or no safetensors header; the message says which."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor in a slot. `dtype` is safetensors' spelling; `begin`/`end` are byte offsets from the start of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class SlotHeader:
+    """What a sealed slot says about itself."""
+
+    rank: int
+    version: Version
+    world_size: int
+    metadata: Mapping[str, str]
+    tensors: tuple[Tensor, ...]
+    size: int
+    """Bytes of the whole file."""
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """Where each tensor lies, for a fixed list of (name, safetensors dtype, shape, bytes).
+
+    Every tensor begins on a 64-byte boundary; the gaps are declared as padding tensors, because the format allows
+    no holes.
+    """
+
+    tensors: tuple[Tensor, ...]
+    data_begin: int
+    size: int
+    _declared: tuple[tuple[str, str, tuple[int, ...], int, int], ...]
+
+    @staticmethod
+    def plan(entries: Sequence[tuple[str, str, tuple[int, ...], int]]) -> SlotLayout:
+        """Lay out `entries` in order. Raises ValueError on a repeated name."""
+        names = [name for name, *_ in entries]
+        if len(set(names)) != len(names):
+            raise ValueError("tensor names in a slot must be unique")
+        declared: list[tuple[str, str, tuple[int, ...], int, int]] = []
+        offset = 0
+        for name, dtype, shape, nbytes in entries:
+            gap = -offset % 64
+            if gap:
+                declared.append((f"__pad{offset}", "U8", (gap,), offset, offset + gap))
+                offset += gap
+            declared.append((name, dtype, tuple(shape), offset, offset + nbytes))
+            offset += nbytes
+        room = len(_header_json(declared, {key: "9" * 20 for key in ("attempt", "rank", "step", "world_size")}))
+        data_begin = -(-(8 + room + _METADATA_ROOM) // PAGE) * PAGE
+        tensors = tuple(
+            Tensor(name, dtype, shape, data_begin + begin, data_begin + end)
+            for name, dtype, shape, begin, end in declared
+            if not name.startswith("__pad")
+        )
+        return SlotLayout(tensors, data_begin, data_begin + offset, tuple(declared))
+
+    def header(self, rank: int, version: Version, world_size: int, metadata: Mapping[str, str]) -> bytes:
+        """The bytes that follow the state word, exactly up to the data. Raises ValueError if `metadata` is too long."""
+        text = _header_json(
+            list(self._declared),
+            {
+                "rank": str(rank),
+                "step": str(version.step),
+                "attempt": str(version.attempt),
+                "world_size": str(world_size),
+                **metadata,
+            },
+        )
+        room = self.data_begin - 8
+        if len(text) > room:
+            raise ValueError(f"slot metadata is {len(text) - room} bytes too long")
+        return text + b" " * (room - len(text))
+
+    @property
+    def state_word(self) -> bytes:
+        """The word that makes the slot readable; write it last."""
+        return struct.pack("<Q", self.data_begin - 8)
+
+
+_METADATA_ROOM = 1024
+
+
+def _header_json(declared: Sequence[tuple[str, str, tuple[int, ...], int, int]], metadata: Mapping[str, str]) -> bytes:
+    table: dict[str, object] = {"__metadata__": dict(metadata)}
+    for name, dtype, shape, begin, end in declared:
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    return json.dumps(table, separators=(",", ":")).encode()
+
+
+def read_header(view: memoryview | bytes, size: int | None = None) -> SlotHeader:
+    """Parse the header of a slot from its first bytes (`view` must reach at least to the data).
+
+    `size` is the length of the whole file if `view` is only its beginning. Raises NotASlot.
+    """
+    total = len(view) if size is None else size
+    if len(view) < 8:
+        raise NotASlot("shorter than its state word")
+    (length,) = struct.unpack("<Q", bytes(view[:8]))
+    if length == 0:
+        raise NotASlot("torn: the writer did not finish")
+    if length > _MAX_HEADER or 8 + length > len(view):
+        raise NotASlot(f"header length {length} does not fit into {len(view)} bytes")
+    try:
+        table = json.loads(bytes(view[8 : 8 + length]))
+        metadata = dict(table.pop("__metadata__"))
+        base = 8 + length
+        tensors = tuple(
+            Tensor(
+                name,
+                entry["dtype"],
+                tuple(entry["shape"]),
+                base + entry["data_offsets"][0],
+                base + entry["data_offsets"][1],
+            )
+            for name, entry in table.items()
+            if not name.startswith("__pad")
+        )
+        end = base + max((entry["data_offsets"][1] for entry in table.values()), default=0)
+        header = SlotHeader(
+            rank=int(metadata.pop("rank")),
+            version=Version(step=int(metadata.pop("step")), attempt=int(metadata.pop("attempt"))),
+            world_size=int(metadata.pop("world_size")),
+            metadata=metadata,
+            tensors=tensors,
+            size=end,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise NotASlot(f"no slot header: {error}") from error
+    if end > total:
+        raise NotASlot(f"truncated: {total} of {end} bytes")
+    return header

@@ -1,0 +1,72 @@
+"""Which state is meant: a version, and the one history that versions must belong to.
+
+Two attempts may both reach step 50. After a rollback those are two different states, and mixing them would give
+a model that never existed. So a version names the attempt that produced it, and a `History` says which attempt
+owns which steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Version:
+    """The state after optimizer step `step`, produced by attempt `attempt`.
+
+    Ordered by step, then attempt. Within one accepted history a step has one attempt only, so there the order is
+    simply "newer".
+    """
+
+    step: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} (attempt {self.attempt})"
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Attempt `attempt` began from the state after step `base_step` (0: from scratch)."""
+
+    attempt: int
+    base_step: int
+
+
+@dataclass(frozen=True)
+class History:
+    """The accepted line of attempts, oldest first.
+
+    An artifact of attempt *b* is accepted for steps in (base of *b*, lowest base of any later attempt]. These
+    intervals are disjoint, so every step has at most one owner. Branches with an empty interval carry no
+    information and are dropped.
+    """
+
+    branches: tuple[Branch, ...] = ()
+
+    def after(self, attempt: int, base_step: int) -> History:
+        """The history once `attempt` starts from the state after `base_step`.
+
+        Raises ValueError if `attempt` is not newer than every known one.
+        """
+        if self.branches and attempt <= self.branches[-1].attempt:
+            raise ValueError(f"attempt {attempt} is not newer than {self.branches[-1].attempt}")
+        kept = tuple(branch for branch in self.branches if branch.base_step < base_step)
+        return History((*kept, Branch(attempt, base_step)))
+
+    def accepts(self, version: Version) -> bool:
+        """Whether an artifact of this version belongs to the accepted line."""
+        return self.owner(version.step) == version.attempt
+
+    def owner(self, step: int) -> int | None:
+        """The attempt whose state after `step` is the accepted one; None for step 0 and before."""
+        owner: int | None = None
+        for branch in self.branches:
+            if step > branch.base_step:
+                owner = branch.attempt
+        return owner
+
+    @property
+    def attempt(self) -> int:
+        """The newest attempt, 0 if none has begun."""
+        return self.branches[-1].attempt if self.branches else 0
