@@ -1,0 +1,47 @@
+# Each target sets up what it needs: Python >= 3.11 and a package registry are enough.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help setup demo test lint types contracts bench clean
+
+help:
+	@echo "make demo       a job on a laptop cluster, hit by every size of failure (about 3 minutes)"
+	@echo "make test       the whole test suite"
+	@echo "make lint       ruff: format and lint"
+	@echo "make types      mypy: strict on the pure parts"
+	@echo "make contracts  import-linter: who may import whom"
+	@echo "make bench      benchmarks of the planner"
+
+setup: $(READY)
+
+# Everything is pinned by constraints.txt, torch included: an unpinned torch may bring gigabytes of CUDA libraries.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "TierCheck needs Python 3.11 or newer; set PYTHON=")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/python -m tiercheck_local.demo $(DEMO_FLAGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(READY)
+	$(BIN)/mypy -p tiercheck -p tiercheck_operator -p tiercheck_sidecar -p tiercheck_cli -p tiercheck_local
+
+contracts: $(READY)
+	$(BIN)/lint-imports
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.planning
+
+clean:
+	rm -rf $(VENV) demo-report .pytest_cache .mypy_cache .ruff_cache .hypothesis
