@@ -1,0 +1,78 @@
+"""A local S3 server for the demonstration: moto's, in a process of its own, on loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+ACCESS_KEY = "tiercheck-demo"
+SECRET_KEY = "tiercheck-demo-secret"
+REGION = "us-east-1"
+
+
+class ObjectStore:
+    """`with ObjectStore(log, bucket) as store:` runs the server; `store.endpoint` is its URL."""
+
+    def __init__(self, log: Path, bucket: str) -> None:
+        self.bucket = bucket
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port: int = probe.getsockname()[1]
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def __enter__(self) -> Self:
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self._port)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._wait_until_it_answers(deadline=30.0)
+        self.client().create_bucket(Bucket=self.bucket)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def client(self):  # type: ignore[no-untyped-def]  # boto3 makes its clients at run time
+        """A boto3 client of this server."""
+        import boto3
+
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            region_name=REGION,
+            aws_access_key_id=ACCESS_KEY,
+            aws_secret_access_key=SECRET_KEY,
+        )
+
+    def _wait_until_it_answers(self, deadline: float) -> None:
+        assert self._process is not None
+        end = time.monotonic() + deadline
+        while time.monotonic() < end:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the local S3 server ended with {self._process.returncode}; see {self._log}")
+            try:
+                with socket.create_connection(("127.0.0.1", self._port), timeout=1.0):
+                    return
+            except OSError:
+                time.sleep(0.1)
+        raise RuntimeError(f"the local S3 server did not answer within {deadline:.0f} s; see {self._log}")

@@ -1,0 +1,106 @@
+"""Runs the same training command without a cluster, without checkpoints and without failures: the curve to match."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tiercheck_local.demo.training_log import Digest, Step, TrainingLog
+
+
+class ReferenceFailed(RuntimeError):
+    """A rank of the uninterrupted run failed; the message carries the end of its output."""
+
+
+def run_uninterrupted(
+    command: Sequence[str], ranks: int, deadline: float, on_step: Callable[[Step], None] = lambda step: None
+) -> tuple[list[Step], Digest | None]:
+    """All steps and the final digest of `command` on `ranks` processes.
+
+    `deadline` is in seconds. Raises ReferenceFailed.
+    """
+    with tempfile.TemporaryDirectory(prefix="tiercheck-reference-") as folder:
+        logs = Path(folder)
+        port = _free_port()
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(ranks):
+                directory = logs / f"rank-{rank}"
+                directory.mkdir()
+                with (directory / "out.log").open("wb") as output:
+                    processes.append(
+                        subprocess.Popen(
+                            command,
+                            env=_environment(rank, ranks, port),
+                            stdout=output,
+                            stderr=subprocess.STDOUT,
+                            stdin=subprocess.DEVNULL,
+                            start_new_session=True,
+                        )
+                    )
+            log = TrainingLog(logs, "rank-0/out.log")
+            _follow(processes, log, deadline, on_step, logs)
+            return log.steps, log.digest
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _follow(
+    processes: Sequence[subprocess.Popen[bytes]],
+    log: TrainingLog,
+    deadline: float,
+    on_step: Callable[[Step], None],
+    logs: Path,
+) -> None:
+    remaining = deadline
+    while True:
+        try:
+            processes[0].wait(timeout=0.2)
+            break
+        except subprocess.TimeoutExpired:
+            remaining -= 0.2
+        for step in log.poll():
+            on_step(step)
+        failed = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
+        if failed or remaining <= 0:
+            why = f"rank {failed[0]} exited with {processes[failed[0]].returncode}" if failed else "it took too long"
+            tail = (logs / f"rank-{failed[0] if failed else 0}" / "out.log").read_text(errors="replace")[-2000:]
+            raise ReferenceFailed(f"the uninterrupted run failed: {why}\n{tail}")
+    for rank, process in enumerate(processes):
+        if process.wait(timeout=max(remaining, 1.0)) != 0:
+            tail = (logs / f"rank-{rank}" / "out.log").read_text(errors="replace")[-2000:]
+            raise ReferenceFailed(f"rank {rank} of the uninterrupted run exited with {process.returncode}\n{tail}")
+    for step in log.poll():
+        on_step(step)
+
+
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("TIERCHECK_")}
+    return {
+        **inherited,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,106 @@
+"""Follows what rank 0 prints, across all the pods that worker 0 has ever had.
+
+The training script prints one JSON object per step. Lines of other kinds (warnings, tracebacks) are kept out of the
+way, but not lost: they stay in the log files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step as rank 0 printed it. `loss_hex` is exact (`float.hex`)."""
+
+    step: int
+    attempt: int
+    loss: float
+    loss_hex: str
+    time: float
+
+
+@dataclass(frozen=True)
+class Digest:
+    """Digest of the parameters of all ranks after the last step."""
+
+    steps: int
+    value: str
+
+
+def parse(line: str) -> Step | Digest | None:
+    """What a line of the training command's output says; None if it is not ours."""
+    if not line.startswith("{"):
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if "digest" in record:
+        return Digest(steps=int(record["steps"]), value=str(record["digest"]))
+    if "loss_hex" in record and record.get("rank", 0) == 0:
+        return Step(
+            step=int(record["step"]),
+            attempt=int(record["attempt"]),
+            loss=float(record["loss"]),
+            loss_hex=str(record["loss_hex"]),
+            time=float(record["time"]),
+        )
+    return None
+
+
+@dataclass
+class TrainingLog:
+    """Everything rank 0 has printed so far, in the order it was written. `poll()` reads what is new."""
+
+    files: Path
+    """Folder with one folder per pod."""
+    pattern: str
+    """Glob of worker 0's trainer logs, below `files`."""
+    steps: list[Step] = field(default_factory=list)
+    digest: Digest | None = None
+    _offsets: dict[Path, int] = field(default_factory=dict)
+
+    def poll(self) -> list[Step]:
+        """Read new lines; returns the new steps."""
+        fresh: list[Step] = []
+        for path in sorted(self.files.glob(self.pattern)):
+            for line in self._new_lines(path):
+                record = parse(line)
+                if isinstance(record, Step):
+                    fresh.append(record)
+                elif isinstance(record, Digest):
+                    self.digest = record
+        fresh.sort(key=lambda step: step.time)
+        self.steps.extend(fresh)
+        return fresh
+
+    def _new_lines(self, path: Path) -> Iterator[str]:
+        offset = self._offsets.get(path, 0)
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read()
+        whole, _, _rest = data.rpartition(b"\n")  # a half-written last line is read next time
+        if whole:
+            self._offsets[path] = offset + len(whole) + 1
+            yield from whole.decode(errors="replace").splitlines()
+
+    @property
+    def last(self) -> Step | None:
+        return self.steps[-1] if self.steps else None
+
+
+def read_steps(lines: Iterable[str]) -> tuple[list[Step], Digest | None]:
+    """All steps and the digest of a finished run's output."""
+    steps: list[Step] = []
+    digest: Digest | None = None
+    for line in lines:
+        record = parse(line)
+        if isinstance(record, Step):
+            steps.append(record)
+        elif isinstance(record, Digest):
+            digest = record
+    return steps, digest
