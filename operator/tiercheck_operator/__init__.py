@@ -1,0 +1,1 @@
+"""The operator: keeps TierCheckJobs running by deciding, never by carrying their data."""

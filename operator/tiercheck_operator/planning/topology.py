@@ -1,0 +1,164 @@
+"""Says which nodes fail together: a tree of failure domains, built once from node labels and never changed.
+
+A domain is named by its whole path, because rack "1" of zone a is not rack "1" of zone b. What a label does not say
+is not guessed: such a node has no domain at that level, and `Topology.missing` names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+HOSTNAME_LABEL = "kubernetes.io/hostname"
+ZONE_LABEL = "topology.kubernetes.io/zone"
+
+
+@dataclass(frozen=True)
+class Level:
+    """One kind of failure domain: the name people use, and the node label that carries it."""
+
+    name: str
+    label: str
+
+
+HOST = Level("host", HOSTNAME_LABEL)
+
+PRESETS: Mapping[str, tuple[Level, ...]] = {
+    # Kubernetes has no well-known rack label; this key is the common one on clusters that label racks themselves.
+    "generic": (Level("zone", ZONE_LABEL), Level("rack", "topology.kubernetes.io/rack"), HOST),
+    "gke": (
+        Level("zone", ZONE_LABEL),
+        Level("block", "cloud.google.com/gce-topology-block"),
+        Level("subblock", "cloud.google.com/gce-topology-subblock"),
+        HOST,
+    ),
+    # Layer 1 is the widest (spine), layer 3 the switch that the machine hangs on.
+    "aws": (
+        Level("zone", ZONE_LABEL),
+        Level("spine", "topology.k8s.aws/network-node-layer-1"),
+        Level("aggregation", "topology.k8s.aws/network-node-layer-2"),
+        Level("leaf", "topology.k8s.aws/network-node-layer-3"),
+        HOST,
+    ),
+    # topograph counts from the node: tier 0 is the nearest switch.
+    "topograph": (
+        Level("core", "fabric.topograph.run/tier-2"),
+        Level("spine", "fabric.topograph.run/tier-1"),
+        Level("leaf", "fabric.topograph.run/tier-0"),
+        HOST,
+    ),
+}
+"""Levels by preset, widest first."""
+
+
+def levels_from_spec(preset: str | None, levels: Sequence[Mapping[str, str]] | None) -> tuple[Level, ...]:
+    """The levels of `spec.topology`: the user's own list if there is one, else the preset's (default: generic).
+
+    The host level is appended if the list does not end with it. Raises ValueError for an unknown preset, a repeated
+    name or label, or a hostname label that is not last.
+    """
+    if levels:
+        chosen = tuple(Level(entry["name"], entry["label"]) for entry in levels)
+    else:
+        name = preset or "generic"
+        if name not in PRESETS:
+            raise ValueError(f"unknown topology preset {name!r}; known are {', '.join(sorted(PRESETS))}")
+        chosen = PRESETS[name]
+    return _checked(chosen)
+
+
+def _checked(levels: Sequence[Level]) -> tuple[Level, ...]:
+    chosen = tuple(levels)
+    if not chosen or chosen[-1].label != HOSTNAME_LABEL:
+        chosen = (*chosen, HOST)
+    if any(level.label == HOSTNAME_LABEL for level in chosen[:-1]):
+        raise ValueError(f"the level with label {HOSTNAME_LABEL} must be the last one")
+    for what, values in (("name", [level.name for level in chosen]), ("label", [level.label for level in chosen])):
+        repeated = sorted({value for value in values if values.count(value) > 1})
+        if repeated:
+            raise ValueError(f"topology levels repeat the {what} {repeated[0]!r}")
+    return chosen
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The failure domains of a set of nodes. Build with `Topology.build`; shared read-only."""
+
+    levels: tuple[Level, ...]
+    """Widest first; the last one is the host."""
+    missing: tuple[tuple[Level, tuple[str, ...]], ...]
+    """Levels whose label some nodes lack, with those nodes, sorted. Never holds the host level."""
+    _paths: Mapping[str, tuple[str | None, ...]] = field(repr=False)
+    _index: Mapping[str, int] = field(repr=False)
+
+    @staticmethod
+    def build(nodes: Mapping[str, Mapping[str, str]], levels: Sequence[Level]) -> Topology:
+        """The tree over `nodes` (name to labels).
+
+        The host level is appended if absent; a node without hostname label is a host of its own. A level that no
+        node carries is left out of the paths. Raises ValueError for levels that contradict each other.
+        """
+        checked = _checked(levels)
+        lacking = [
+            (level, tuple(sorted(name for name, labels in nodes.items() if not labels.get(level.label))))
+            for level in checked[:-1]
+        ]
+        absent = {level.name for level, names in lacking if len(names) == len(nodes)}
+        return Topology(
+            levels=checked,
+            missing=tuple((level, names) for level, names in lacking if names),
+            _paths={name: _path(name, labels, checked, absent) for name, labels in nodes.items()},
+            _index={level.name: index for index, level in enumerate(checked)},
+        )
+
+    @property
+    def level_names(self) -> tuple[str, ...]:
+        """Widest first."""
+        return tuple(level.name for level in self.levels)
+
+    def level_index(self, level: Level | str) -> int:
+        """Position of a level, 0 the widest. Raises KeyError if there is no such level."""
+        return self._index[level if isinstance(level, str) else level.name]
+
+    def domain(self, node: str, level: Level | str) -> str | None:
+        """The domain of `node`, as the path of its label values ("zone-a/rack-1"); None if its labels do not say.
+
+        A node that the topology was not built with is a host of its own and unknown at every other level.
+        Raises KeyError if there is no such level.
+        """
+        index = self.level_index(level)
+        path = self._paths.get(node)
+        if path is None:
+            return node if index == len(self.levels) - 1 else None
+        return path[index]
+
+    def distance(self, a: str, b: str) -> int:
+        """How far apart two nodes are: 0 the same host, then one more per level up to the first that they share."""
+        for steps, level in enumerate(reversed(self.levels)):
+            domain = self.domain(a, level)
+            if domain is not None and domain == self.domain(b, level):
+                return steps
+        return len(self.levels)
+
+
+def _path(name: str, labels: Mapping[str, str], levels: tuple[Level, ...], absent: set[str]) -> tuple[str | None, ...]:
+    path: list[str | None] = []
+    parts: list[str] = []
+    known = True
+    for level in levels[:-1]:
+        if level.name in absent:
+            path.append(None)
+            continue
+        value = labels.get(level.label)
+        # Below an unknown parent the same value may or may not be the same domain, so the domain is unknown too.
+        known = known and bool(value)
+        parts.append(value or "?")
+        path.append("/".join(parts) if known else None)
+    host = labels.get(levels[-1].label) or name
+    path.append("/".join([*parts, host]))
+    return tuple(path)
+
+
+def short_name(domain: str) -> str:
+    """The last part of a domain's path: what people call it."""
+    return domain.rsplit("/", 1)[-1]
