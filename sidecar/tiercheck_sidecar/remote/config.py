@@ -1,0 +1,64 @@
+"""Turns the job's `spec.tiers.remote`, as the operator hands it to the sidecar, into checked settings."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from urllib.parse import urlsplit
+
+import msgspec
+from tiercheck_sidecar.remote.errors import RemoteConfigError
+
+
+class S3Settings(msgspec.Struct, frozen=True, rename="camel"):
+    """A bucket. Credentials are never in here: they come from the environment, as boto3 finds them."""
+
+    bucket: str
+    prefix: str = ""
+    region: str | None = None
+    endpoint: str | None = None
+    """Base URL of an S3-compatible server; None: AWS."""
+    ca_bundle: str | None = None
+    """PEM text, or the path of a PEM file, of the authority that signed the endpoint's certificate."""
+
+
+class DirectorySettings(msgspec.Struct, frozen=True):
+    """A directory that every worker mounts at the same path."""
+
+    path: str
+
+
+class _Remote(msgspec.Struct, frozen=True):
+    s3: S3Settings | None = None
+    directory: DirectorySettings | None = None
+
+
+def parse(remote_json: str) -> S3Settings | DirectorySettings:
+    """Decode and check. Raises RemoteConfigError with a sentence."""
+    try:
+        remote = msgspec.json.decode(remote_json, type=_Remote)
+    except msgspec.DecodeError as error:
+        raise RemoteConfigError(f"The remote tier's settings cannot be read: {error}.") from error
+    if (remote.s3 is None) == (remote.directory is None):
+        raise RemoteConfigError("The remote tier needs exactly one of s3 and directory.")
+    if remote.directory is not None:
+        if not PurePosixPath(remote.directory.path).is_absolute():
+            raise RemoteConfigError(f"tiers.remote.directory.path must be absolute, not {remote.directory.path!r}.")
+        return remote.directory
+    assert remote.s3 is not None
+    _check_s3(remote.s3)
+    return remote.s3
+
+
+def _check_s3(settings: S3Settings) -> None:
+    if not settings.bucket or "/" in settings.bucket:
+        raise RemoteConfigError(f"tiers.remote.s3.bucket is the bucket's bare name, not {settings.bucket!r}.")
+    if any(part in (".", "..") for part in settings.prefix.split("/")):
+        raise RemoteConfigError(f'tiers.remote.s3.prefix must not have "." or ".." as a part: {settings.prefix!r}.')
+    if any(ord(character) < 32 or ord(character) == 127 for character in settings.prefix):
+        raise RemoteConfigError("tiers.remote.s3.prefix must not have control characters.")
+    if settings.endpoint:
+        url = urlsplit(settings.endpoint)
+        if url.scheme not in ("http", "https") or not url.netloc:
+            raise RemoteConfigError(
+                f"tiers.remote.s3.endpoint must begin with http:// or https://, not {settings.endpoint!r}."
+            )

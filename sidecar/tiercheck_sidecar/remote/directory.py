@@ -1,0 +1,204 @@
+"""A shared directory as remote tier, for clusters that have NFS or a parallel file system instead of a bucket.
+
+Nothing is visible before it is complete and on disk: bytes go to a temporary file, are synced, then renamed. The
+manifest is hard-linked into place instead, because a link fails where a rename would silently replace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tiercheck_sidecar.remote.errors import Reason, RemoteError
+from tiercheck_sidecar.remote.objects import Objects, Stored
+from tiercheck_sidecar.remote.pacing import Pace
+
+PIECE = 4 * 1024 * 1024
+_TEMPORARY = ".tmp-"
+
+
+class DirectoryObjects(Objects):
+    """`root` must exist (else the volume is not mounted, and we would fill the container's own disk)."""
+
+    def __init__(self, root: str, folder: str) -> None:
+        self._root = Path(root)
+        self._folder = self._root / folder
+        self.location = str(self._folder)
+
+    def check(self) -> None:
+        with self._sentences():
+            if not self._root.is_dir():
+                raise RemoteError(
+                    Reason.NO_SUCH_BUCKET,
+                    f"The directory {self._root} does not exist; mount the shared volume there in every worker.",
+                    retriable=True,
+                )
+        self.write("probe", b"")
+
+    def upload(self, key: str, path: Path, pace: Pace) -> None:
+        with self._sentences(), open(path, "rb") as source, self._temporary(key) as (temporary, target):
+            with open(temporary, "wb", buffering=0) as sink:
+                size = os.fstat(source.fileno()).st_size
+                if size:
+                    with mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+                        for begin in range(0, size, PIECE):
+                            with view[begin : begin + PIECE] as piece:
+                                pace(len(piece))
+                                _write_all(sink.fileno(), piece)
+                os.fsync(sink.fileno())
+            os.rename(temporary, target)
+            _sync_folder(target.parent)
+
+    def write(self, key: str, body: bytes) -> None:
+        with self._sentences(), self._temporary(key) as (temporary, target):
+            _write_synced(temporary, body)
+            os.rename(temporary, target)
+            _sync_folder(target.parent)
+
+    def create(self, key: str, body: bytes) -> bool:
+        with self._sentences(), self._temporary(key) as (temporary, target):
+            _write_synced(temporary, body)
+            try:
+                os.link(temporary, target)
+            except FileExistsError:
+                return False
+            _sync_folder(target.parent)
+            return True
+
+    def read(self, key: str) -> bytes | None:
+        with self._sentences():
+            try:
+                return self._path(key).read_bytes()
+            except FileNotFoundError:
+                return None
+
+    def read_into(self, key: str, offset: int, into: memoryview) -> int:
+        with self._sentences():
+            try:
+                source = os.open(self._path(key), os.O_RDONLY)
+            except FileNotFoundError:
+                return 0
+            try:
+                done = 0
+                while done < len(into):
+                    got = os.preadv(source, [into[done:]], offset + done)
+                    if got == 0:
+                        break
+                    done += got
+                return done
+            finally:
+                os.close(source)
+
+    def list(self, prefix: str) -> list[Stored]:
+        folder, _, beginning = prefix.rpartition("/")
+        found = []
+        with self._sentences():
+            for path, name in _walk(self._folder / folder):
+                key = path.relative_to(self._folder).as_posix()
+                if name.startswith(_TEMPORARY) or not key.startswith(f"{folder}/{beginning}" if folder else beginning):
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # deleted since
+                    status = path.stat()
+                    found.append(Stored(key, status.st_size, status.st_mtime))
+        return found
+
+    def delete(self, keys: Iterable[str]) -> None:
+        folders = set()
+        with self._sentences():
+            for key in keys:
+                path = self._path(key)
+                path.unlink(missing_ok=True)
+                folders.add(path.parent)
+            for folder in folders:
+                _remove_leftovers(folder)
+
+    def _path(self, key: str) -> Path:
+        # Keys of artifacts come out of manifests, that is, from the store: never let one point elsewhere.
+        if key.startswith("/") or ".." in key.split("/"):
+            raise RemoteError(Reason.OTHER, f"{key!r} is no key of {self.location}.", retriable=False)
+        return self._folder / key
+
+    @contextlib.contextmanager
+    def _temporary(self, key: str) -> Iterator[tuple[Path, Path]]:
+        target = self._path(key)
+        if not self._root.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "not mounted", str(self._root))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.parent / f"{_TEMPORARY}{target.name}-{uuid.uuid4().hex}"
+        try:
+            yield temporary, target
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _sentences(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise _as_remote_error(error, self.location) from error
+
+
+def _as_remote_error(error: OSError, location: str) -> RemoteError:
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return RemoteError(
+            Reason.FORBIDDEN,
+            f"{location} may not be used ({error.strerror}); let the sidecar's user (see fsGroup) write there.",
+            retriable=False,
+        )
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return RemoteError(
+            Reason.OTHER,
+            f"{location} is full ({error.strerror}); free space or keep fewer versions (tiers.remote.keep).",
+            retriable=True,
+        )
+    if error.errno == errno.ENOENT:
+        return RemoteError(
+            Reason.NO_SUCH_BUCKET, f"{location} is not there; mount the shared volume in every worker.", retriable=True
+        )
+    return RemoteError(
+        Reason.UNREACHABLE, f"{location} does not answer ({error}); look at the file server.", retriable=True
+    )
+
+
+def _write_synced(path: Path, body: bytes) -> None:
+    with open(path, "wb", buffering=0) as sink:
+        _write_all(sink.fileno(), memoryview(body))
+        os.fsync(sink.fileno())
+
+
+def _write_all(descriptor: int, view: memoryview) -> None:
+    done = 0
+    while done < len(view):
+        done += os.write(descriptor, view[done:])
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _walk(folder: Path) -> Iterator[tuple[Path, str]]:
+    for root, _, names in os.walk(folder):
+        for name in names:
+            yield Path(root) / name, name
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """An emptied version folder goes, with the temporary files of uploads that were killed."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return
+    if names and all(name.startswith(_TEMPORARY) for name in names) and folder.parent.name == "artifacts":
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # not empty, or already gone
+        folder.rmdir()

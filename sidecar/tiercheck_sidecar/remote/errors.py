@@ -1,0 +1,60 @@
+"""So that a full disk, a wrong key and a flipped bit are told apart: the errors of the remote tier.
+
+Every message is a sentence for the person who runs the job; `reason` is what a condition carries, `retriable` is
+what the upload loop asks.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Reason(str, Enum):
+    """Why the remote tier did not do what was asked."""
+
+    UNREACHABLE = "Unreachable"
+    """No answer: network, name, TLS, a server in trouble."""
+    FORBIDDEN = "Forbidden"
+    """It answered, and refused these credentials or this permission."""
+    NO_SUCH_BUCKET = "NoSuchBucket"
+    """The bucket (or the shared directory) does not exist."""
+    CREDENTIALS_MISSING = "CredentialsMissing"
+    """Nothing was found to sign requests with."""
+    CORRUPT = "Corrupt"
+    """What is stored is not what was written."""
+    OTHER = "Other"
+
+
+class RemoteConfigError(ValueError):
+    """The settings of the remote tier cannot be used; the message says which and why."""
+
+
+class RemoteError(Exception):
+    """An operation on the remote tier failed."""
+
+    def __init__(self, reason: Reason, message: str, *, retriable: bool) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retriable = retriable
+        """Whether the same call may succeed later without anybody changing anything."""
+
+
+class RemoteCorrupt(RemoteError):  # noqa: N818  (reads as what happened)
+    """Stored bytes are missing, short, or do not match their digests."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Reason.CORRUPT, message, retriable=False)
+
+
+class RemoteMissing(RemoteError):  # noqa: N818  (reads as what happened)
+    """The wanted version is not in the remote tier (it never was, or it has been deleted)."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Reason.OTHER, message, retriable=False)
+
+
+class RemoteClosed(RemoteError):  # noqa: N818  (reads as what happened)
+    """The store was closed while the operation ran."""
+
+    def __init__(self) -> None:
+        super().__init__(Reason.OTHER, "The remote tier was closed before this operation ended.", retriable=False)

@@ -1,0 +1,51 @@
+"""Where things lie in the remote tier, spelled once. The layout is that of `tiercheck.protocol.manifest`.
+
+All keys are relative to the job's folder, so that a bucket can be copied elsewhere and still be read.
+"""
+
+from __future__ import annotations
+
+from tiercheck.protocol.manifest import parse_version_name, version_name
+from tiercheck.protocol.version import Version
+
+ARTIFACTS = "artifacts/"
+MANIFESTS = "manifests/"
+PROBE = "probe"
+"""A tiny object, written to learn whether writing is allowed."""
+
+
+def job_folder(prefix: str, job: str) -> str:
+    """The job's folder under the user's prefix; `job` is "namespace/name". Raises ValueError if it is not."""
+    namespace, slash, name = job.partition("/")
+    if not (namespace and slash and name) or "/" in name:
+        raise ValueError(f'a job is named "namespace/name", not {job!r}')
+    return "/".join([*(part for part in prefix.split("/") if part), f"{namespace}-{name}"])
+
+
+def artifacts_of(version: Version) -> str:
+    """The folder of a version's artifacts, with a slash at the end."""
+    return f"{ARTIFACTS}{version_name(version)}/"
+
+
+def artifact_key(version: Version, rank: int) -> str:
+    return f"{artifacts_of(version)}rank-{rank}.safetensors"
+
+
+def digests_key(version: Version, rank: int) -> str:
+    return f"{artifacts_of(version)}rank-{rank}.json"
+
+
+def manifest_key(version: Version) -> str:
+    return f"{MANIFESTS}{version_name(version)}.json"
+
+
+def version_of(key: str) -> Version | None:
+    """The version that a key belongs to; None for anything we did not write."""
+    folder, _, rest = key.partition("/")
+    name = {"artifacts": rest.partition("/")[0], "manifests": rest.removesuffix(".json")}.get(folder)
+    if name is None or (folder == "manifests" and not rest.endswith(".json")):
+        return None
+    try:
+        return parse_version_name(name)
+    except ValueError:
+        return None

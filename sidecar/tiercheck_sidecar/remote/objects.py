@@ -1,0 +1,68 @@
+"""What a durable place must be able to do to serve as remote tier: eight verbs over keys and bytes.
+
+Everything that makes the remote tier safe (manifests, digests, retention) is above this line, in `store`; adding a
+place means writing these verbs and passing the conformance suite. Keys are relative to the job's folder and use "/".
+All methods block, may be called from several threads, and raise RemoteError.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiercheck_sidecar.remote.pacing import Pace
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One object as the place lists it."""
+
+    key: str
+    size: int
+    """Bytes."""
+    modified: float
+    """Unix seconds by the place's own clock; comparable with each other only."""
+
+
+class Objects(ABC):
+    """A job's folder in a durable place."""
+
+    location: str
+    """How to name it in a sentence, e.g. `s3://bucket/prefix`."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise unless the place answers and can be read and written."""
+
+    @abstractmethod
+    def upload(self, key: str, path: Path, pace: Pace) -> None:
+        """Store the file's bytes; calls `pace` before each piece. Readers see all of it or nothing. Overwrites."""
+
+    @abstractmethod
+    def write(self, key: str, body: bytes) -> None:
+        """Store a small object; durable on return. Overwrites."""
+
+    @abstractmethod
+    def create(self, key: str, body: bytes) -> bool:
+        """Store a small object only if none is there, atomically; False if there is one."""
+
+    @abstractmethod
+    def read(self, key: str) -> bytes | None:
+        """A small object; None if there is none."""
+
+    @abstractmethod
+    def read_into(self, key: str, offset: int, into: memoryview) -> int:
+        """Fill `into` from `offset` on. Returns the bytes read, less than asked at the end or if it is missing."""
+
+    @abstractmethod
+    def list(self, prefix: str) -> list[Stored]:
+        """Every object whose key begins with `prefix`, in no order. Unfinished uploads are not objects."""
+
+    @abstractmethod
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete; what is already gone is no error. Also forgets unfinished uploads of these keys."""
+
+    def close(self) -> None:  # noqa: B027  (nothing to release by default)
+        """Release connections."""

@@ -1,0 +1,37 @@
+"""Decides what may be deleted from the remote tier; deletes nothing itself.
+
+"Newest" here means committed last, by the clock of the store. Step numbers would mislead: after a rollback, or when a job is
+deleted and created again under its old name, the versions that count may have lower steps or attempts than dead ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+
+from tiercheck.protocol.version import Version
+
+
+def to_delete(committed: Mapping[Version, float], keep: int, protect: AbstractSet[Version]) -> tuple[Version, ...]:
+    """Complete versions that are not needed, the oldest first. `committed`: when each manifest was created.
+
+    Never the one committed last and never the one of the highest step, whatever `keep` says.
+    """
+    by_age = sorted(committed, key=lambda version: (committed[version], version.attempt, version.step))
+    if not by_age:
+        return ()
+    kept = {*by_age[-max(keep, 1) :], max(by_age), *protect}
+    return tuple(version for version in by_age if version not in kept)
+
+
+def orphans(
+    touched: Mapping[Version, float], kept: Mapping[Version, float], protect: AbstractSet[Version]
+) -> tuple[Version, ...]:
+    """Versions with artifacts but no manifest that nobody is still writing: untouched since before the oldest kept manifest.
+
+    `touched`: when the newest object of each version without a manifest was written. `kept`: as `committed` above.
+    """
+    if not kept:
+        return ()
+    oldest = min(kept.values())
+    return tuple(sorted(version for version, when in touched.items() if when < oldest and version not in protect))

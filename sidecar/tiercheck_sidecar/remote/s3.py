@@ -1,0 +1,202 @@
+"""A bucket as remote tier: obstore moves the bytes (it costs a tenth of boto3's CPU), boto3 finds the credentials,
+lists, and creates the manifest with `If-None-Match: *`.
+
+Payloads are not signed (SHA-256 of every byte would cost more than sending it); where the server takes it, CRC64NVME
+guards them on the way, and our own digests guard them for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import random
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tiercheck_sidecar.remote import keys as layout
+from tiercheck_sidecar.remote import s3_errors
+from tiercheck_sidecar.remote.config import S3Settings
+from tiercheck_sidecar.remote.errors import RemoteClosed
+from tiercheck_sidecar.remote.objects import Objects, Stored
+from tiercheck_sidecar.remote.pacing import Pace
+from tiercheck_sidecar.remote.s3_clients import Clients
+
+PART = 16 * 1024 * 1024
+PARALLEL_PARTS = 4
+MAX_PARTS = 9000  # S3 allows 10,000
+CONFLICT_TRIES = 6
+DELETE_BATCH = 1000
+
+
+class S3Objects(Objects):
+    """The job's folder in a bucket. Connects at the first call; credentials that appear later are found then."""
+
+    def __init__(self, settings: S3Settings, folder: str) -> None:
+        self._bucket = settings.bucket
+        self._folder = folder
+        self._settings = settings
+        self.location = f"s3://{settings.bucket}/{folder}"
+        self._connecting = threading.Lock()
+        self._connected: Clients | None = None
+        self._closed = threading.Event()
+
+    def check(self) -> None:
+        clients = self._clients()
+        with self._boto():
+            # Not HeadBucket: its errors have no body, and a policy may allow listing under the prefix only.
+            clients.boto.list_objects_v2(Bucket=self._bucket, Prefix=f"{self._folder}/{layout.MANIFESTS}", MaxKeys=1)
+        clients.probe(self._key(layout.PROBE), self.location)
+
+    def upload(self, key: str, path: Path, pace: Pace) -> None:
+        import obstore
+
+        clients = self._clients()
+        clients.probe(self._key(layout.PROBE), self.location)
+        with open(path, "rb") as source:
+            source.seek(0, 2)
+            size = source.tell()
+            if size == 0:
+                self.write(key, b"")
+                return
+            part = _part_size(size)
+            mapped = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)
+            try:
+                with self._obstore(), memoryview(mapped) as view:
+                    if size <= part:
+                        pace(size)
+                        obstore.put(clients.bulk, self._key(key), view, use_multipart=False)
+                    else:
+                        obstore.put(
+                            clients.bulk,
+                            self._key(key),
+                            _pieces(view, part, pace),
+                            use_multipart=True,
+                            chunk_size=part,
+                            max_concurrency=PARALLEL_PARTS,
+                        )
+            finally:
+                with contextlib.suppress(BufferError):  # a failed upload may still hold a part; it goes with it
+                    mapped.close()
+
+    def write(self, key: str, body: bytes) -> None:
+        clients = self._clients()
+        with self._boto():
+            clients.boto.put_object(Bucket=self._bucket, Key=self._key(key), Body=body)
+
+    def create(self, key: str, body: bytes) -> bool:
+        from botocore.exceptions import ClientError
+
+        clients = self._clients()
+        with self._boto():
+            for attempt in range(1, CONFLICT_TRIES + 1):
+                try:
+                    clients.boto.put_object(Bucket=self._bucket, Key=self._key(key), Body=body, IfNoneMatch="*")
+                    return True
+                except ClientError as error:
+                    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+                    if status == 412:
+                        return False
+                    # 409: another conditional request on this key was under way; nobody has won yet.
+                    if status != 409 or attempt == CONFLICT_TRIES:
+                        raise
+                if self._closed.wait(random.uniform(0, 0.05 * 2**attempt)):
+                    raise RemoteClosed
+        raise AssertionError("unreachable")
+
+    def read(self, key: str) -> bytes | None:
+        from botocore.exceptions import ClientError
+
+        clients = self._clients()
+        with self._boto():
+            try:
+                answer = clients.boto.get_object(Bucket=self._bucket, Key=self._key(key))
+                body: bytes = answer["Body"].read()
+                return body
+            except ClientError as error:
+                if error.response.get("Error", {}).get("Code") == "NoSuchKey":
+                    return None
+                raise
+
+    def read_into(self, key: str, offset: int, into: memoryview) -> int:
+        import obstore
+
+        clients = self._clients()
+        try:
+            got = obstore.get_range(clients.bulk, self._key(key), start=offset, length=len(into))
+        except Exception as error:
+            translated = s3_errors.from_obstore(error, self.location)
+            if "NoSuchKey" in str(error) or "InvalidRange" in str(error) or "416" in str(error)[:400]:
+                return 0
+            raise translated from error
+        with memoryview(got) as view:
+            into[: len(view)] = view
+            return len(view)
+
+    def list(self, prefix: str) -> list[Stored]:
+        clients = self._clients()
+        root = f"{self._folder}/"
+        with self._boto():
+            pages = clients.boto.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket, Prefix=self._key(prefix)
+            )
+            return [
+                Stored(entry["Key"].removeprefix(root), entry["Size"], entry["LastModified"].timestamp())
+                for page in pages
+                for entry in page.get("Contents", ())
+            ]
+
+    def delete(self, keys: Iterable[str]) -> None:
+        clients = self._clients()
+        with self._boto():
+            # One by one: bulk deletion needs an MD5 or CRC header that S3-compatible servers disagree about.
+            for key in keys:
+                clients.boto.delete_object(Bucket=self._bucket, Key=self._key(key))
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._connecting:
+            if self._connected is not None:
+                self._connected.close()
+                self._connected = None
+
+    def _key(self, key: str) -> str:
+        return f"{self._folder}/{key}"
+
+    def _clients(self) -> Clients:
+        with self._connecting:
+            if self._closed.is_set():
+                raise RemoteClosed
+            if self._connected is None:
+                with self._boto():
+                    self._connected = Clients.connect(self._settings, self.location)
+            return self._connected
+
+    @contextlib.contextmanager
+    def _boto(self) -> Iterator[None]:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            yield
+        except (BotoCoreError, ClientError) as error:
+            raise s3_errors.from_boto(error, self.location) from error
+
+    @contextlib.contextmanager
+    def _obstore(self) -> Iterator[None]:
+        from obstore.exceptions import BaseError
+
+        try:
+            yield
+        except (BaseError, FileNotFoundError) as error:
+            raise s3_errors.from_obstore(error, self.location) from error
+
+
+def _part_size(size: int) -> int:
+    return max(PART, -(-size // MAX_PARTS // 2**20) * 2**20)
+
+
+def _pieces(view: memoryview, part: int, pace: Pace) -> Iterator[memoryview]:
+    for begin in range(0, len(view), part):
+        piece = view[begin : begin + part]
+        pace(len(piece))
+        yield piece

@@ -1,0 +1,117 @@
+"""Two client libraries report the same trouble in different words; this turns either into one sentence and reason.
+
+boto3 raises typed errors with a code. obstore raises a few classes whose text holds the HTTP status and the server's XML.
+"""
+
+from __future__ import annotations
+
+import re
+
+from tiercheck_sidecar.remote.errors import Reason, RemoteError
+
+_CREDENTIALS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
+_FORBIDDEN = {"AccessDenied", "Forbidden", "AllAccessDisabled", "AccountProblem", "Unauthorized"}
+_BUSY = {"SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "Throttling", "OperationAborted"}
+_CLOCK = "RequestTimeTooSkewed"
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_NO_ANSWER = re.compile(r"error sending request|connect|timed out|timeout|dns|HTTP error|body from connection", re.I)
+
+
+def from_boto(error: Exception, location: str) -> RemoteError:
+    """For any botocore exception."""
+    from botocore import exceptions as boto
+
+    if isinstance(error, boto.ClientError):
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        return of_answer(int(status), str(error.response.get("Error", {}).get("Code", "")), location)
+    if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError, boto.CredentialRetrievalError)):
+        return credentials_missing(location, str(error))
+    if isinstance(error, boto.SSLError):
+        return _tls(location, str(error))
+    if isinstance(error, boto.HTTPClientError):  # cannot connect, timed out, connection closed, proxy
+        return _unreachable(location, str(error))
+    return _other(location, f"{type(error).__name__}: {error}")
+
+
+def from_obstore(error: Exception, location: str) -> RemoteError:
+    """For any exception raised by an obstore call."""
+    text = str(error)
+    status, code = _STATUS.search(text), _CODE.search(text)
+    if status is not None or code is not None:
+        return of_answer(int(status[1]) if status else 0, code[1] if code else "", location)
+    if "certificate" in text.lower():
+        return _tls(location, _first_line(text))
+    if _NO_ANSWER.search(text):
+        return _unreachable(location, _first_line(text))
+    return _other(location, _first_line(text))
+
+
+def of_answer(status: int, code: str, location: str) -> RemoteError:
+    """For a server that answered with an error: HTTP status (0 if unknown) and S3 error code ("" if none)."""
+    said = code or f"HTTP {status}"
+    if code == "NoSuchBucket":
+        return RemoteError(
+            Reason.NO_SUCH_BUCKET,
+            f"The bucket of {location} does not exist; create it or correct tiers.remote.s3.bucket.",
+            retriable=False,
+        )
+    if code in _CREDENTIALS:
+        return RemoteError(
+            Reason.FORBIDDEN,
+            f"{location} refused the credentials ({said}); correct the Secret named in credentialsSecretName.",
+            retriable=False,
+        )
+    if code == _CLOCK:
+        return RemoteError(
+            Reason.FORBIDDEN, f"{location} refused this node's clock ({said}); synchronise it.", retriable=True
+        )
+    if code in _FORBIDDEN or status in (401, 403):
+        return RemoteError(
+            Reason.FORBIDDEN,
+            f"{location} refused access ({said}); allow these credentials to list, get, put and delete there.",
+            retriable=False,
+        )
+    if code in _BUSY or status in (429, 500, 502, 503, 504):
+        return RemoteError(
+            Reason.UNREACHABLE,
+            f"{location} is in trouble or overloaded ({said}); uploads go on when it recovers.",
+            retriable=True,
+        )
+    if code in ("PermanentRedirect", "AuthorizationHeaderMalformed") or status in (301, 307):
+        return _other(location, f"{said}: the bucket is in another region; correct tiers.remote.s3.region")
+    return _other(location, said)
+
+
+def credentials_missing(location: str, detail: str = "") -> RemoteError:
+    """Nothing to sign with."""
+    return RemoteError(
+        Reason.CREDENTIALS_MISSING,
+        f"No credentials for {location} were found{f' ({detail})' if detail else ''}; name a Secret with AWS_ACCESS_KEY_ID "
+        "and AWS_SECRET_ACCESS_KEY in credentialsSecretName, or give the pods a cloud identity.",
+        retriable=True,
+    )
+
+
+def _unreachable(location: str, detail: str) -> RemoteError:
+    return RemoteError(
+        Reason.UNREACHABLE,
+        f"{location} does not answer ({detail}); look at tiers.remote.s3.endpoint and at network policies.",
+        retriable=True,
+    )
+
+
+def _tls(location: str, detail: str) -> RemoteError:
+    return RemoteError(
+        Reason.UNREACHABLE,
+        f"The certificate of {location} is not trusted ({detail}); give its authority in tiers.remote.s3.caBundle.",
+        retriable=False,
+    )
+
+
+def _other(location: str, detail: str) -> RemoteError:
+    return RemoteError(Reason.OTHER, f"{location} failed: {detail}.", retriable=False)
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0].rstrip(" -:")[:300]

@@ -1,0 +1,212 @@
+"""The remote tier as the rest of the sidecar sees it: versions that exist completely, verified, or not at all.
+
+A version exists when its manifest does. The manifest is created after all its objects, atomically and only once;
+it is deleted before any of them. So whoever dies in between leaves garbage, never half a version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Set as AbstractSet
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from tiercheck_sidecar.remote import keys, retention
+from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteCorrupt, RemoteError, RemoteMissing
+from tiercheck_sidecar.remote.objects import Objects
+from tiercheck_sidecar.remote.pacing import TokenBucket
+from tiercheck_sidecar.remote.verify import chunk_digest
+
+from tiercheck.protocol.encoding import Malformed, from_json, to_json
+from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
+from tiercheck.protocol.version import Version
+
+FETCH_BYTES = 16 * 1024 * 1024
+FETCH_THREADS = 4
+
+
+class RemoteStore:
+    """One job's versions in one durable place. All methods block, are thread-safe, and raise RemoteError."""
+
+    def __init__(self, objects: Objects, job: str) -> None:
+        self.job = job
+        self._objects = objects
+        self._closed = threading.Event()
+        self._bucket = TokenBucket(None, wait=self._pause)
+
+    @property
+    def location(self) -> str:
+        """How to name the place in a sentence."""
+        return self._objects.location
+
+    def check(self) -> None:
+        """Raise unless the place answers, can be read and written, and belongs to this job."""
+        self._objects.check()
+        complete = self.versions()
+        if complete:
+            self.read_manifest(complete[-1])
+
+    def put_artifact(
+        self, rank: int, version: Version, path: Path, digests: Digests, bandwidth: int | None
+    ) -> RankArtifact:
+        """Upload one rank's sealed artifact, then its digests. `bandwidth`: bytes per second, shared by all uploads
+        of this store; None: no limit. Uploading again is harmless; a complete version is never overwritten.
+        """
+        size = path.stat().st_size
+        if size != digests.size:
+            raise ValueError(f"{path} has {size} bytes, its digests are of {digests.size}")
+        artifact = RankArtifact(rank, version, keys.artifact_key(version, rank), digests)
+        complete = self._manifest(version)
+        if complete is not None:
+            if artifact in complete.artifacts:
+                return artifact
+            raise RemoteError(
+                Reason.OTHER,
+                f"{version} already exists in {self.location} with other content, written by job UID {complete.job_uid}. "
+                "It was left as it is; give this job another prefix, or delete the old versions.",
+                retriable=False,
+            )
+        self._bucket.set_rate(bandwidth)
+        self._objects.upload(artifact.key, path, self._bucket.take)
+        self._objects.write(keys.digests_key(version, rank), to_json(artifact))
+        return artifact
+
+    def uploaded(self, version: Version) -> tuple[RankArtifact, ...]:
+        """The artifacts of a version that are completely uploaded, by rank; what a manifest is made of."""
+        found = []
+        for stored in self._objects.list(keys.artifacts_of(version)):
+            if stored.key.endswith(".json"):
+                body = self._objects.read(stored.key)
+                if body is not None:
+                    found.append(_decode(body, RankArtifact, f"{self.location}/{stored.key}"))
+        return tuple(sorted(found, key=lambda artifact: artifact.rank))
+
+    def commit(self, manifest: Manifest) -> bool:
+        """Make a version exist. True if it now exists with this content, False if another writer's came first.
+
+        `created` is not part of the content: a coordinator that was restarted commits the same version again.
+        Raises RemoteCorrupt if an artifact is not there in its full size.
+        """
+        if manifest.job != self.job or sorted(a.rank for a in manifest.artifacts) != list(range(manifest.world_size)):
+            raise ValueError(f"not a complete manifest of {self.job}: {manifest.job}, {manifest.version}")
+        sizes = {stored.key: stored.size for stored in self._objects.list(keys.artifacts_of(manifest.version))}
+        for artifact in manifest.artifacts:
+            if sizes.get(artifact.key) != artifact.digests.size:
+                raise RemoteCorrupt(
+                    f"{manifest.version} was not completed: {self.location}/{artifact.key} has "
+                    f"{sizes.get(artifact.key, 0)} of {artifact.digests.size} bytes."
+                )
+        try:
+            if self._objects.create(keys.manifest_key(manifest.version), to_json(manifest)):
+                return True
+        except RemoteError as error:
+            # No answer does not mean that nothing happened: the request may have been carried out.
+            if not error.retriable or self._manifest(manifest.version) is None:
+                raise
+        existing = self.read_manifest(manifest.version)
+        return dataclasses.replace(existing, created=manifest.created) == manifest
+
+    def versions(self) -> list[Version]:
+        """Complete versions, oldest (lowest step) first."""
+        return sorted(self._committed())
+
+    def read_manifest(self, version: Version) -> Manifest:
+        """Raises RemoteMissing, RemoteCorrupt, and RemoteError if it belongs to another job."""
+        manifest = self._manifest(version)
+        if manifest is None:
+            raise RemoteMissing(f"{version} is not in {self.location}.")
+        return manifest
+
+    def fetch(self, artifact: RankArtifact, into: memoryview) -> None:
+        """Read an artifact into the beginning of `into` and verify every chunk. Raises RemoteCorrupt; `into` is then
+        garbage.
+        """
+        digests = artifact.digests
+        if len(into) < digests.size:
+            raise ValueError(f"{digests.size} bytes do not fit into {len(into)}")
+        stride = max(1, FETCH_BYTES // digests.chunk) * digests.chunk
+        with ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="remote-fetch") as pool:
+            ranges = [
+                pool.submit(self._fetch_range, artifact, begin, into[begin : min(begin + stride, digests.size)])
+                for begin in range(0, digests.size, stride)
+            ]
+            try:
+                for part in ranges:
+                    part.result()
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def retain(self, keep: int, protect: AbstractSet[Version] = frozenset()) -> None:
+        """Delete all but the `keep` versions committed last, and what interrupted uploads left behind.
+
+        Never the newest complete version, and nothing of `protect` (complete or still being uploaded).
+        """
+        committed = self._committed()
+        doomed = retention.to_delete(committed, keep, protect)
+        for version in doomed:
+            if self._manifest(version) is not None:  # raises if the folder is another job's
+                self._objects.delete([keys.manifest_key(version)])
+            self._delete_artifacts(version)
+        kept = {version: when for version, when in committed.items() if version not in doomed}
+        touched: dict[Version, float] = {}
+        for stored in self._objects.list(keys.ARTIFACTS):
+            owner = keys.version_of(stored.key)
+            if owner is not None and owner not in kept:
+                touched[owner] = max(stored.modified, touched.get(owner, 0.0))
+        for version in retention.orphans(touched, kept, protect):
+            self._delete_artifacts(version)
+
+    def close(self) -> None:
+        """Interrupt paced uploads and release connections."""
+        self._closed.set()
+        self._objects.close()
+
+    def _fetch_range(self, artifact: RankArtifact, begin: int, into: memoryview) -> None:
+        if self._closed.is_set():
+            raise RemoteClosed
+        got = self._objects.read_into(artifact.key, begin, into)
+        place = f"{self.location}/{artifact.key}"
+        if got < len(into):
+            raise RemoteCorrupt(f"{place} is missing or ends at byte {begin + got} of {artifact.digests.size}.")
+        chunk = artifact.digests.chunk
+        for offset in range(0, len(into), chunk):
+            index = (begin + offset) // chunk
+            if chunk_digest(into[offset : offset + chunk]) != artifact.digests.values[index]:
+                raise RemoteCorrupt(f"{place} does not match its digest in chunk {index}.")
+
+    def _committed(self) -> dict[Version, float]:
+        listed = ((keys.version_of(stored.key), stored.modified) for stored in self._objects.list(keys.MANIFESTS))
+        return {version: modified for version, modified in listed if version is not None}
+
+    def _manifest(self, version: Version) -> Manifest | None:
+        key = keys.manifest_key(version)
+        body = self._objects.read(key)
+        if body is None:
+            return None
+        manifest = _decode(body, Manifest, f"{self.location}/{key}")
+        if manifest.job != self.job:
+            raise RemoteError(
+                Reason.OTHER,
+                f"{self.location} already belongs to job {manifest.job}; give {self.job} another prefix.",
+                retriable=False,
+            )
+        return manifest
+
+    def _delete_artifacts(self, version: Version) -> None:
+        self._objects.delete([stored.key for stored in self._objects.list(keys.artifacts_of(version))])
+
+    def _pause(self, seconds: float) -> None:
+        if self._closed.wait(seconds):
+            raise RemoteClosed
+
+
+_T = TypeVar("_T")
+
+
+def _decode(body: bytes, cls: type[_T], place: str) -> _T:
+    try:
+        return from_json(body, cls)
+    except Malformed as error:
+        raise RemoteCorrupt(f"{place} cannot be read: {error}.") from error
