@@ -21,7 +21,9 @@ class Verdict:
     """Steps printed more than once: the price of the failures."""
 
 
-def compare(run: Sequence[Step], run_digest: Digest | None, reference: Sequence[Step], wanted: Digest | None) -> Verdict:
+def compare(
+    run: Sequence[Step], run_digest: Digest | None, reference: Sequence[Step], wanted: Digest | None
+) -> Verdict:
     """The verdict on `run`. Missing evidence is never equality."""
     expected = {step.step: step.loss_hex for step in reference}
     seen = {step.step for step in run}

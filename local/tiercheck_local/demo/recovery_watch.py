@@ -1,0 +1,85 @@
+"""Watches one job come back: what the operator writes into its status, and what each sidecar says about its ranks.
+
+The status carries counts only (a thousand ranks would not fit); the rank-by-rank answer is in the sidecars' reports,
+which are asked here the way the operator asks: over HTTPS, with the job's own CA and token.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import socket
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiercheck.protocol import names
+from tiercheck.protocol.encoding import from_json
+from tiercheck.protocol.report import RankRestore, Report
+
+
+@dataclass
+class Recovery:
+    """One attempt's way back, as far as it has been seen. Times are Unix seconds by the operator's clock."""
+
+    attempt: int
+    in_flight: dict[str, Any] = field(default_factory=dict)
+    finished: dict[str, Any] | None = None
+    ranks: dict[int, RankRestore] = field(default_factory=dict)
+
+
+@dataclass
+class RecoveryWatch:
+    """`look()` takes one look at the job; the newest attempt's Recovery grows with every look."""
+
+    get_job: Callable[[], Mapping[str, Any]]
+    get_pods: Callable[[], list[Mapping[str, Any]]]
+    get_secret: Callable[[], Mapping[str, Any]]
+    attempts: dict[int, Recovery] = field(default_factory=dict)
+
+    def look(self) -> Mapping[str, Any]:
+        """The job's status now."""
+        status: Mapping[str, Any] = self.get_job().get("status") or {}
+        if in_flight := status.get("recovery"):
+            self._of(int(in_flight["attempt"])).in_flight.update(in_flight)
+        if finished := status.get("lastRecovery"):
+            self._of(int(finished["attempt"])).finished = dict(finished)
+        return status
+
+    def ask_sidecars(self, attempt: int) -> dict[int, RankRestore]:
+        """How each rank was restored in `attempt`; ranks whose sidecar does not answer are left out."""
+        recovery = self._of(attempt)
+        context, token = self._credentials()
+        for pod in self.get_pods():
+            address = (pod.get("status") or {}).get("podIP")
+            if not address or pod["metadata"].get("deletionTimestamp"):
+                continue
+            report = ask(address, context, token)
+            if report is not None and report.attempt == attempt:
+                recovery.ranks.update({rank.rank: rank for rank in report.restore.ranks})
+        return recovery.ranks
+
+    def _of(self, attempt: int) -> Recovery:
+        return self.attempts.setdefault(attempt, Recovery(attempt))
+
+    def _credentials(self) -> tuple[ssl.SSLContext, str]:
+        data = self.get_secret()["data"]
+        context = ssl.create_default_context(cadata=base64.b64decode(data["ca.crt"]).decode())
+        return context, base64.b64decode(data["token"]).decode()
+
+
+def ask(address: str, context: ssl.SSLContext, token: str, timeout: float = 3.0) -> Report | None:
+    """The report of the sidecar at `address`; None if it does not answer."""
+    try:
+        plain = socket.create_connection((address, names.CONTROL_PORT), timeout=timeout)
+        with context.wrap_socket(plain, server_hostname=names.TLS_SERVER_NAME) as connection:
+            http_connection = http.client.HTTPConnection(address)
+            http_connection.sock = connection
+            http_connection.request("GET", "/v1/report", headers={"Authorization": f"Bearer {token}"})
+            response = http_connection.getresponse()
+            body = response.read()
+            return from_json(body, Report) if response.status == http.HTTPStatus.OK else None
+    except (OSError, http.client.HTTPException, json.JSONDecodeError):
+        return None

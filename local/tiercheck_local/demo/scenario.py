@@ -1,0 +1,165 @@
+"""The story, top-down: train, be hit five times, come back five times, compare with a run that was never hit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.report import RankRestore
+from tiercheck_local.demo.failures import Failure, Stage
+from tiercheck_local.demo.recovery_watch import RecoveryWatch
+from tiercheck_local.demo.training_log import TrainingLog
+
+Narrate = Callable[[str], None]
+
+
+class StoryFailed(RuntimeError):
+    """The job did not do what it promised within the time allowed; the message says what was awaited."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one failure cost. Times are Unix seconds, except where a name says otherwise."""
+
+    failure: Failure
+    target: str
+    injected_at: float
+    detected_at: float
+    restored_at: float
+    resumed_at: float
+    attempt: int
+    step_before: int
+    restored_step: int
+    lost_steps: int
+    ranks: Mapping[int, RankRestore]
+    cause: str
+    reason: str
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        counts = {tier.value: 0 for tier in Tier}
+        for rank in self.ranks.values():
+            if rank.tier is not None:
+                counts[rank.tier.value] += 1
+        return counts
+
+
+@dataclass
+class Story:
+    """Everything the acts need. `clock` gives Unix seconds, `tick` is called at every look (progress display)."""
+
+    stage: Stage
+    watch: RecoveryWatch
+    log: TrainingLog
+    ranks: int
+    narrate: Narrate
+    tick: Callable[[Mapping[str, Any]], None] = lambda status: None
+    patience: float = 90.0
+    """Seconds before one wait is given up."""
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def wait_for(self, what: str, condition: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any]:
+        """Look at the job until `condition` of its status holds. Raises StoryFailed."""
+        end = time.monotonic() + self.patience
+        while True:
+            status = self.watch.look()
+            self.log.poll()
+            self.tick(status)
+            if condition(status):
+                return status
+            if ended := failed_message(status):
+                raise StoryFailed(f"while waiting for {what}, the job failed: {ended}")
+            if time.monotonic() > end:
+                raise StoryFailed(f"waited {self.patience:.0f} s in vain for {what}; conditions: {in_words(status)}")
+            time.sleep(0.1)
+
+    def play(self, failure: Failure, at_step: int) -> Outcome:
+        """Wait for `at_step`, inflict the failure, and follow the job until it trains again."""
+        status = self.wait_for(f"step {at_step}, protected", lambda status: self._ready_for(failure, at_step, status))
+        before = self.step
+        attempt_before = int(status.get("attempt", 0))
+        injected_at = time.time()
+        target = failure.inflict(self.stage)
+        self.narrate(f"{failure.what}: {target}")
+        self.wait_for(
+            "the recovery to end",
+            lambda status: (
+                int((status.get("lastRecovery") or {}).get("attempt", 0)) > attempt_before
+                and self._trains_in(int(status["attempt"]))
+            ),
+        )
+        outcome = self._outcome(failure, target, injected_at, before)
+        self.outcomes.append(outcome)
+        failure.repair(self.stage)
+        return outcome
+
+    def finish(self) -> Mapping[str, Any]:
+        """Wait for the job to complete, and for rank 0's last words."""
+        return self.wait_for(
+            "the job to complete",
+            lambda status: condition_is(status, "Completed") and self.log.digest is not None,
+        )
+
+    @property
+    def step(self) -> int:
+        """The newest step rank 0 has printed."""
+        return self.log.last.step if self.log.last else 0
+
+    def _ready_for(self, failure: Failure, at_step: int, status: Mapping[str, Any]) -> bool:
+        tiers = status.get("tiers") or {}
+        attempt = int(status.get("attempt", 0))
+        copied = "step" in (tiers.get("peer") or {})
+        durable = "step" in (tiers.get("remote") or {})
+        whole = condition_is(status, "Running") and self._trains_in(attempt)
+        return self.step >= at_step and whole and copied and (durable or not failure.needs_remote)
+
+    def _trains_in(self, attempt: int) -> bool:
+        return self.log.last is not None and self.log.last.attempt == attempt
+
+    def _outcome(self, failure: Failure, target: str, injected_at: float, before: int) -> Outcome:
+        attempt = max(self.watch.attempts)
+        recovery = self.watch.attempts[attempt]
+        ranks = self.watch.ask_sidecars(attempt)
+        if len(ranks) != self.ranks:
+            raise StoryFailed(f"only ranks {sorted(ranks)} said how they were restored in attempt {attempt}")
+        finished = recovery.finished or {}
+        resumed_at = min(step.time for step in self.log.steps if step.attempt == attempt)
+        restored_step = int(finished["step"])
+        return Outcome(
+            failure=failure,
+            target=target,
+            injected_at=injected_at,
+            detected_at=float(recovery.in_flight.get("detectedAt", injected_at)),
+            restored_at=float(recovery.in_flight.get("restoredAt", resumed_at)),
+            resumed_at=resumed_at,
+            attempt=attempt,
+            step_before=before,
+            restored_step=restored_step,
+            lost_steps=max(step.step for step in self.log.steps if step.attempt < attempt) - restored_step,
+            ranks=ranks,
+            cause=str(finished.get("cause", "")),
+            reason=str(finished.get("reason", "")),
+        )
+
+
+def condition_is(status: Mapping[str, Any], kind: str) -> bool:
+    """Whether the status has condition `kind` with status True."""
+    return any(c["type"] == kind and c["status"] == "True" for c in status.get("conditions") or ())
+
+
+def failed_message(status: Mapping[str, Any]) -> str:
+    """The message of the Failed condition, empty if the job has not failed."""
+    for condition in status.get("conditions") or ():
+        if condition["type"] == "Failed" and condition["status"] == "True":
+            return f"{condition['reason']}: {condition['message']}"
+    return ""
+
+
+def in_words(status: Mapping[str, Any]) -> str:
+    """All conditions on one line."""
+    return "; ".join(
+        f"{c['type']}={c['status']} ({c['reason']}: {c['message']})" for c in status.get("conditions") or ()
+    )
