@@ -43,6 +43,7 @@ TLS_SERVER_NAME = "sidecar.tiercheck.io"
 """Every sidecar's certificate carries this name; the CA behind it belongs to one job only."""
 
 ENV_JOB = "TIERCHECK_JOB"
+"""The job as "namespace/name"."""
 ENV_JOB_UID = "TIERCHECK_JOB_UID"
 ENV_WORKER = "TIERCHECK_WORKER"
 ENV_PROCS_PER_WORKER = "TIERCHECK_PROCS_PER_WORKER"
