@@ -1,0 +1,241 @@
+"""Decides what a job comes back to after a failure: which version, from where for each rank, and why.
+
+The version is found by set intersection: it must be held for *every* rank. The minimum of each rank's newest would be
+wrong, for {8, 10} and {8, 9} it names 9, which nobody can rebuild. And nothing is started afresh while a committed
+version may still turn up: then the answer is to wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.version import History, Version
+from tiercheck_operator.planning.inventory import (
+    Distance,
+    Held,
+    Inventory,
+    Missing,
+    RemoteInventory,
+    SourceChoice,
+    Sources,
+    sources_for,
+)
+
+__all__ = [
+    "Decision",
+    "Inventory",
+    "Missing",
+    "Recover",
+    "Refuse",
+    "RemoteInventory",
+    "RestoreSeconds",
+    "Situation",
+    "SourceChoice",
+    "Sources",
+    "StartFresh",
+    "Wait",
+    "decide_recovery",
+    "sources_for",
+]
+
+
+@dataclass(frozen=True)
+class RestoreSeconds:
+    """How long a restore takes whose farthest rank comes from that tier. Estimates, in seconds."""
+
+    local: float = 2.0
+    peer: float = 10.0
+    remote: float = 120.0
+
+
+@dataclass(frozen=True)
+class Situation:
+    """All that the decision depends on."""
+
+    ranks: int
+    ranks_per_worker: int
+    history: History
+    inventories: Sequence[Inventory]
+    """Of the sidecars that answered."""
+    remote: RemoteInventory
+    silent: Collection[int] = frozenset()
+    """Workers whose sidecar has not answered yet."""
+    distance: Distance | None = None
+    step_seconds: float | None = None
+    last_step: int | None = None
+    """Newest step trained, if known."""
+    restore_seconds: RestoreSeconds = field(default_factory=RestoreSeconds)
+    target_step: int | None = None
+    """`spec.restore.from.step`: come back to exactly this step."""
+
+
+@dataclass(frozen=True)
+class Recover:
+    """Restore `version`."""
+
+    version: Version
+    sources: Sources
+    tier_counts: Mapping[Tier, int]
+    """Ranks by the tier of their nearest source; tiers without ranks are left out."""
+    lost_steps: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class StartFresh:
+    """Nothing committed exists anywhere: train from scratch."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing can be rebuilt now, but what has not answered yet may hold it."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """The step that the user asked for cannot be rebuilt from anything."""
+
+    reason: str
+
+
+Decision = Recover | StartFresh | Wait | Refuse
+
+
+def decide_recovery(situation: Situation) -> Decision:
+    """The version with the least expected loss among those that every rank can rebuild, or what to do without one.
+
+    Raises ValueError if `ranks` is not a multiple of `ranks_per_worker`.
+    """
+    if situation.ranks < 1 or situation.ranks_per_worker < 1 or situation.ranks % situation.ranks_per_worker:
+        raise ValueError("ranks must be a positive multiple of ranks_per_worker")
+    held = Held.collect(situation.ranks, situation.ranks_per_worker, situation.inventories)
+    accepts = situation.history.accepts
+    seen = sorted(version for version in {*held.anywhere, *situation.remote.usable} if accepts(version))
+    rebuildable = [version for version in seen if _farthest_tier(version, held, situation) is not None]
+    if situation.target_step is not None:
+        rebuildable = [version for version in rebuildable if version.step == situation.target_step]
+    if not rebuildable:
+        return _without_version(situation, held, seen)
+    newest_step = max(situation.last_step or 0, seen[-1].step)
+    # Newest first, so that of two versions that cost the same the newer one is taken.
+    chosen = min(reversed(rebuildable), key=lambda version: _expected_loss(version, newest_step, held, situation))
+    sources = sources_for(
+        chosen,
+        ranks=situation.ranks,
+        ranks_per_worker=situation.ranks_per_worker,
+        inventories=situation.inventories,
+        remote=situation.remote,
+        distance=situation.distance,
+    )
+    assert not isinstance(sources, Missing)
+    counts = {tier: 0 for tier in Tier}
+    for choices in sources.values():
+        counts[choices[0].tier] += 1
+    tier_counts = {tier: count for tier, count in counts.items() if count}
+    return Recover(
+        version=chosen,
+        sources=sources,
+        tier_counts=tier_counts,
+        lost_steps=newest_step - chosen.step,
+        reason="; ".join(
+            [
+                *_why(chosen, rebuildable, tier_counts, situation),
+                *_incomplete([version for version in seen if version > chosen], held, situation),
+            ]
+        ),
+    )
+
+
+def _farthest_tier(version: Version, held: Held, situation: Situation) -> Tier | None:
+    """The tier that the worst-off rank needs; None if the version cannot be rebuilt."""
+    if len(held.own.get(version, ())) == situation.ranks:
+        return Tier.LOCAL
+    if len(held.anywhere.get(version, ())) == situation.ranks:
+        return Tier.PEER
+    return Tier.REMOTE if version in situation.remote.usable else None
+
+
+def _expected_loss(version: Version, newest_step: int, held: Held, situation: Situation) -> float:
+    """Seconds until training is back where it was. Without a step time every step counts more than any restore."""
+    tier = _farthest_tier(version, held, situation)
+    estimate = situation.restore_seconds
+    restore = {Tier.LOCAL: estimate.local, Tier.PEER: estimate.peer, Tier.REMOTE: estimate.remote}
+    assert tier is not None
+    lost = newest_step - version.step
+    if not situation.step_seconds:
+        return float(lost) * (1.0 + sum(restore.values()))
+    return lost * situation.step_seconds + restore[tier]
+
+
+def _without_version(situation: Situation, held: Held, seen: Sequence[Version]) -> Decision:
+    asked = situation.target_step
+    what = "no version" if asked is None else f"step {asked}"
+    if not situation.history.branches and asked is None:
+        return StartFresh("the job has not trained before, so there is nothing to come back to")
+    incomplete = _incomplete(seen, held, situation)
+    detail = f"; {'; '.join(incomplete)}" if incomplete else ""
+    if situation.remote.undecided:
+        state = "has not been tried yet" if situation.remote.reachable is None else "is unreachable"
+        return Wait(f"{what} can be rebuilt from memory, and the remote tier {state}: it may hold one{detail}")
+    if situation.silent:
+        return Wait(
+            f"{what} can be rebuilt from what answered; waiting for {_listed('worker', situation.silent)}{detail}"
+        )
+    remote = "the remote tier holds none" if situation.remote.configured else "no remote tier is configured"
+    if asked is not None:
+        return Refuse(f"step {asked} was asked for, but no source holds it for every rank, and {remote}{detail}")
+    return StartFresh(f"no version can be rebuilt: every sidecar answered and {remote}{detail}")
+
+
+def _why(
+    chosen: Version,
+    rebuildable: Sequence[Version],
+    tier_counts: Mapping[Tier, int],
+    situation: Situation,
+) -> list[str]:
+    if situation.target_step is not None:
+        head = f"step {chosen.step}: asked for by spec.restore"
+    elif chosen == rebuildable[-1]:
+        head = f"step {chosen.step}: newest version that every rank can rebuild"
+    else:
+        head = f"step {chosen.step}: back sooner than from step {rebuildable[-1].step}, whose restore takes longer"
+    places = {Tier.LOCAL: "from own memory", Tier.PEER: "from a peer", Tier.REMOTE: "from the remote tier"}
+    parts = []
+    for position, (tier, count) in enumerate(tier_counts.items()):
+        unit = ("rank " if count == 1 else "ranks ") if position == 0 else ""
+        parts.append(f"{count} {unit}{places[tier]}")
+    sentences = [head, ", ".join(parts)]
+    if situation.silent:
+        sentences.append(f"{_listed('worker', situation.silent)} had not answered")
+    return sentences
+
+
+def _incomplete(versions: Sequence[Version], held: Held, situation: Situation) -> list[str]:
+    """Why the newest of `versions` cannot be rebuilt, one clause each, newest first."""
+    clauses = []
+    for version in reversed(versions):
+        if _farthest_tier(version, held, situation) is not None:
+            continue
+        found = held.anywhere.get(version, frozenset())
+        lacking = [rank for rank in range(situation.ranks) if rank not in found]
+        verb = "has" if len(lacking) == 1 else "have"
+        clauses.append(f"step {version.step} is incomplete: {_listed('rank', lacking)} {verb} no copy")
+        if len(clauses) == 2:
+            break
+    return clauses
+
+
+def _listed(noun: str, numbers: Collection[int]) -> str:
+    """ "rank 2", "ranks 1, 2 and 3", "ranks 0, 1, 2 and 61 more"."""
+    ordered = [str(number) for number in sorted(numbers)]
+    if len(ordered) == 1:
+        return f"{noun} {ordered[0]}"
+    if len(ordered) > 4:
+        return f"{noun}s {', '.join(ordered[:3])} and {len(ordered) - 3} more"
+    return f"{noun}s {', '.join(ordered[:-1])} and {ordered[-1]}"
