@@ -1,0 +1,1 @@
+"""`tiercheck`, the command for people: demonstrate, plan, explain, report."""

@@ -1,0 +1,91 @@
+"""Numbers and outcomes as people read them, the same in the terminal, on the page and in the pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tiercheck_cli.report.record import TIERS, FaultRecord
+
+HEADINGS = (
+    "",
+    "What failed",
+    "Came back from",
+    "Restored step",
+    "Steps lost",
+    "Detect",
+    "Restore",
+    "Next step",
+    "Total",
+)
+TIER_WORDS = {"local": "own memory", "peer": "peer memory", "remote": "remote store"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fault, each cell as text; the order of `cells` is that of HEADINGS."""
+
+    number: str
+    what: str
+    target: str
+    sources: str
+    restored_step: str
+    lost_steps: str
+    detect: str
+    restore: str
+    start: str
+    total: str
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return (
+            self.number,
+            f"{self.what}: {self.target}" if self.target else self.what,
+            self.sources,
+            self.restored_step,
+            self.lost_steps,
+            self.detect,
+            self.restore,
+            self.start,
+            self.total,
+        )
+
+
+def rows(faults: Sequence[FaultRecord]) -> list[Row]:
+    """One row per fault, in the given order."""
+    return [
+        Row(
+            number=str(number),
+            what=fault.what,
+            target=fault.target,
+            sources=tier_counts(fault.tiers),
+            restored_step=str(fault.restored_step),
+            lost_steps=str(fault.lost_steps),
+            detect=seconds(fault.detect_seconds),
+            restore=seconds(fault.restore_seconds),
+            start=seconds(fault.start_seconds),
+            total=seconds(fault.total_seconds),
+        )
+        for number, fault in enumerate(faults, start=1)
+    ]
+
+
+def seconds(value: float) -> str:
+    """A duration with as many digits as say something: 40 ms, 1.8 s, 12 s, 3 min 5 s."""
+    if value < 0.0995:
+        return f"{value * 1000:.0f} ms"
+    if value < 9.95:
+        return f"{value:.1f} s"
+    whole = round(value)
+    return f"{whole} s" if whole < 120 else f"{whole // 60} min {whole % 60} s"
+
+
+def tier_counts(tiers: dict[str, int]) -> str:
+    """How many ranks came from where, nearest first; "from scratch" if none came from anywhere."""
+    named = [f"{tiers[tier]} × {TIER_WORDS[tier]}" for tier in TIERS if tiers.get(tier)]
+    return ", ".join(named) or "from scratch"
+
+
+def plural(count: int, noun: str) -> str:
+    """`3 steps`, `1 step`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
