@@ -6,6 +6,7 @@ from pathlib import PurePosixPath
 from urllib.parse import urlsplit
 
 import msgspec
+
 from tiercheck_sidecar.remote.errors import RemoteConfigError
 
 

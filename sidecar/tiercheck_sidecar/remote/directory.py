@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
-from tiercheck_sidecar.remote.objects import Objects, Stored
-from tiercheck_sidecar.remote.pacing import Pace
+from tiercheck_sidecar.remote.keys import ARTIFACTS, PROBE
+from tiercheck_sidecar.remote.objects import Gate, Objects, Stored
 
 PIECE = 4 * 1024 * 1024
 _TEMPORARY = ".tmp-"
@@ -38,18 +37,16 @@ class DirectoryObjects(Objects):
                     f"The directory {self._root} does not exist; mount the shared volume there in every worker.",
                     retriable=True,
                 )
-        self.write("probe", b"")
+        self.write(PROBE, b"")
 
-    def upload(self, key: str, path: Path, pace: Pace) -> None:
-        with self._sentences(), open(path, "rb") as source, self._temporary(key) as (temporary, target):
+    def upload(self, key: str, source: memoryview, chunk: int, gate: Gate) -> None:
+        stride = max(1, PIECE // chunk) * chunk
+        with self._sentences(), self._temporary(key) as (temporary, target):
             with open(temporary, "wb", buffering=0) as sink:
-                size = os.fstat(source.fileno()).st_size
-                if size:
-                    with mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
-                        for begin in range(0, size, PIECE):
-                            with view[begin : begin + PIECE] as piece:
-                                pace(len(piece))
-                                _write_all(sink.fileno(), piece)
+                for begin in range(0, len(source), stride):
+                    with source[begin : begin + stride] as piece:
+                        gate(begin, piece)
+                        _write_all(sink.fileno(), piece)
                 os.fsync(sink.fileno())
             os.rename(temporary, target)
             _sync_folder(target.parent)
@@ -115,7 +112,18 @@ class DirectoryObjects(Objects):
                 path.unlink(missing_ok=True)
                 folders.add(path.parent)
             for folder in folders:
-                _remove_leftovers(folder)
+                with contextlib.suppress(OSError):  # not empty, or already gone
+                    folder.rmdir()
+
+    def forget_unfinished(self, dead: Callable[[str, float], bool]) -> None:
+        with self._sentences():
+            for path, name in _walk(self._folder / ARTIFACTS):
+                if name.startswith(_TEMPORARY):
+                    with contextlib.suppress(FileNotFoundError):
+                        if dead(path.relative_to(self._folder).as_posix(), path.stat().st_mtime):
+                            path.unlink()
+                            with contextlib.suppress(OSError):
+                                path.parent.rmdir()
 
     def _path(self, key: str) -> Path:
         # Keys of artifacts come out of manifests, that is, from the store: never let one point elsewhere.
@@ -189,16 +197,3 @@ def _walk(folder: Path) -> Iterator[tuple[Path, str]]:
     for root, _, names in os.walk(folder):
         for name in names:
             yield Path(root) / name, name
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """An emptied version folder goes, with the temporary files of uploads that were killed."""
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return
-    if names and all(name.startswith(_TEMPORARY) for name in names) and folder.parent.name == "artifacts":
-        for name in names:
-            (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # not empty, or already gone
-        folder.rmdir()

@@ -1,4 +1,4 @@
-"""What a durable place must be able to do to serve as remote tier: eight verbs over keys and bytes.
+"""What a durable place must be able to do to serve as remote tier: nine verbs over keys and bytes.
 
 Everything that makes the remote tier safe (manifests, digests, retention) is above this line, in `store`; adding a
 place means writing these verbs and passing the conformance suite. Keys are relative to the job's folder and use "/".
@@ -8,11 +8,11 @@ All methods block, may be called from several threads, and raise RemoteError.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
-from tiercheck_sidecar.remote.pacing import Pace
+Gate = Callable[[int, memoryview], None]
+"""Called with the offset and the bytes of each piece before it is sent; raises to abandon the upload."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,11 @@ class Objects(ABC):
         """Raise unless the place answers and can be read and written."""
 
     @abstractmethod
-    def upload(self, key: str, path: Path, pace: Pace) -> None:
-        """Store the file's bytes; calls `pace` before each piece. Readers see all of it or nothing. Overwrites."""
+    def upload(self, key: str, source: memoryview, chunk: int, gate: Gate) -> None:
+        """Store the bytes of `source`, in pieces of a multiple of `chunk` that pass `gate` in order.
+
+        Readers see all of it or nothing. Overwrites.
+        """
 
     @abstractmethod
     def write(self, key: str, body: bytes) -> None:
@@ -62,7 +65,14 @@ class Objects(ABC):
 
     @abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete; what is already gone is no error. Also forgets unfinished uploads of these keys."""
+        """Delete; what is already gone is no error."""
+
+    @abstractmethod
+    def forget_unfinished(self, dead: Callable[[str, float], bool]) -> None:
+        """Free what killed uploads left behind invisibly, where `dead(key, began)` says that nobody writes it any more.
+
+        `began` is comparable with `Stored.modified`; some servers report a time long past instead.
+        """
 
     def close(self) -> None:  # noqa: B027  (nothing to release by default)
         """Release connections."""

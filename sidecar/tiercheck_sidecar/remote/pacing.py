@@ -10,9 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 
-Pace = Callable[[int], None]
-"""Called with a number of bytes before they are sent; returns when they may be."""
-
 BURST_SECONDS = 0.25
 """Unused time that may be made up for, so that small objects after a pause are not delayed."""
 

@@ -35,3 +35,17 @@ def orphans(
         return ()
     oldest = min(kept.values())
     return tuple(sorted(version for version, when in touched.items() if when < oldest and version not in protect))
+
+
+def upload_is_dead(
+    version: Version, began: float, kept: Mapping[Version, float], protect: AbstractSet[Version]
+) -> bool:
+    """Whether an unfinished upload was abandoned: begun before the oldest kept manifest, and of an older attempt or step.
+
+    Both are asked because servers are known that report no true time for it, and ending a live upload would be worse
+    than keeping a dead one.
+    """
+    if not kept or version in protect:
+        return False
+    oldest = min((other.attempt, other.step) for other in kept)
+    return began < min(kept.values()) and (version.attempt, version.step) < oldest

@@ -8,18 +8,15 @@ guards them on the way, and our own digests guard them for good.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import random
 import threading
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 
 from tiercheck_sidecar.remote import keys as layout
 from tiercheck_sidecar.remote import s3_errors
 from tiercheck_sidecar.remote.config import S3Settings
-from tiercheck_sidecar.remote.errors import RemoteClosed
-from tiercheck_sidecar.remote.objects import Objects, Stored
-from tiercheck_sidecar.remote.pacing import Pace
+from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteError
+from tiercheck_sidecar.remote.objects import Gate, Objects, Stored
 from tiercheck_sidecar.remote.s3_clients import Clients
 
 PART = 16 * 1024 * 1024
@@ -48,36 +45,25 @@ class S3Objects(Objects):
             clients.boto.list_objects_v2(Bucket=self._bucket, Prefix=f"{self._folder}/{layout.MANIFESTS}", MaxKeys=1)
         clients.probe(self._key(layout.PROBE), self.location)
 
-    def upload(self, key: str, path: Path, pace: Pace) -> None:
+    def upload(self, key: str, source: memoryview, chunk: int, gate: Gate) -> None:
         import obstore
 
         clients = self._clients()
         clients.probe(self._key(layout.PROBE), self.location)
-        with open(path, "rb") as source:
-            source.seek(0, 2)
-            size = source.tell()
-            if size == 0:
-                self.write(key, b"")
-                return
-            part = _part_size(size)
-            mapped = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)
-            try:
-                with self._obstore(), memoryview(mapped) as view:
-                    if size <= part:
-                        pace(size)
-                        obstore.put(clients.bulk, self._key(key), view, use_multipart=False)
-                    else:
-                        obstore.put(
-                            clients.bulk,
-                            self._key(key),
-                            _pieces(view, part, pace),
-                            use_multipart=True,
-                            chunk_size=part,
-                            max_concurrency=PARALLEL_PARTS,
-                        )
-            finally:
-                with contextlib.suppress(BufferError):  # a failed upload may still hold a part; it goes with it
-                    mapped.close()
+        part = _part_size(len(source), chunk)
+        with self._obstore():
+            if len(source) <= part:
+                gate(0, source)
+                obstore.put(clients.bulk, self._key(key), source, use_multipart=False)
+            else:
+                obstore.put(
+                    clients.bulk,
+                    self._key(key),
+                    _pieces(source, part, gate),
+                    use_multipart=True,
+                    chunk_size=part,
+                    max_concurrency=PARALLEL_PARTS,
+                )
 
     def write(self, key: str, body: bytes) -> None:
         clients = self._clients()
@@ -153,6 +139,23 @@ class S3Objects(Objects):
             for key in keys:
                 clients.boto.delete_object(Bucket=self._bucket, Key=self._key(key))
 
+    def forget_unfinished(self, dead: Callable[[str, float], bool]) -> None:
+        clients = self._clients()
+        try:
+            with self._boto():
+                pages = clients.boto.get_paginator("list_multipart_uploads").paginate(
+                    Bucket=self._bucket, Prefix=self._key(layout.ARTIFACTS)
+                )
+                for entry in [entry for page in pages for entry in page.get("Uploads", ())]:
+                    if dead(entry["Key"].removeprefix(f"{self._folder}/"), entry["Initiated"].timestamp()):
+                        clients.boto.abort_multipart_upload(
+                            Bucket=self._bucket, Key=entry["Key"], UploadId=entry["UploadId"]
+                        )
+        except RemoteError as error:
+            # Not every server or policy lets us; a lifecycle rule of the bucket does the same work.
+            if error.reason not in (Reason.FORBIDDEN, Reason.OTHER):
+                raise
+
     def close(self) -> None:
         self._closed.set()
         with self._connecting:
@@ -191,12 +194,12 @@ class S3Objects(Objects):
             raise s3_errors.from_obstore(error, self.location) from error
 
 
-def _part_size(size: int) -> int:
-    return max(PART, -(-size // MAX_PARTS // 2**20) * 2**20)
+def _part_size(size: int, chunk: int) -> int:
+    return -(-max(PART, -(-size // MAX_PARTS)) // chunk) * chunk
 
 
-def _pieces(view: memoryview, part: int, pace: Pace) -> Iterator[memoryview]:
-    for begin in range(0, len(view), part):
-        piece = view[begin : begin + part]
-        pace(len(piece))
+def _pieces(source: memoryview, part: int, gate: Gate) -> Iterator[memoryview]:
+    for begin in range(0, len(source), part):
+        piece = source[begin : begin + part]
+        gate(begin, piece)
         yield piece

@@ -6,22 +6,24 @@ it is deleted before any of them. So whoever dies in between leaves garbage, nev
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import mmap
 import threading
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from tiercheck.protocol.encoding import Malformed, from_json, to_json
+from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
+from tiercheck.protocol.version import Version
 from tiercheck_sidecar.remote import keys, retention
 from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteCorrupt, RemoteError, RemoteMissing
 from tiercheck_sidecar.remote.objects import Objects
 from tiercheck_sidecar.remote.pacing import TokenBucket
-from tiercheck_sidecar.remote.verify import chunk_digest
-
-from tiercheck.protocol.encoding import Malformed, from_json, to_json
-from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
-from tiercheck.protocol.version import Version
+from tiercheck_sidecar.remote.verify import check_chunks, check_shape
 
 FETCH_BYTES = 16 * 1024 * 1024
 FETCH_THREADS = 4
@@ -53,10 +55,12 @@ class RemoteStore:
     ) -> RankArtifact:
         """Upload one rank's sealed artifact, then its digests. `bandwidth`: bytes per second, shared by all uploads
         of this store; None: no limit. Uploading again is harmless; a complete version is never overwritten.
+
+        Raises RemoteCorrupt, and stores nothing, if the file does not match its digests.
         """
-        size = path.stat().st_size
-        if size != digests.size:
-            raise ValueError(f"{path} has {size} bytes, its digests are of {digests.size}")
+        if self._closed.is_set():
+            raise RemoteClosed
+        check_shape(digests, str(path))
         artifact = RankArtifact(rank, version, keys.artifact_key(version, rank), digests)
         complete = self._manifest(version)
         if complete is not None:
@@ -69,7 +73,13 @@ class RemoteStore:
                 retriable=False,
             )
         self._bucket.set_rate(bandwidth)
-        self._objects.upload(artifact.key, path, self._bucket.take)
+
+        def gate(offset: int, piece: memoryview) -> None:
+            check_chunks(piece, offset, digests, str(path))
+            self._bucket.take(len(piece))
+
+        with _mapped(path, digests.size) as source:
+            self._objects.upload(artifact.key, source, digests.chunk, gate)
         self._objects.write(keys.digests_key(version, rank), to_json(artifact))
         return artifact
 
@@ -124,6 +134,7 @@ class RemoteStore:
         garbage.
         """
         digests = artifact.digests
+        check_shape(digests, f"{self.location}/{artifact.key}")
         if len(into) < digests.size:
             raise ValueError(f"{digests.size} bytes do not fit into {len(into)}")
         stride = max(1, FETCH_BYTES // digests.chunk) * digests.chunk
@@ -158,6 +169,12 @@ class RemoteStore:
         for version in retention.orphans(touched, kept, protect):
             self._delete_artifacts(version)
 
+        def dead(key: str, began: float) -> bool:
+            owner = keys.version_of(key)
+            return owner is not None and retention.upload_is_dead(owner, began, kept, protect)
+
+        self._objects.forget_unfinished(dead)
+
     def close(self) -> None:
         """Interrupt paced uploads and release connections."""
         self._closed.set()
@@ -170,11 +187,7 @@ class RemoteStore:
         place = f"{self.location}/{artifact.key}"
         if got < len(into):
             raise RemoteCorrupt(f"{place} is missing or ends at byte {begin + got} of {artifact.digests.size}.")
-        chunk = artifact.digests.chunk
-        for offset in range(0, len(into), chunk):
-            index = (begin + offset) // chunk
-            if chunk_digest(into[offset : offset + chunk]) != artifact.digests.values[index]:
-                raise RemoteCorrupt(f"{place} does not match its digest in chunk {index}.")
+        check_chunks(into, begin, artifact.digests, place)
 
     def _committed(self) -> dict[Version, float]:
         listed = ((keys.version_of(stored.key), stored.modified) for stored in self._objects.list(keys.MANIFESTS))
@@ -200,6 +213,25 @@ class RemoteStore:
     def _pause(self, seconds: float) -> None:
         if self._closed.wait(seconds):
             raise RemoteClosed
+
+
+@contextlib.contextmanager
+def _mapped(path: Path, size: int) -> Iterator[memoryview]:
+    with open(path, "rb") as source:
+        held = source.seek(0, 2)
+        if held < size:
+            raise RemoteCorrupt(f"{path} has {held} of {size} bytes; it was not uploaded.")
+        if size == 0:
+            yield memoryview(b"")
+            return
+        pages = mmap.mmap(source.fileno(), size, access=mmap.ACCESS_READ)
+        try:
+            with memoryview(pages) as view:
+                yield view
+        finally:
+            # The traceback of a failed upload may still hold a piece; the mapping goes when that does.
+            with contextlib.suppress(BufferError):
+                pages.close()
 
 
 _T = TypeVar("_T")
