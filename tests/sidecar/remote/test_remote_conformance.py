@@ -1,0 +1,349 @@
+"""What every durable place must do to serve as remote tier; run over all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import xxhash
+from remote_places import Place
+from tiercheck_sidecar.remote import Reason, RemoteClosed, RemoteCorrupt, RemoteError, RemoteMissing, open_store
+from tiercheck_sidecar.remote.store import RemoteStore
+
+from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
+from tiercheck.protocol.version import Version
+
+JOB = "research/gpt"
+FOLDER = "team/research-gpt"
+CHUNK = 1024 * 1024
+FIRST, SECOND, THIRD = Version(100, 1), Version(200, 1), Version(300, 2)
+
+
+@pytest.fixture
+def store(place: Place) -> Iterator[RemoteStore]:
+    opened = open_store(place.settings(), JOB)
+    yield opened
+    opened.close()
+
+
+class Slots:
+    """Sealed artifacts on this worker's memory volume."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def seal(self, content: bytes, chunk: int = CHUNK) -> tuple[Path, Digests]:
+        path = self._folder / f"slot-{len(list(self._folder.iterdir()))}"
+        path.write_bytes(content)
+        values = tuple(
+            xxhash.xxh3_128_hexdigest(content[begin : begin + chunk]) for begin in range(0, len(content), chunk)
+        )
+        return path, Digests(len(content), chunk, values)
+
+
+@pytest.fixture
+def slots(tmp_path: Path) -> Slots:
+    folder = tmp_path / "slots"
+    folder.mkdir()
+    return Slots(folder)
+
+
+def manifest_of(version: Version, *artifacts: RankArtifact, job_uid: str = "uid-1") -> Manifest:
+    return Manifest(JOB, job_uid, version, len(artifacts), artifacts, created=1.0)
+
+
+def save(store: RemoteStore, slots: Slots, version: Version, content: bytes = b"state") -> Manifest:
+    """Upload and commit a version of one rank."""
+    manifest = manifest_of(version, store.put_artifact(0, version, *slots.seal(content), bandwidth=None))
+    assert store.commit(manifest)
+    return manifest
+
+
+def fetched(store: RemoteStore, artifact: RankArtifact) -> bytes:
+    into = bytearray(artifact.digests.size)
+    store.fetch(artifact, memoryview(into))
+    return bytes(into)
+
+
+def eventually(condition, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.05)
+
+
+def test_fresh_place_is_healthy_and_empty(store: RemoteStore) -> None:
+    store.check()
+    assert store.versions() == []
+    with pytest.raises(RemoteMissing):
+        store.read_manifest(FIRST)
+
+
+# 17 and 40 MiB: more than one part; the odd sizes end in a short chunk.
+@pytest.mark.parametrize("size", [0, 1, 3 * CHUNK, 3 * CHUNK + 17, 17 * CHUNK, 40 * CHUNK + 1])
+def test_what_was_saved_comes_back_bit_by_bit(store: RemoteStore, slots: Slots, size: int) -> None:
+    content = os.urandom(size)
+    manifest = save(store, slots, FIRST, content)
+
+    assert store.versions() == [FIRST]
+    assert store.read_manifest(FIRST) == manifest
+    assert fetched(store, manifest.artifacts[0]) == content
+
+
+def test_chunk_size_that_divides_no_part_is_fine(store: RemoteStore, slots: Slots) -> None:
+    content = os.urandom(20 * CHUNK)
+    artifact = store.put_artifact(0, FIRST, *slots.seal(content, chunk=3 * CHUNK + 5), bandwidth=None)
+    assert fetched(store, artifact) == content
+
+
+def test_slot_larger_than_the_artifact_keeps_its_rest(store: RemoteStore, slots: Slots) -> None:
+    manifest = save(store, slots, FIRST, b"state")
+    into = bytearray(b"x" * 8)
+    store.fetch(manifest.artifacts[0], memoryview(into))
+    assert bytes(into) == b"statexxx"
+    with pytest.raises(ValueError, match="do not fit"):
+        store.fetch(manifest.artifacts[0], memoryview(bytearray(4)))
+
+
+def test_version_exists_only_with_its_manifest(store: RemoteStore, slots: Slots) -> None:
+    first = store.put_artifact(0, FIRST, *slots.seal(b"rank 0"), bandwidth=None)
+    second = store.put_artifact(1, FIRST, *slots.seal(b"rank 1"), bandwidth=None)
+    assert store.versions() == []
+
+    assert store.commit(manifest_of(FIRST, first, second))
+    assert store.versions() == [FIRST]
+
+
+def test_versions_come_oldest_first(store: RemoteStore, slots: Slots) -> None:
+    for version in (SECOND, THIRD, FIRST):
+        save(store, slots, version)
+    assert store.versions() == [FIRST, SECOND, THIRD]
+
+
+def test_coordinator_learns_from_the_store_what_other_workers_uploaded(store: RemoteStore, slots: Slots) -> None:
+    second = store.put_artifact(1, FIRST, *slots.seal(b"rank 1"), bandwidth=None)
+    assert store.uploaded(FIRST) == (second,)
+    first = store.put_artifact(0, FIRST, *slots.seal(b"rank 0"), bandwidth=None)
+    assert store.uploaded(FIRST) == (first, second)
+    assert store.uploaded(SECOND) == ()
+
+
+def test_manifest_is_refused_while_an_artifact_is_missing_or_short(
+    store: RemoteStore, slots: Slots, place: Place
+) -> None:
+    first = store.put_artifact(0, FIRST, *slots.seal(b"rank 0"), bandwidth=None)
+    never = dataclasses.replace(first, rank=1, key=first.key.replace("rank-0", "rank-1"))
+    with pytest.raises(RemoteCorrupt, match="rank-1"):
+        store.commit(manifest_of(FIRST, first, never))
+
+    place.put(f"{FOLDER}/{first.key}", b"ran")
+    with pytest.raises(RemoteCorrupt, match="3 of 6 bytes"):
+        store.commit(manifest_of(FIRST, first))
+    assert store.versions() == []
+
+
+def test_of_eight_writers_exactly_one_commits(store: RemoteStore, slots: Slots) -> None:
+    for round_ in range(1, 4):
+        version = Version(round_, 1)
+        artifact = store.put_artifact(0, version, *slots.seal(b"state"), bandwidth=None)
+        together = threading.Barrier(8)
+
+        def commit(writer: int, version=version, artifact=artifact, together=together) -> bool:
+            together.wait()
+            return store.commit(manifest_of(version, artifact, job_uid=f"uid-{writer}"))
+
+        with ThreadPoolExecutor(8) as pool:
+            won = list(pool.map(commit, range(8)))
+        assert won.count(True) == 1
+        assert store.read_manifest(version).job_uid == f"uid-{won.index(True)}"
+
+
+def test_committing_the_same_again_is_success(store: RemoteStore, slots: Slots) -> None:
+    manifest = save(store, slots, FIRST)
+    assert store.commit(manifest)
+    restarted_coordinator = dataclasses.replace(manifest, created=2.0)
+    assert store.commit(restarted_coordinator)
+    assert store.read_manifest(FIRST).created == manifest.created
+
+
+def test_complete_version_is_never_overwritten(store: RemoteStore, slots: Slots) -> None:
+    manifest = save(store, slots, FIRST, b"first")
+    assert store.put_artifact(0, FIRST, *slots.seal(b"first"), bandwidth=None) == manifest.artifacts[0]
+    with pytest.raises(RemoteError, match="already exists") as caught:
+        store.put_artifact(0, FIRST, *slots.seal(b"other"), bandwidth=None)
+    assert not caught.value.retriable
+    assert fetched(store, manifest.artifacts[0]) == b"first"
+
+
+def test_slot_that_changed_after_sealing_is_not_uploaded(store: RemoteStore, slots: Slots, place: Place) -> None:
+    content = bytearray(os.urandom(20 * CHUNK))
+    path, digests = slots.seal(bytes(content))
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(RemoteCorrupt, match="chunk 19 of 20"):
+        store.put_artifact(0, FIRST, path, digests, bandwidth=None)
+    assert not any("artifacts" in key for key in place.names())
+    assert place.unfinished() == 0
+
+    path.write_bytes(content[:5])
+    with pytest.raises(RemoteCorrupt, match="has 5 of"):
+        store.put_artifact(0, FIRST, path, digests, bandwidth=None)
+
+
+def test_flipped_bit_in_the_store_is_detected(store: RemoteStore, slots: Slots, place: Place) -> None:
+    artifact = save(store, slots, FIRST, os.urandom(20 * CHUNK)).artifacts[0]
+    key = f"{FOLDER}/{artifact.key}"
+    damaged = bytearray(place.get(key))
+    damaged[18 * CHUNK + 3] ^= 4
+    place.put(key, bytes(damaged))
+    with pytest.raises(RemoteCorrupt, match="chunk 18"):
+        fetched(store, artifact)
+
+
+@pytest.mark.parametrize("remaining", [0, 5 * CHUNK, 16 * CHUNK, 20 * CHUNK - 1])
+def test_truncated_object_is_detected(store: RemoteStore, slots: Slots, place: Place, remaining: int) -> None:
+    artifact = save(store, slots, FIRST, os.urandom(20 * CHUNK)).artifacts[0]
+    key = f"{FOLDER}/{artifact.key}"
+    place.put(key, place.get(key)[:remaining])
+    with pytest.raises(RemoteCorrupt, match="missing or ends"):
+        fetched(store, artifact)
+
+
+def test_missing_object_and_unreadable_manifest_are_corruption(store: RemoteStore, slots: Slots, place: Place) -> None:
+    artifact = save(store, slots, FIRST).artifacts[0]
+    with pytest.raises(RemoteCorrupt, match="missing"):
+        fetched(store, dataclasses.replace(artifact, key=artifact.key.replace("rank-0", "rank-9")))
+    digests = dataclasses.replace(artifact.digests, size=5 * CHUNK)
+    with pytest.raises(RemoteCorrupt, match="digests"):
+        fetched(store, dataclasses.replace(artifact, digests=digests))
+
+    place.put(f"{FOLDER}/manifests/{100:012d}-1.json", b'{"job": "research/gpt"')
+    with pytest.raises(RemoteCorrupt, match="cannot be read") as caught:
+        store.read_manifest(FIRST)
+    assert caught.value.reason is Reason.CORRUPT
+
+
+def test_foreign_files_are_no_versions(store: RemoteStore, slots: Slots, place: Place) -> None:
+    save(store, slots, FIRST)
+    for name in ("manifests/README", "manifests/latest.json", "notes.txt"):
+        place.put(f"{FOLDER}/{name}", b"hello")
+    assert store.versions() == [FIRST]
+    store.retain(1)
+    assert f"{FOLDER}/manifests/README" in place.names()
+
+
+def test_only_the_newest_are_retained(store: RemoteStore, slots: Slots, place: Place) -> None:
+    for step in (10, 20, 30, 40):
+        save(store, slots, Version(step, 1))
+    store.retain(2)
+    assert store.versions() == [Version(30, 1), Version(40, 1)]
+    assert {key.split("/")[3] for key in place.names() if "artifacts" in key} == {f"{30:012d}-1", f"{40:012d}-1"}
+
+
+def test_protected_and_newest_versions_survive_any_retention(store: RemoteStore, slots: Slots) -> None:
+    manifests = [save(store, slots, Version(step, 1), b"%d" % step) for step in (10, 20, 30)]
+    store.retain(0, {Version(10, 1)})
+    assert store.versions() == [Version(10, 1), Version(30, 1)]
+    assert fetched(store, manifests[0].artifacts[0]) == b"10"
+    assert fetched(store, manifests[2].artifacts[0]) == b"30"
+
+
+def test_retention_sweeps_what_killed_uploads_left(store: RemoteStore, slots: Slots, place: Place) -> None:
+    store.put_artifact(0, Version(5, 1), *slots.seal(b"never completed"), bandwidth=None)
+    store.put_artifact(0, Version(6, 1), *slots.seal(b"still wanted"), bandwidth=None)
+    place.leave_unfinished(f"{FOLDER}/artifacts/{7:012d}-1/rank-0.safetensors")
+    steps = iter(range(10, 1000))
+
+    def swept() -> bool:
+        # Stores tell time in whole seconds, so a few versions may pass before the garbage is older than all of them.
+        save(store, slots, Version(next(steps), 1))
+        store.retain(1, {Version(6, 1)})
+        return store.uploaded(Version(5, 1)) == () and place.unfinished() == 0
+
+    eventually(swept)
+    assert len(store.uploaded(Version(6, 1))) == 1
+
+
+def test_newer_unfinished_upload_is_not_swept(store: RemoteStore, slots: Slots, place: Place) -> None:
+    save(store, slots, FIRST)
+    store.put_artifact(0, SECOND, *slots.seal(b"being uploaded"), bandwidth=None)
+    place.leave_unfinished(f"{FOLDER}/artifacts/{200:012d}-1/rank-1.safetensors")
+    store.retain(1)
+    assert len(store.uploaded(SECOND)) == 1
+    assert place.unfinished() == 1
+
+
+def test_interrupted_upload_leaves_no_version(store: RemoteStore, slots: Slots, place: Place) -> None:
+    path, digests = slots.seal(bytes(40 * CHUNK))
+    with ThreadPoolExecutor(1) as pool:
+        upload = pool.submit(store.put_artifact, 0, FIRST, path, digests, bandwidth=1)
+        store.close()
+        with pytest.raises(RemoteClosed):
+            upload.result(timeout=60)
+    again = open_store(place.settings(), JOB)
+    assert again.versions() == []
+    assert again.uploaded(FIRST) == ()
+    assert place.unfinished() == 0
+    again.close()
+
+
+@pytest.mark.parametrize("prefix", ["", "/", "a/b//c/", "équipe/模型", "with space/50%20+&#?", "dots.and_under-~(1)"])
+def test_any_reasonable_prefix_works(place: Place, slots: Slots, prefix: str) -> None:
+    store = open_store(place.settings(prefix), JOB)
+    store.check()
+    manifest = save(store, slots, FIRST, b"state")
+    assert store.versions() == [FIRST]
+    assert fetched(store, manifest.artifacts[0]) == b"state"
+    parts = [part for part in prefix.split("/") if part]
+    assert "/".join([*parts, "research-gpt", manifest.artifacts[0].key]) in place.names()
+    store.retain(1)
+    store.close()
+
+
+def test_two_jobs_under_one_prefix_do_not_see_each_other(place: Place, slots: Slots) -> None:
+    ours, theirs = open_store(place.settings(), JOB), open_store(place.settings(), "research/gpt-2")
+    save(ours, slots, FIRST)
+    assert theirs.versions() == []
+    theirs.retain(1)
+    assert ours.versions() == [FIRST]
+    ours.close()
+    theirs.close()
+
+
+def test_jobs_whose_folders_coincide_are_told_and_delete_nothing(place: Place, slots: Slots) -> None:
+
+    clash = open_store(place.settings(), "research/gpt-x")
+    other = open_store(place.settings(), "research-gpt/x")
+    manifest = Manifest(
+        "research/gpt-x",
+        "uid",
+        FIRST,
+        1,
+        (clash.put_artifact(0, FIRST, *slots.seal(b"state"), bandwidth=None),),
+        created=1.0,
+    )
+    assert clash.commit(manifest)
+    assert clash.location == other.location
+    with pytest.raises(RemoteError, match="another prefix"):
+        other.check()
+    with pytest.raises(RemoteError, match="another prefix"):
+        other.read_manifest(FIRST)
+    assert clash.versions() == [FIRST]
+    for opened in (clash, other):
+        opened.close()
+
+
+def test_closed_store_refuses(store: RemoteStore, slots: Slots) -> None:
+    manifest = save(store, slots, FIRST)
+    store.close()
+    with pytest.raises(RemoteClosed):
+        store.put_artifact(0, SECOND, *slots.seal(b"late"), bandwidth=None)
+    with pytest.raises(RemoteClosed):
+        fetched(store, manifest.artifacts[0])
+    store.close()
