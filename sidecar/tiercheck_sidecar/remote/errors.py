@@ -39,21 +39,21 @@ class RemoteError(Exception):
         """Whether the same call may succeed later without anybody changing anything."""
 
 
-class RemoteCorrupt(RemoteError):  # noqa: N818  (reads as what happened)
+class RemoteCorrupt(RemoteError):
     """Stored bytes are missing, short, or do not match their digests."""
 
     def __init__(self, message: str) -> None:
         super().__init__(Reason.CORRUPT, message, retriable=False)
 
 
-class RemoteMissing(RemoteError):  # noqa: N818  (reads as what happened)
+class RemoteMissing(RemoteError):
     """The wanted version is not in the remote tier (it never was, or it has been deleted)."""
 
     def __init__(self, message: str) -> None:
         super().__init__(Reason.OTHER, message, retriable=False)
 
 
-class RemoteClosed(RemoteError):  # noqa: N818  (reads as what happened)
+class RemoteClosed(RemoteError):
     """The store was closed while the operation ran."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ def from_boto(error: Exception, location: str) -> RemoteError:
         return credentials_missing(location, str(error))
     if isinstance(error, boto.SSLError):
         return _tls(location, str(error))
-    if isinstance(error, boto.HTTPClientError):  # cannot connect, timed out, connection closed, proxy
+    if isinstance(error, (boto.ConnectionError, boto.HTTPClientError)):  # cannot connect, timed out, closed, proxy
         return _unreachable(location, str(error))
     return _other(location, f"{type(error).__name__}: {error}")
 

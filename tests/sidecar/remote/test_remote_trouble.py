@@ -1,0 +1,269 @@
+"""What goes wrong with a remote tier is named, so that the job's condition can say what to do about it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import xxhash
+from odd_servers import EMPTY_LIST, Answer, closed_port, refusal, serving
+from remote_places import BUCKET, S3Place
+from tiercheck_sidecar.remote import Reason, RemoteError, open_store
+from tiercheck_sidecar.remote.directory import DirectoryObjects
+from tiercheck_sidecar.remote.errors import RemoteCorrupt
+from tiercheck_sidecar.remote.objects import Objects
+from tiercheck_sidecar.remote.store import RemoteStore
+
+from tiercheck.protocol.manifest import Digests, Manifest
+from tiercheck.protocol.version import Version
+
+JOB = "research/gpt"
+VERSION = Version(100, 1)
+
+
+@contextmanager
+def opened(endpoint: str, bucket: str = BUCKET, **more: str) -> Iterator[RemoteStore]:
+    store = open_store(json.dumps({"s3": {"bucket": bucket, "endpoint": endpoint, **more}}), JOB)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def sealed(tmp_path: Path, content: bytes = b"state") -> tuple[Path, Digests]:
+    path = tmp_path / "slot"
+    path.write_bytes(content)
+    return path, Digests(len(content), len(content), (xxhash.xxh3_128_hexdigest(content),))
+
+
+def operations(store: RemoteStore, tmp_path: Path) -> list[Callable[[], object]]:
+    """Every way in, because the two client libraries report the same trouble differently."""
+    path, digests = sealed(tmp_path)
+    return [
+        store.check,
+        store.versions,
+        lambda: store.put_artifact(0, VERSION, path, digests, None),
+        lambda: store._objects.upload("artifacts/x", memoryview(b"state"), 5, lambda *_: None),
+        lambda: store._objects.read_into("artifacts/x", 0, memoryview(bytearray(5))),
+    ]
+
+
+def test_unreachable_endpoint_is_named_by_every_operation(tmp_path: Path) -> None:
+    with opened(closed_port()) as store:
+        for operation in operations(store, tmp_path):
+            with pytest.raises(RemoteError, match=r"does not answer.*endpoint") as caught:
+                operation()
+            assert caught.value.reason is Reason.UNREACHABLE
+            assert caught.value.retriable
+
+
+def test_missing_bucket_is_named_by_every_operation(s3_endpoint: str, tmp_path: Path) -> None:
+    with opened(s3_endpoint, bucket="no-such-bucket") as store:
+        for operation in operations(store, tmp_path):
+            with pytest.raises(RemoteError, match="create it or correct") as caught:
+                operation()
+            assert caught.value.reason is Reason.NO_SUCH_BUCKET
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        ("AccessDenied", "allow these credentials"),
+        ("InvalidAccessKeyId", "correct the Secret"),
+        ("SignatureDoesNotMatch", "correct the Secret"),
+        ("RequestTimeTooSkewed", "clock"),
+    ],
+)
+def test_refused_credentials_are_named_by_every_operation(tmp_path: Path, code: str, advice: str) -> None:
+    with serving(lambda *_: refusal(code)) as endpoint, opened(endpoint) as store:
+        for operation in operations(store, tmp_path):
+            with pytest.raises(RemoteError, match=advice) as caught:
+                operation()
+            assert caught.value.reason is Reason.FORBIDDEN
+
+
+def test_bucket_that_may_be_read_but_not_written_is_found_by_the_check() -> None:
+    def read_only(method: str, path: str, headers: dict[str, str]) -> Answer:
+        return (200, EMPTY_LIST) if method == "GET" else refusal("AccessDenied")
+
+    with serving(read_only) as endpoint, opened(endpoint) as store:
+        assert store.versions() == []
+        with pytest.raises(RemoteError) as caught:
+            store.check()
+        assert caught.value.reason is Reason.FORBIDDEN
+
+
+def test_overloaded_server_is_worth_another_try() -> None:
+    with serving(lambda *_: refusal("SlowDown", 503)) as endpoint, opened(endpoint) as store:
+        with pytest.raises(RemoteError, match="overloaded") as caught:
+            store.check()
+        assert caught.value.retriable
+
+
+def test_short_overload_is_waited_out() -> None:
+    answers = [refusal("SlowDown", 503), (200, EMPTY_LIST)]
+    with serving(lambda *_: answers.pop(0) if len(answers) > 1 else answers[0]) as endpoint, opened(endpoint) as store:
+        assert store.versions() == []
+
+
+def test_no_credentials_anywhere_is_named_and_noticed_when_they_appear(
+    s3_endpoint: str, s3_client: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with opened(s3_endpoint) as store:
+        with pytest.raises(RemoteError, match="credentialsSecretName") as caught:
+            store.check()
+        assert caught.value.reason is Reason.CREDENTIALS_MISSING
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        store.check()
+
+
+def test_server_that_refuses_checksums_is_used_without_them(tmp_path: Path) -> None:
+    stored: list[str] = []
+
+    def old(method: str, path: str, headers: dict[str, str]) -> Answer:
+        if any(name.startswith("x-amz-checksum") for name in headers):
+            return refusal("InvalidRequest", 400)
+        if method == "PUT":
+            stored.append(path)
+            return 200, b""
+        if "list-type" in path:
+            return 200, EMPTY_LIST
+        return refusal("NoSuchKey", 404)
+
+    with serving(old) as endpoint, opened(endpoint, prefix="p") as store:
+        path, digests = sealed(tmp_path)
+        store.check()
+        store.put_artifact(0, VERSION, path, digests, None)
+    assert any(path.endswith("rank-0.safetensors") for path in stored)
+
+
+def test_server_that_takes_checksums_gets_them(tmp_path: Path) -> None:
+    checksums: dict[str, str] = {}
+
+    def modern(method: str, path: str, headers: dict[str, str]) -> Answer:
+        if method == "PUT":
+            checksums[path.rpartition("/")[2]] = headers.get("x-amz-checksum-crc64nvme", "")
+            return 200, b""
+        return (200, EMPTY_LIST) if "list-type" in path else refusal("NoSuchKey", 404)
+
+    with serving(modern) as endpoint, opened(endpoint) as store:
+        path, digests = sealed(tmp_path)
+        store.put_artifact(0, VERSION, path, digests, None)
+    assert checksums["rank-0.safetensors"]
+
+
+def test_conflicting_manifest_requests_are_repeated_until_one_is_decided() -> None:
+    answers = [refusal("ConditionalRequestConflict", 409), refusal("ConditionalRequestConflict", 409), (200, b"")]
+
+    def busy(method: str, path: str, headers: dict[str, str]) -> Answer:
+        assert headers.get("if-none-match") == "*"
+        return answers.pop(0)
+
+    with serving(busy) as endpoint, opened(endpoint) as store:
+        assert store._objects.create("manifests/x.json", b"{}")
+    assert answers == []
+
+
+def test_endpoint_with_an_unknown_authority_is_told_from_a_dead_one(tmp_path: Path) -> None:
+    bundle = tmp_path / "missing.pem"
+    with (
+        opened("https://127.0.0.1:1", caBundle=str(bundle)) as store,
+        pytest.raises(RemoteError, match="caBundle") as caught,
+    ):
+        store.check()
+    assert caught.value.reason is Reason.OTHER
+
+
+class LosesAnswers(DirectoryObjects):
+    """Carries out the creation of the manifest, and lets the caller believe that it timed out."""
+
+    def create(self, key: str, body: bytes) -> bool:
+        super().create(key, body)
+        raise RemoteError(Reason.UNREACHABLE, "timed out", retriable=True)
+
+
+class LosesRequests(DirectoryObjects):
+    def create(self, key: str, body: bytes) -> bool:
+        raise RemoteError(Reason.UNREACHABLE, "timed out", retriable=True)
+
+
+def committed_through(objects: Objects, tmp_path: Path, job_uid: str = "uid-1") -> bool:
+    store = RemoteStore(objects, JOB)
+    artifact = store.put_artifact(0, VERSION, *sealed(tmp_path), None)
+    return store.commit(Manifest(JOB, job_uid, VERSION, 1, (artifact,), created=1.0))
+
+
+def test_commit_whose_answer_was_lost_is_recognised_as_done(tmp_path: Path) -> None:
+    assert committed_through(LosesAnswers(str(tmp_path), "job"), tmp_path)
+    assert not committed_through(LosesAnswers(str(tmp_path), "job"), tmp_path, job_uid="uid-2")
+
+
+def test_commit_whose_request_was_lost_is_not_taken_for_done(tmp_path: Path) -> None:
+    with pytest.raises(RemoteError, match="timed out"):
+        committed_through(LosesRequests(str(tmp_path), "job"), tmp_path)
+
+
+def directory(path: Path) -> RemoteStore:
+    return open_store(json.dumps({"directory": {"path": str(path)}}), JOB)
+
+
+def test_directory_that_is_not_mounted_is_not_created(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    store = directory(missing)
+    for operation in (store.check, lambda: store.put_artifact(0, VERSION, *sealed(tmp_path), None)):
+        with pytest.raises(RemoteError, match="mount the shared volume") as caught:
+            operation()
+        assert caught.value.reason is Reason.NO_SUCH_BUCKET
+    assert not missing.exists()
+
+
+def test_directory_that_may_not_be_written_is_forbidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    # Not by mode bits: tests may run as root, whom those do not stop.
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(RemoteError, match="fsGroup") as caught:
+        directory(tmp_path).check()
+    assert caught.value.reason is Reason.FORBIDDEN
+
+
+def test_full_directory_keeps_nothing_of_the_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    slot = sealed(tmp_path)
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(RemoteError, match="is full") as caught:
+        directory(shared).put_artifact(0, VERSION, *slot, None)
+    assert caught.value.retriable
+    assert [path for path in shared.rglob("*") if path.is_file()] == []
+
+
+def test_manifest_cannot_lead_outside_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"state")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    objects = DirectoryObjects(str(shared), "job")
+    with pytest.raises(RemoteError, match="no key of"):
+        objects.read_into("../../secret", 0, memoryview(bytearray(5)))
+    with pytest.raises(RemoteError, match="no key of"):
+        objects.read("/etc/hostname")
+
+
+def test_error_in_one_range_stops_the_whole_fetch(s3_endpoint: str, s3_client: object, tmp_path: Path) -> None:
+    store = open_store(S3Place(s3_endpoint, s3_client).settings(), JOB)
+    artifact = store.put_artifact(0, VERSION, *sealed(tmp_path, bytes(1024)), None)
+    s3_client.delete_object(Bucket=BUCKET, Key=f"team/research-gpt/{artifact.key}")  # type: ignore[attr-defined]
+    with pytest.raises(RemoteCorrupt):
+        store.fetch(artifact, memoryview(bytearray(1024)))
+    store.close()
