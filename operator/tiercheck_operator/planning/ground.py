@@ -1,0 +1,114 @@
+"""What placement works on: the workers and their failure domains as dense numbers, fast enough for ten thousand."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from tiercheck_operator.planning.topology import Topology
+
+Assignment = list[tuple[int, tuple[int, ...]]]
+"""(worker, the holders of its copies)."""
+
+
+@dataclass(frozen=True)
+class WorkerSite:
+    """Where one worker runs."""
+
+    worker: int
+    node: str
+    memory: int | None = None
+    """Bytes that it can give to copies of others. None: enough."""
+
+
+@dataclass(frozen=True)
+class Ground:
+    """Workers 0..n-1, their nodes, and their domain at every level as a number; -1 where labels do not say."""
+
+    copies: int
+    node: Sequence[int]
+    local: Sequence[int]
+    """Position among the workers of the same node."""
+    levels: tuple[str, ...]
+    domain: Sequence[Sequence[int]]
+    """By level (widest first; the last is the host), then by worker."""
+    domain_name: Sequence[Sequence[str]]
+    """By level, then by domain number."""
+    can_hold: Sequence[bool]
+    """Not on a suspect node, and memory for the copies."""
+    short_of_memory: tuple[int, ...]
+    node_names: tuple[str, ...]
+    unlabelled: Sequence[tuple[str, ...]]
+    """By level: nodes in use whose domain is unknown."""
+
+    @staticmethod
+    def of(
+        sites: Sequence[WorkerSite], topology: Topology, copies: int, copy_bytes: int | None, suspects: Collection[str]
+    ) -> Ground:
+        """Raises ValueError if the workers are not 0..n-1, each once."""
+        ordered = sorted(sites, key=lambda site: site.worker)
+        if [site.worker for site in ordered] != list(range(len(ordered))):
+            raise ValueError("sites must name the workers 0..n-1, each once")
+        names = tuple(sorted({site.node for site in ordered}))
+        domain: list[list[int]] = []
+        domain_name: list[list[str]] = []
+        unlabelled: list[tuple[str, ...]] = []
+        for level in topology.levels:
+            of_node = {name: topology.domain(name, level) for name in names}
+            known = sorted({path for path in of_node.values() if path is not None})
+            number = {path: index for index, path in enumerate(known)}
+            numbers = {name: -1 if path is None else number[path] for name, path in of_node.items()}
+            domain.append([numbers[site.node] for site in ordered])
+            domain_name.append(known)
+            unlabelled.append(tuple(name for name in names if of_node[name] is None))
+        # A node is numbered as its host domain: two names of one machine are one node.
+        node = domain[-1]
+        seats = [0] * len(domain_name[-1])
+        local = []
+        for place in node:
+            local.append(seats[place])
+            seats[place] += 1
+        need = None if copy_bytes is None else copies * copy_bytes
+        short = tuple(
+            site.worker for site in ordered if need is not None and site.memory is not None and site.memory < need
+        )
+        tight = set(short)
+        return Ground(
+            copies=copies,
+            node=node,
+            local=local,
+            levels=topology.level_names,
+            domain=domain,
+            domain_name=domain_name,
+            can_hold=[site.node not in suspects and site.worker not in tight for site in ordered],
+            short_of_memory=short,
+            node_names=tuple(site.node for site in ordered),
+            unlabelled=unlabelled,
+        )
+
+    @property
+    def workers(self) -> int:
+        return len(self.node)
+
+    @property
+    def one_node(self) -> bool:
+        """Whether there is no other node to keep a copy on."""
+        return len(set(self.node)) <= 1
+
+    @property
+    def load_limit(self) -> int:
+        """Copies that one holder may be given: equal shares, rounded up."""
+        able = sum(self.can_hold)
+        return -(-self.copies * self.workers // able) if able else 0
+
+    def apart(self, level: int, a: int, b: int) -> bool:
+        """Whether two workers are known to be in different domains of that level."""
+        domain = self.domain[level]
+        return domain[a] != domain[b] and domain[a] >= 0 and domain[b] >= 0
+
+    def parting_level(self, start: int, a: int, b: int) -> int:
+        """The widest level from `start` on at which the two are apart; the number of levels if none."""
+        for level in range(start, len(self.levels)):
+            if self.apart(level, a, b):
+                return level
+        return len(self.levels)
