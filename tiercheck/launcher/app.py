@@ -1,0 +1,241 @@
+"""The launcher's loop: orders from the sidecar, ends of processes and signals come in; the command follows.
+
+One thread, one selector. What the launcher is doing is told to the sidecar at each change, and again after each new
+connection, so that nothing is lost when the sidecar restarts.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tiercheck.launcher import command as processes
+from tiercheck.launcher.environment import command_environment
+from tiercheck.launcher.sidecar_line import SidecarLine
+from tiercheck.launcher.torch_check import torch_missing
+from tiercheck.protocol.directive import Phase
+from tiercheck.protocol.local import LauncherEvent, Order
+from tiercheck.protocol.names import ENV_RUN_DIR, RUN_DIR, SOCKET_NAME
+
+ENV_STOP_SECONDS = "TIERCHECK_STOP_SECONDS"
+"""How long the command may take to end after SIGTERM before it is killed; 5 if not set."""
+
+_CONNECT_EVERY = 0.2
+_SWEEP_EVERY = 0.05
+
+
+class Launcher:
+    """Runs `command` as the sidecar orders. `run` returns the exit code of the container."""
+
+    def __init__(
+        self, command: Sequence[str], run_dir: Path, environment: Mapping[str, str], stop_seconds: float
+    ) -> None:
+        self._command = command
+        self._environment = environment
+        self._stop_seconds = stop_seconds
+        self._line = SidecarLine(run_dir / SOCKET_NAME)
+        self._marker = run_dir / "launcher.attempt"
+        self._order: Order | None = None
+        self._pid: int | None = None
+        self._attempt = 0
+        """Of the command that runs or ran last."""
+        self._state = LauncherEvent("idle", 0)
+        self._sweeping = False
+        """The command has ended; what it left behind is being killed."""
+        self._exit_code = 0
+        """Of the command that ended last."""
+        self._stop_deadline: float | None = None
+        self._signalled: int | None = None
+        self._checked = False
+
+    def run(self) -> int:
+        """Until told to finish, or until the command has ended after a signal to stop."""
+        processes.adopt_orphans()
+        with selectors.DefaultSelector() as selector, _signals() as wakeups:
+            selector.register(wakeups, selectors.EVENT_READ, "signal")
+            while True:
+                self._connect(selector)
+                for key, _ in selector.select(self._pause()):
+                    if key.data == "signal":
+                        self._on_signals(wakeups.recv(4096))
+                    else:
+                        self._on_orders(selector)
+                self._collect()
+                if not self._busy:
+                    code = self._next()
+                    if code is not None:
+                        self._line.close()
+                        return code
+
+    # What comes in.
+
+    def _connect(self, selector: selectors.BaseSelector) -> None:
+        if not self._line.connected and self._line.connect():
+            selector.register(self._line.fileno(), selectors.EVENT_READ, "sidecar")
+            self._line.send(self._state)
+
+    def _on_orders(self, selector: selectors.BaseSelector) -> None:
+        descriptor = self._line.fileno()
+        for order in self._line.orders():
+            known = self._order
+            if known is None or (order.attempt, order.phase.order) >= (known.attempt, known.phase.order):
+                self._order = order
+                self._follow(order)
+        if not self._line.connected:
+            selector.unregister(descriptor)
+
+    def _on_signals(self, numbers: bytes) -> None:
+        for number in numbers:
+            if number in (signal.SIGTERM, signal.SIGINT):
+                self._signalled = number
+                self._stop(number)
+
+    def _collect(self) -> None:
+        """Reap; see to it that the command ends when it was told to, with everything it started."""
+        ended = processes.reap()
+        if self._pid is not None and self._pid in ended:
+            self._exit_code = ended[self._pid]
+            self._sweeping = True
+        if self._stop_deadline is not None and time.monotonic() >= self._stop_deadline:
+            processes.kill_descendants()
+        if self._sweeping:
+            processes.kill_descendants()
+            processes.reap()
+            if not processes.descendants(os.getpid(), processes.parents()):
+                self._ended()
+
+    # What follows from it.
+
+    @property
+    def _busy(self) -> bool:
+        return self._pid is not None
+
+    def _follow(self, order: Order) -> None:
+        """A running command of another attempt, or of a job that is over, has to stop."""
+        if self._busy and (order.attempt > self._attempt or order.phase is Phase.FINISH):
+            self._stop(signal.SIGTERM)
+
+    def _stop(self, number: int) -> None:
+        if self._pid is None or self._stop_deadline is not None:
+            return
+        self._stop_deadline = time.monotonic() + self._stop_seconds
+        processes.send_signal(self._pid, number)
+
+    def _ended(self) -> None:
+        """The command and all that it started are gone."""
+        stopped = self._stop_deadline is not None
+        self._pid = None
+        self._sweeping = False
+        self._stop_deadline = None
+        if not stopped or self._signalled is not None:
+            self._tell(_exited(self._attempt, self._exit_code))
+
+    def _next(self) -> int | None:
+        """Nothing runs: what now? Returns the container's exit code when its work is over."""
+        if self._signalled is not None:
+            return self._exit_code if self._attempt else 128 + self._signalled
+        order = self._order
+        if order is None:
+            return None
+        if order.phase is Phase.FINISH:
+            return 0
+        if order.attempt > self._state.attempt:
+            if order.phase is Phase.HOLD:
+                self._tell(LauncherEvent("idle", order.attempt))
+            else:
+                self._start(order)
+        elif order.phase is Phase.RELEASE and self._state.event == "idle":
+            self._start(order)
+        return None
+
+    def _start(self, order: Order) -> None:
+        self._attempt = order.attempt
+        if self._started_before(order.attempt):
+            message = "The trainer container was restarted, so its ranks of this attempt are gone."
+            self._tell(LauncherEvent("exited", order.attempt, 137, "ContainerRestarted", message))
+            return
+        if not self._checked:
+            if message := torch_missing(self._command):
+                self._tell(LauncherEvent("exited", order.attempt, 1, "TorchMissing", message))
+                return
+            self._checked = True
+        self._marker.write_text(str(order.attempt))
+        try:
+            self._pid = processes.start(self._command, command_environment(self._environment, order))
+        except OSError as error:
+            message = (
+                f"{self._command[0]} cannot be started: {error.strerror}. Check the command of the trainer container."
+            )
+            code = 127 if isinstance(error, FileNotFoundError) else 126
+            self._tell(LauncherEvent("exited", order.attempt, code, "CannotStart", message))
+            return
+        self._tell(LauncherEvent("started", order.attempt))
+
+    def _started_before(self, attempt: int) -> bool:
+        """Whether an earlier container of this pod has run this attempt: starting again would mix two lives of a rank."""
+        try:
+            return int(self._marker.read_text()) >= attempt
+        except (OSError, ValueError):
+            return False
+
+    def _tell(self, event: LauncherEvent) -> None:
+        self._state = event
+        self._line.send(event)
+
+    def _pause(self) -> float | None:
+        """Seconds that the loop may sleep; None: until something happens."""
+        pauses = []
+        if not self._line.connected:
+            pauses.append(_CONNECT_EVERY)
+        if self._sweeping:
+            pauses.append(_SWEEP_EVERY)
+        if self._stop_deadline is not None:
+            pauses.append(max(_SWEEP_EVERY, self._stop_deadline - time.monotonic()))
+        return min(pauses, default=None)
+
+
+def _exited(attempt: int, code: int) -> LauncherEvent:
+    if code == 0:
+        return LauncherEvent("exited", attempt, 0)
+    if code > 128 and code - 128 in set(signal.Signals):
+        name = signal.Signals(code - 128).name
+        return LauncherEvent("exited", attempt, code, "Signalled", f"The training command was ended by {name}.")
+    return LauncherEvent("exited", attempt, code, "Crashed", f"The training command ended with exit code {code}.")
+
+
+class _signals:  # noqa: N801  (used as a context manager)
+    """Signals as bytes on a socket, so that one selector sees everything."""
+
+    _CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+
+    def __enter__(self) -> socket.socket:
+        self._reading, self._writing = socket.socketpair()
+        self._reading.setblocking(False)
+        self._writing.setblocking(False)
+        self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in self._CAUGHT}
+        self._old_descriptor = signal.set_wakeup_fd(self._writing.fileno())
+        return self._reading
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._old_descriptor)
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        self._reading.close()
+        self._writing.close()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line `[--] COMMAND [ARGUMENT...]`; returns the exit code."""
+    command = list(arguments[1:] if arguments[:1] == ["--"] else arguments)
+    if not command:
+        print("usage: python3 -m tiercheck.launcher -- COMMAND [ARGUMENT...]", file=sys.stderr)
+        return 2
+    run_dir = Path(os.environ.get(ENV_RUN_DIR, RUN_DIR))
+    stop_seconds = float(os.environ.get(ENV_STOP_SECONDS, "5"))
+    return Launcher(command, run_dir, os.environ, stop_seconds).run()

@@ -1,0 +1,91 @@
+"""The training command as a process: everything it starts must end with it, or the next attempt meets its ghosts."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of whatever its descendants leave behind, as PID 1 is anyway."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def start(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Start `command` in a session of its own and return its pid. Raises OSError if it cannot be executed."""
+
+    def die_with_launcher() -> None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    process = subprocess.Popen(
+        list(command),
+        env=dict(environment),
+        start_new_session=True,
+        preexec_fn=die_with_launcher,  # noqa: PLW1509  (the launcher has one thread)
+    )
+    process.returncode = 0  # the launcher's own loop waits for it; this keeps Popen from trying
+    return process.pid
+
+
+def send_signal(pid: int, number: int) -> None:
+    """To the command's whole process group."""
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def kill_descendants() -> None:
+    """SIGKILL to everything below this process: torchrun puts its workers into sessions of their own."""
+    for pid in descendants(os.getpid(), parents()):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def parents() -> dict[int, int]:
+    """Parent of every process that can be seen, zombies left out."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+        except (OSError, ValueError):
+            continue  # it has just ended
+        if state not in "ZX":
+            found[int(entry.name)] = int(parent)
+    return found
+
+
+def descendants(root: int, parent_of: Mapping[int, int]) -> set[int]:
+    """Every process below `root`."""
+    below: set[int] = set()
+    edge = {root}
+    while edge:
+        edge = {pid for pid, parent in parent_of.items() if parent in edge} - below
+        below |= edge
+    return below
+
+
+def reap() -> dict[int, int]:
+    """Collect every child that has ended: pid -> exit code as the shell counts (128 + signal)."""
+    ended: dict[int, int] = {}
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        code = os.waitstatus_to_exitcode(status)
+        ended[pid] = code if code >= 0 else 128 - code

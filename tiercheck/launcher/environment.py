@@ -1,0 +1,36 @@
+"""`torchrun train.py` and `python train.py` must both work as they are: everything they need to meet is in variables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tiercheck.protocol.local import Order
+from tiercheck.protocol.names import ENV_ATTEMPT, ENV_POD_IP
+
+
+def command_environment(base: Mapping[str, str], order: Order) -> dict[str, str]:
+    """The environment of the training command for `order`; `base` is the container's own."""
+    environment = {
+        **base,
+        ENV_ATTEMPT: str(order.attempt),
+        "MASTER_ADDR": order.master_host,
+        "MASTER_PORT": str(order.master_port),
+        "PET_NNODES": str(order.workers),
+        "PET_NPROC_PER_NODE": str(order.procs_per_worker),
+        "PET_NODE_RANK": str(order.worker),
+        "PET_MASTER_ADDR": order.master_host,
+        "PET_MASTER_PORT": str(order.master_port),
+        "PET_RDZV_BACKEND": "static",
+        # A rank that fails must end the attempt: torchrun's own restart would begin without the others.
+        "PET_MAX_RESTARTS": "0",
+    }
+    if pod_ip := base.get(ENV_POD_IP):
+        environment["PET_LOCAL_ADDR"] = pod_ip
+    if order.procs_per_worker == 1:
+        environment |= {
+            "RANK": str(order.worker),
+            "WORLD_SIZE": str(order.workers),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+        }
+    return environment

@@ -1,0 +1,72 @@
+"""The launcher's end of the pod's socket: it comes and goes with the sidecar, and the command must not notice."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from tiercheck.protocol.encoding import Malformed, from_json, to_json
+from tiercheck.protocol.local import Hello, LauncherEvent, Order
+
+
+class SidecarLine:
+    """Never raises and never blocks for long: what cannot be said now is said again after the next connection."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._socket: socket.socket | None = None
+        self._received = b""
+
+    @property
+    def connected(self) -> bool:
+        return self._socket is not None
+
+    def fileno(self) -> int:
+        """For a selector; only while connected."""
+        assert self._socket is not None
+        return self._socket.fileno()
+
+    def connect(self) -> bool:
+        """Try once, and say hello."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        connection.settimeout(1.0)
+        try:
+            connection.connect(str(self._path))
+            connection.sendall(to_json(Hello(role="launcher", pid=os.getpid())) + b"\n")
+        except OSError:
+            connection.close()
+            return False
+        self._socket = connection
+        self._received = b""
+        return True
+
+    def send(self, event: LauncherEvent) -> None:
+        if self._socket is None:
+            return
+        try:
+            self._socket.sendall(to_json(event) + b"\n")
+        except OSError:
+            self.close()
+
+    def orders(self) -> list[Order]:
+        """What has arrived; call it when the socket is readable. Closes itself when the sidecar is gone."""
+        assert self._socket is not None
+        try:
+            piece = self._socket.recv(65536)
+        except OSError:
+            piece = b""
+        if not piece:
+            self.close()
+            return []
+        *lines, self._received = (self._received + piece).split(b"\n")
+        try:
+            return [from_json(line, Order) for line in lines if line]
+        except Malformed:
+            self.close()
+            return []
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None

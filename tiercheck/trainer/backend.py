@@ -1,0 +1,92 @@
+"""Where snapshots go is not the trainer's business: in a cluster to the sidecar, on a laptop to a folder.
+
+Both are one small interface. Its methods are called by the saver's thread, except where stated.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+from tiercheck.protocol.version import Version
+
+log = logging.getLogger("tiercheck")
+
+
+class Skipped(Exception):
+    """This snapshot is not taken. `kind` is a CamelCase word; each kind is logged once."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class RestoreError(RuntimeError):
+    """What to restore cannot be found out or read, so training must not begin."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A verified slot to restore from."""
+
+    version: Version
+    path: str
+
+
+class Backend(Protocol):
+    """`patience`: seconds that the barrier waits for a slot to be granted before it gives the snapshot up; None: no limit."""
+
+    attempt: int
+    patience: float | None
+
+    @property
+    def every(self) -> int:
+        """Steps between snapshots, unless the script says otherwise."""
+        ...
+
+    def find(self) -> Offer | None:
+        """Training thread, before the first step: what to restore, None for a fresh start. Raises RestoreError."""
+        ...
+
+    def restored(self, step: int) -> None:
+        """Training thread: the offer was loaded."""
+        ...
+
+    def reserve(self, size: int) -> None:
+        """Slots of `size` bytes will be needed. Raises Skipped."""
+        ...
+
+    def begin(self, step: int, size: int) -> str:
+        """Path of a file of at least `size` bytes for the snapshot after `step`. Raises Skipped."""
+        ...
+
+    def complete(self, path: str, step: int, size: int) -> None:
+        """The file is written, state word included. Raises Skipped."""
+        ...
+
+    def abandon(self, path: str, step: int) -> None:
+        """The file will not be completed; without a path: the snapshot after `step` was skipped. Never raises."""
+        ...
+
+    def progress(self, step: int, loss: float | None, seconds: float | None) -> None:
+        """Training thread: `step` was reached. Never blocks, never raises."""
+        ...
+
+    def flush(self) -> bool:
+        """Deliver what progress is still owed; True if nothing is left. Never raises."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class WarnOnce:
+    """A log line for every kind of trouble, not for every time it happens."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def __call__(self, kind: str, message: str) -> None:
+        level = logging.DEBUG if kind in self._seen else logging.WARNING
+        self._seen.add(kind)
+        log.log(level, "%s: %s", kind, message)

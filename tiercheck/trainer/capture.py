@@ -1,0 +1,126 @@
+"""A snapshot must hold all that the next step depends on: this lists it, without copying anything.
+
+Tensors are named so that a person can read the slot with any safetensors tool: `model/<key of state_dict>` and
+`optimizer<i>/<parameter>/<key>`. Sharded tensors (DTensor) are listed as this rank's local shard. What is no tensor
+goes into `Inventory.facts`, which travels in the user blob.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class NotCapturable(TypeError):
+    """Something in the state cannot be stored and put back exactly; the message names it."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor to store. `lazy`: only `optimizer.step` changes it, so it may be copied while training goes on."""
+
+    name: str
+    tensor: Tensor
+    lazy: bool
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """Every tensor of a rank's state, in a stable order, and the plain facts beside them."""
+
+    entries: tuple[Entry, ...]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """The bytes this rank owns: the local shard of a DTensor, the tensor itself otherwise.
+
+    Raises NotCapturable for other tensor subclasses, whose meaning is not in their bytes alone.
+    """
+    plain = tensor.detach()
+    if hasattr(plain, "to_local"):
+        plain = plain.to_local()
+        if hasattr(plain, "wait"):  # an unfinished collective hides behind an AsyncCollectiveTensor
+            plain = plain.wait()
+    if type(plain) not in (Tensor, nn.Parameter, nn.Buffer):
+        raise NotCapturable(f"tensors of {type(plain).__name__} cannot be stored")
+    return plain
+
+
+def take_inventory(model: nn.Module, optimizers: Sequence[Optimizer]) -> Inventory:
+    """List the state of `model` and `optimizers` as it is now. Raises NotCapturable."""
+    entries: list[Entry] = []
+    facts: dict[str, Any] = {"model_extra": {}, "optimizers": []}
+    for key, value, lazy in model_items(model):
+        if isinstance(value, Tensor) and not is_extra(key):
+            entries.append(Entry(f"model/{key}", local_shard(value), lazy))
+        else:
+            facts["model_extra"][key] = value
+    for index, optimizer in enumerate(optimizers):
+        states: dict[str, dict[str, Any]] = {}
+        for name, parameter in named_parameters_of(optimizer, model):
+            described: dict[str, Any] = {}
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    described[key] = describe(value, parameter, f"optimizer state {name}/{key}")
+                    entries.append(Entry(f"optimizer{index}/{name}/{key}", local_shard(value), True))
+                else:
+                    described[key] = {"value": value}
+            states[name] = described
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        facts["optimizers"].append({"class": type(optimizer).__name__, "groups": groups, "states": states})
+    return Inventory(tuple(entries), facts)
+
+
+def is_extra(key: str) -> bool:
+    """Whether a state_dict key is a module's `get_extra_state`, which must go back through `set_extra_state`."""
+    return key.rpartition(".")[2] == "_extra_state"
+
+
+def model_items(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
+    """(key, value, lazy) of the model's state_dict; a tensor reachable under several keys (tied) comes once."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    seen: set[tuple[Any, ...]] = set()
+    for key, value in model.state_dict().items():
+        if isinstance(value, Tensor) and not is_extra(key) and value.numel():
+            local = local_shard(value)
+            identity = (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
+            if local.numel() and identity in seen:
+                continue
+            seen.add(identity)
+        yield key, value, key in parameters
+
+
+def named_parameters_of(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The optimizer's parameters in their order, by their names in the model (`#<index>` for strangers)."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    index = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield names.get(id(parameter), f"#{index}"), parameter
+            index += 1
+
+
+def describe(value: Tensor, parameter: Tensor, what: str) -> dict[str, Any]:
+    """How to rebuild an optimizer's tensor around its bytes: on which device, and sharded like its parameter or not."""
+    described: dict[str, Any] = {"device": value.device.type}
+    if hasattr(value, "placements"):
+        if getattr(parameter, "placements", None) != value.placements:
+            raise NotCapturable(f"{what} is sharded differently from its parameter")
+        described["sharded"] = {"shape": list(value.shape), "stride": list(value.stride())}
+    return described
+
+
+def versions(entries: Sequence[Entry]) -> tuple[int, ...]:
+    """torch's in-place counters of the lazy tensors: if one moves during the copy, the copy is torn."""
+    return tuple(0 if entry.tensor.is_inference() else entry.tensor._version for entry in entries if entry.lazy)
+
+
+def on_cuda(entries: Sequence[Entry]) -> torch.device | None:
+    """The CUDA device that the tensors lie on, if any does. A rank uses one."""
+    return next((entry.tensor.device for entry in entries if entry.tensor.is_cuda), None)

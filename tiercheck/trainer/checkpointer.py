@@ -1,0 +1,252 @@
+"""The one object a training script needs: it brings the state back, and keeps it safe while training goes on.
+
+    checkpointer = Checkpointer(model, optimizer, state={"scheduler": scheduler, "data": position})
+    for step in range(checkpointer.restore(), steps):
+        ...
+        optimizer.step()
+        scheduler.step()
+        checkpointer.step(loss)
+
+In a cluster snapshots go to the sidecar's shared memory; elsewhere to a folder. The script is the same.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import logging
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tiercheck.protocol.names import ENV_RUN_DIR
+from tiercheck.protocol.slot import SlotLayout
+from tiercheck.trainer import user_state
+from tiercheck.trainer.backend import Backend, RestoreError
+from tiercheck.trainer.capture import Entry, NotCapturable, on_cuda, take_inventory
+from tiercheck.trainer.copying import Snapshot
+from tiercheck.trainer.dtypes import dtype_name
+from tiercheck.trainer.folder_backend import FolderBackend
+from tiercheck.trainer.load import load_all
+from tiercheck.trainer.ranks import rank_and_world
+from tiercheck.trainer.saver import Saver
+from tiercheck.trainer.sidecar_backend import SidecarBackend
+from tiercheck.trainer.slot_file import USER_BLOB, SlotReader
+
+log = logging.getLogger("tiercheck")
+
+_CLOSE_SECONDS = 60.0
+
+
+class Checkpointer:
+    """Saves and restores the state of one rank.
+
+    `state`: whatever else the next step depends on - objects with `state_dict`/`load_state_dict`, or plain dicts.
+    Random number generators (torch, CUDA, python, numpy) are always included.
+    `every`: steps between snapshots; None: as the job says, 50 outside a cluster.
+    `folder`, `keep`: outside a cluster, where snapshots go and how many complete ones stay.
+    `sanity_gate`: refuse snapshots whose loss, parameters or optimizer state are not finite.
+
+    Only `optimizer.step` may change parameters; call `step` after the scheduler and everything else has moved.
+    No failure to save raises: it is logged once per kind and counted in `skipped`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        state: user_state.State | None = None,
+        every: int | None = None,
+        folder: Path | str | None = None,
+        keep: int = 2,
+        sanity_gate: bool = True,
+    ) -> None:
+        if every is not None and every < 1:
+            raise ValueError(f"every must be at least 1, not {every}")
+        self._model = model
+        self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self._state: user_state.State = state or {}
+        self._every = every
+        self.rank, self.world_size = rank_and_world()
+        """This process among the ranks of the job."""
+        run_dir = os.environ.get(ENV_RUN_DIR)
+        self._backend: Backend = (
+            SidecarBackend(Path(run_dir), self.rank, self.world_size)
+            if run_dir
+            else FolderBackend(Path(folder or "checkpoints"), self.rank, self.world_size, keep)
+        )
+        self._saver = Saver(self._backend, self.rank, self.world_size, sanity_gate=sanity_gate)
+        self.step_number = 0
+        """Optimizer steps done, restored ones included."""
+        self._layout: SlotLayout | None = None
+        self._signature: tuple[Any, ...] = ()
+        self._blob_capacity = 0
+        self._last_step_at: float | None = None
+        self._step_seconds: float | None = None
+        self._restored = False
+        self._closed = False
+        self._pid = os.getpid()
+        self._hooks = [opt.register_step_pre_hook(self._before_update) for opt in self._optimizers]
+        atexit.register(self.close)
+
+    @property
+    def attempt(self) -> int:
+        """The job's attempt that this process belongs to; 0 outside a cluster."""
+        return self._backend.attempt
+
+    @property
+    def captured(self) -> int:
+        """Snapshots handed over complete."""
+        return self._saver.captured
+
+    @property
+    def skipped(self) -> int:
+        """Snapshots that were due but not taken."""
+        return self._saver.skipped
+
+    @property
+    def every(self) -> int:
+        """Steps between snapshots."""
+        return self._every or self._backend.every
+
+    def restore(self) -> int:
+        """Load the version to continue from and return its step; 0 is a fresh start. Call it once, before training.
+
+        Raises RestoreError if the version cannot be found out or read, DifferentState (a ValueError) if it does not fit,
+        TypeError if `state` holds something that could not be read back later. Training must not begin then.
+        """
+        self._restored = True
+        inventory = take_inventory(self._model, self._optimizers)
+        user_state.unpack(user_state.pack(self._state, inventory.facts))
+        offer = self._backend.find()
+        if offer is not None:
+            try:
+                slot = SlotReader.open(offer.path)
+                content = user_state.unpack(slot.user_blob())
+            except (OSError, ValueError, NotCapturable) as error:
+                raise RestoreError(f"{offer.version} cannot be read from {offer.path}: {error}") from error
+            if (slot.header.version, slot.header.rank) != (offer.version, self.rank):
+                raise RestoreError(f"{offer.path} holds {slot.header.version} of rank {slot.header.rank}")
+            load_all(self._model, self._optimizers, slot.tensors(), content["facts"])
+            user_state.put_back(self._state, content)
+            self.step_number = offer.version.step
+            log.info("restored %s", offer.version)
+        self._backend.restored(self.step_number)
+        if offer is not None:
+            self._prepare()  # the layout is known, so slots can be made ready during the first steps
+        self._last_step_at = time.monotonic()
+        return self.step_number
+
+    def step(self, loss: float | None = None) -> None:
+        """Mark the end of an optimizer step. Starts a snapshot if one is due; returns without waiting for it."""
+        self.step_number += 1
+        self._report(loss)
+        if self.step_number % self.every:
+            if self._layout is None:
+                self._prepare()
+            return
+        if loss is not None and not math.isfinite(loss):
+            self._skip("NotFinite", f"the loss is {loss}")
+            return
+        try:
+            snapshot = self._capture()
+        except NotCapturable as error:
+            self._skip("NotCapturable", str(error))
+            return
+        self._saver.submit(snapshot)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until the snapshot under way is handed over; False if `timeout` seconds were not enough."""
+        return self._saver.wait(timeout)
+
+    def close(self) -> None:
+        """Finish what is under way, deliver the last progress, let go of the model. May be called twice."""
+        if self._closed or os.getpid() != self._pid:  # a forked data-loader worker inherits the exit hook
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        for hook in self._hooks:
+            hook.remove()
+        self._saver.close(_CLOSE_SECONDS)
+        self._backend.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _before_update(self, *_: object) -> None:
+        self._saver.barrier()
+
+    def _capture(self) -> Snapshot:
+        """List the state; copy at once what changes before the next update (buffers, the user blob)."""
+        inventory = take_inventory(self._model, self._optimizers)
+        blob = user_state.pack(self._state, inventory.facts)
+        entries = [self._at_once(entry) for entry in inventory.entries]
+        layout = self._layout_of(entries, len(blob))
+        device = on_cuda(entries)
+        ready = None
+        if device is not None:
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record(torch.cuda.current_stream(device))
+        return Snapshot(self.step_number, entries, layout, blob, device, ready)
+
+    def _at_once(self, entry: Entry) -> Entry:
+        if entry.lazy and entry.name not in self._saver.mutating:
+            return entry
+        return dataclasses.replace(entry, tensor=entry.tensor.clone(), lazy=False)
+
+    def _prepare(self) -> None:
+        """Find out the size of a slot before the first snapshot is due, and have slots made."""
+        try:
+            inventory = take_inventory(self._model, self._optimizers)
+            self._layout_of(inventory.entries, len(user_state.pack(self._state, inventory.facts)))
+        except NotCapturable as error:
+            self._saver.warn("NotCapturable", str(error))
+
+    def _layout_of(self, entries: Sequence[Entry], blob_bytes: int) -> SlotLayout:
+        """The layout for these tensors; the same object until the set of tensors changes or the blob outgrows its place."""
+        self._blob_capacity = user_state.capacity_for(blob_bytes, self._blob_capacity)
+        signature = (
+            self._blob_capacity,
+            *((entry.name, entry.tensor.dtype, entry.tensor.shape) for entry in entries),
+        )
+        if self._layout is None or signature != self._signature:
+            try:
+                self._layout = SlotLayout.plan(
+                    [
+                        (entry.name, dtype_name(entry.tensor.dtype), tuple(entry.tensor.shape), entry.tensor.nbytes)
+                        for entry in entries
+                    ]
+                    + [(USER_BLOB, "U8", (self._blob_capacity,), self._blob_capacity)]
+                )
+            except (TypeError, ValueError) as error:
+                raise NotCapturable(str(error)) from error
+            self._signature = signature
+            self._saver.reserve(self._layout.size)
+        return self._layout
+
+    def _skip(self, kind: str, message: str) -> None:
+        self._saver.skip(self.step_number, kind, message)
+        self._saver.tell_skipped(self.step_number)
+
+    def _report(self, loss: float | None) -> None:
+        now = time.monotonic()
+        if self._last_step_at is not None:
+            seconds = now - self._last_step_at
+            self._step_seconds = seconds if self._step_seconds is None else 0.9 * self._step_seconds + 0.1 * seconds
+        self._last_step_at = now
+        finite = loss if loss is not None and math.isfinite(loss) else None
+        self._backend.progress(self.step_number, finite, self._step_seconds)

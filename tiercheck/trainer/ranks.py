@@ -1,0 +1,19 @@
+"""Which rank this process is, told by torch.distributed if it runs, else by torchrun's environment."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+
+def distributed() -> bool:
+    """Whether this process belongs to a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank_and_world() -> tuple[int, int]:
+    """(rank, number of ranks); (0, 1) for a process on its own."""
+    if distributed():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

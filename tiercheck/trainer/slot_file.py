@@ -1,0 +1,99 @@
+"""A slot is memory shared with the sidecar: this maps it, and shows its tensors as torch tensors over the same bytes."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiercheck.protocol.slot import SlotHeader, SlotLayout, read_header
+from tiercheck.protocol.slot import Tensor as SlotTensor
+from tiercheck.protocol.version import Version
+from tiercheck.trainer.dtypes import dtype_of
+
+USER_BLOB = "user"
+USER_BYTES = "user_bytes"
+
+
+def view_of(buffer: mmap.mmap, tensor: SlotTensor) -> Tensor:
+    """The tensor's bytes in the slot as a torch tensor, without a copy."""
+    dtype = dtype_of(tensor.dtype)
+    if tensor.begin == tensor.end:
+        return torch.empty(tensor.shape, dtype=dtype)
+    count = (tensor.end - tensor.begin) // dtype.itemsize
+    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=tensor.begin).view(tensor.shape)
+
+
+class SlotWriter:
+    """One slot open for writing; the mapping is kept for as long as the file stays the same one."""
+
+    def __init__(self, path: str) -> None:
+        """Raises OSError or ValueError (an empty file cannot be mapped)."""
+        self.path = path
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self.identity = _identity(os.fstat(descriptor))
+            self.buffer = mmap.mmap(descriptor, 0)
+        finally:
+            os.close(descriptor)
+        self.pinned = False
+
+    def is_current(self) -> bool:
+        """Whether the path still names the mapped file."""
+        try:
+            return _identity(os.stat(self.path)) == self.identity
+        except OSError:
+            return False
+
+    def begin(self, layout: SlotLayout) -> dict[str, Tensor]:
+        """Mark the slot torn and return where each tensor of `layout` goes. Raises ValueError if it is too small."""
+        if layout.size > len(self.buffer):
+            raise ValueError(f"the slot has {len(self.buffer)} bytes, the snapshot needs {layout.size}")
+        self.buffer[:8] = b"\0" * 8
+        return {tensor.name: view_of(self.buffer, tensor) for tensor in layout.tensors}
+
+    def finish(
+        self, layout: SlotLayout, rank: int, version: Version, world_size: int, metadata: Mapping[str, str]
+    ) -> None:
+        """Write header, then the state word: from here on the slot is readable."""
+        header = layout.header(rank, version, world_size, metadata)
+        self.buffer[8 : 8 + len(header)] = header
+        self.buffer[:8] = layout.state_word
+
+    def pin(self) -> None:
+        """Page-lock the mapping once, so that the GPU copies straight into it. Without it the copy is only slower."""
+        if not self.pinned:
+            whole = torch.frombuffer(self.buffer, dtype=torch.uint8)
+            torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), len(self.buffer), 0)  # type: ignore[no-untyped-call]
+            self.pinned = True
+
+
+@dataclass(frozen=True)
+class SlotReader:
+    """A sealed slot, mapped privately: nothing done to its tensors reaches the file."""
+
+    header: SlotHeader
+    buffer: mmap.mmap
+
+    @staticmethod
+    def open(path: str) -> SlotReader:
+        """Raises OSError, or NotASlot if it is torn."""
+        with open(path, "rb") as file:
+            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        with memoryview(buffer) as view:
+            return SlotReader(read_header(view), buffer)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {tensor.name: view_of(self.buffer, tensor) for tensor in self.header.tensors if tensor.name != USER_BLOB}
+
+    def user_blob(self) -> bytes:
+        place = next(tensor for tensor in self.header.tensors if tensor.name == USER_BLOB)
+        return self.buffer[place.begin : place.begin + int(self.header.metadata[USER_BYTES])]
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size

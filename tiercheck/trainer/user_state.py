@@ -1,0 +1,96 @@
+"""Losses are only bitwise equal after a restart if the small rest comes back too: random numbers, schedule, data position.
+
+It is one blob of bytes, taken at once in `Checkpointer.step()`. It is written by `torch.save` and read with
+`weights_only=True`, so a checkpoint can never run code.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+from collections.abc import Mapping, MutableMapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from tiercheck.trainer.capture import NotCapturable
+
+_SMALLEST = 64 * 1024
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything with state of its own: a scheduler, a data loader, a GradScaler."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+State = Mapping[str, "Stateful | MutableMapping[str, Any]"]
+
+
+def pack(state: State, facts: Mapping[str, Any]) -> bytes:
+    """The blob of this moment. Raises NotCapturable if `state` holds something that torch.save cannot write."""
+    content = {"facts": dict(facts), "random": random_state(), "state": {}}
+    for name, holder in state.items():
+        content["state"][name] = holder.state_dict() if isinstance(holder, Stateful) else dict(holder)
+    buffer = io.BytesIO()
+    try:
+        torch.save(content, buffer)
+    except Exception as error:  # whatever pickle meets in the user's objects
+        raise NotCapturable(f"the user state cannot be written: {error}") from error
+    return buffer.getvalue()
+
+
+def unpack(blob: bytes) -> dict[str, Any]:
+    """What `pack` was given. Raises NotCapturable if the blob holds more than tensors and plain values."""
+    try:
+        content: dict[str, Any] = torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle raises many kinds, all meaning the same here
+        raise NotCapturable(f"the user state cannot be read back: {error}") from error
+    return content
+
+
+def capacity_for(length: int, present: int = 0) -> int:
+    """Bytes to keep for a blob of `length`, with headroom, so that the slot's layout stays as it is while it varies."""
+    if length <= present:
+        return present
+    return max(_SMALLEST, 1 << (2 * length - 1).bit_length())
+
+
+def put_back(state: State, content: Mapping[str, Any]) -> None:
+    """Load the users' objects and the random number generators. Raises KeyError naming a part that is missing."""
+    for name, holder in state.items():
+        if name not in content["state"]:
+            raise KeyError(f"the checkpoint has no state named {name!r}")
+        if isinstance(holder, Stateful):
+            holder.load_state_dict(content["state"][name])
+        else:
+            holder.clear()
+            holder.update(content["state"][name])
+    set_random_state(content["random"])
+
+
+def random_state() -> dict[str, Any]:
+    """All generators a training loop draws from by default."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+        state["numpy"] = [kind, [int(key) for key in keys], int(position), int(has_gauss), float(gauss)]
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        kind, keys, *rest = state["numpy"]
+        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
