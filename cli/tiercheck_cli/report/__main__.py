@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tiercheck_cli.report import RunRecord, faults_table, render, verdict_line
-from tiercheck_cli.report.record import NotARecord
+from tiercheck_cli.report.record import RecordError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         record = RunRecord.read(options.record)
-    except (OSError, NotARecord) as error:
+    except (OSError, RecordError) as error:
         print(error, file=sys.stderr)
         return 2
     rendered = render(record, options.folder)

@@ -13,7 +13,7 @@ from tiercheck_cli.report.series import (
     reference_curve,
     watermark_curve,
 )
-from tiercheck_cli.report.words import seconds
+from tiercheck_cli.report.words import seconds, tier_note
 
 WIDTH = 960.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 944.0, 52.0, 46.0
@@ -53,7 +53,7 @@ def progress_chart(record: RunRecord) -> str:
     points = [point for curve in runs for point in curve]
     if not points:
         return "<p>No step was recorded.</p>"
-    across = Scale(0.0, max(record.ended - record.started, max(time for time, _ in points)), LEFT, RIGHT)
+    across = Scale(0.0, max(record.ended - record.started, *(time for time, _ in points)), LEFT, RIGHT)
     up = Scale(0.0, max(step for _, step in points) * 1.04, height - BOTTOM, TOP)
     parts = [frame(across, up, "seconds since the job was applied", "step")]
     marks = fault_marks(record)
@@ -77,10 +77,11 @@ def recovery_chart(record: RunRecord) -> str:
     if not record.faults:
         return "<p>No fault was injected.</p>"
     row, left = 52.0, 230.0
-    height = TOP + row * len(record.faults) + BOTTOM
+    top = 16.0
+    height = top + row * len(record.faults) + BOTTOM
     longest = max(fault.total_seconds for fault in record.faults) or 1.0
     across = Scale(0.0, longest, left, RIGHT - 70)
-    up = Scale(0.0, 1.0, height - BOTTOM, TOP - 10)
+    up = Scale(0.0, 1.0, height - BOTTOM, 4.0)
     parts = []
     for value in across.ticks(7):
         x = across(value)
@@ -88,10 +89,10 @@ def recovery_chart(record: RunRecord) -> str:
         parts.append(text(x, up.begin + 18, f"{value:g}", "middle"))
     parts.append(text((left + RIGHT - 70) / 2, up.begin + 38, "seconds since the fault", "middle", "label"))
     for index, fault in enumerate(record.faults):
-        y = TOP + row * index
+        y = top + row * index
         parts.append(badge(16, y + 12, str(index + 1)))
         parts.append(text(34, y + 9, fault.name, kind="bar-name"))
-        parts.append(text(34, y + 26, _tier_note(fault.tiers), kind="tick"))
+        parts.append(text(34, y + 26, tier_note(fault.tiers), kind="tick"))
         begin = 0.0
         lengths = (fault.detect_seconds, fault.restore_seconds, fault.start_seconds)
         for (phase, colour), length in zip(colours.PHASES, lengths, strict=True):
@@ -107,10 +108,6 @@ def recovery_chart(record: RunRecord) -> str:
             begin += length
         parts.append(text(across(begin) + 8, y + 17, seconds(fault.total_seconds), kind="bar-name"))
     return picture(WIDTH, height, "".join(parts), "How long each recovery took")
-
-
-def _tier_note(tiers: dict[str, int]) -> str:
-    return ", ".join(f"{tiers[tier]} {tier}" for tier in TIERS if tiers.get(tier)) or "from scratch"
 
 
 def _fault_line(mark: FaultMark, x: float, badge_x: float, up: Scale) -> str:

@@ -5,4 +5,4 @@ PHASES = (("detect", "#CC79A7"), ("restore", "#E69F00"), ("start", "#56B4E9"))
 PHASE_WORDS = {"detect": "noticed", "restore": "state restored", "start": "first new step"}
 TIERS = {"local": "#009E73", "peer": "#0072B2", "remote": "#D55E00"}
 FAULT = "#D55E00"
-RUN = "#0072B2"
+RUN = "#1c1f23"

@@ -78,7 +78,7 @@ def _head(record: RunRecord) -> str:
     racks = len(set(record.nodes.values()))
     where = f"{plural(record.workers, 'worker')}, {plural(len(record.nodes), 'node')} in {plural(racks, 'rack')}"
     figures = (
-        ("faults survived", str(len(record.faults))),
+        ("faults injected", str(len(record.faults))),
         ("steps trained", str(len({step.step for step in record.steps}))),
         ("steps trained again", str(record.trained_again)),
         ("longest recovery", seconds(max((fault.total_seconds for fault in record.faults), default=0.0))),
@@ -103,7 +103,7 @@ def _faults(record: RunRecord) -> str:
     for row, fault in zip(rows(record.faults), record.faults, strict=True):
         first = f'<td><span class="count">{escape(row.number)}</span></td>'
         target = f'<br><span class="soft">{escape(row.target)}</span>' if row.target else ""
-        what = f"<td>{escape(row.what)}{target}</td>"
+        what = f'<td class="wide">{escape(row.what)}{target}</td>'
         numbers = "".join(f'<td class="number">{escape(cell)}</td>' for cell in row.cells[3:])
         body.append(f"<tr>{first}{what}<td>{_chips(fault)}</td>{numbers}</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
@@ -134,11 +134,12 @@ def _ranks(record: RunRecord) -> str:
         for rank in range(ranks)
     )
     reasons = "".join(
-        f"<tr><td colspan={len(record.faults) + 1}><span class=count>{number}</span> {escape(fault.reason)}</td></tr>"
+        f"<tr><td><span class=count>{number}</span></td><td class=wide>{escape(fault.reason)}</td></tr>"
         for number, fault in enumerate(record.faults, start=1)
         if fault.reason
     )
-    return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{body}{reasons}</tbody></table>"
+    why = f"<table><thead><tr><th colspan=2>Why that version</th></tr></thead>{reasons}</table>" if reasons else ""
+    return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>{why}"
 
 
 def _evidence(record: RunRecord) -> str:

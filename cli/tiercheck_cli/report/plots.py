@@ -48,7 +48,8 @@ def draw_loss(record: RunRecord, path: Path) -> None:
         axes.grid(axis="y", color="0.9")
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False, fontsize=9)
+            corner = "upper right" if axes is loss else "upper left"
+            axes.legend(loc=corner, fontsize=9, framealpha=0.95, edgecolor="0.9")
     _save(figure, path)
 
 

@@ -12,7 +12,7 @@ TIERS = ("local", "peer", "remote")
 """Nearest first."""
 
 
-class NotARecord(ValueError):
+class RecordError(ValueError):
     """The file does not hold a run's record; the message says what is wrong with it."""
 
 
@@ -145,15 +145,15 @@ class RunRecord:
 
     @staticmethod
     def read(path: Path) -> RunRecord:
-        """Load what `write` saved. Raises NotARecord, OSError."""
+        """Load what `write` saved. Raises RecordError, OSError."""
         try:
             return RunRecord.from_builtins(json.loads(path.read_text(encoding="utf-8")))
         except ValueError as error:
-            raise NotARecord(f"{path}: {error}") from error
+            raise RecordError(f"{path}: {error}") from error
 
     @staticmethod
     def from_builtins(raw: Any) -> RunRecord:
-        """From what `json.loads` gave. Raises NotARecord."""
+        """From what `json.loads` gave. Raises RecordError."""
         try:
             values = dict(raw)
             values["steps"] = [StepRecord(**entry) for entry in raw["steps"]]
@@ -163,6 +163,6 @@ class RunRecord:
                 values[name] = {int(step): str(loss) for step, loss in raw[name].items()}
             return RunRecord(**values)
         except KeyError as error:
-            raise NotARecord(f"not a run's record: {error} is missing") from error
+            raise RecordError(f"not a run's record: {error} is missing") from error
         except (TypeError, ValueError, AttributeError) as error:
-            raise NotARecord(f"not a run's record: {error}") from error
+            raise RecordError(f"not a run's record: {error}") from error

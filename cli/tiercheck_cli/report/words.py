@@ -86,6 +86,11 @@ def tier_counts(tiers: dict[str, int]) -> str:
     return ", ".join(named) or "from scratch"
 
 
+def tier_note(tiers: dict[str, int]) -> str:
+    """The same, short: "3 local, 1 peer"."""
+    return ", ".join(f"{tiers[tier]} {tier}" for tier in TIERS if tiers.get(tier)) or "from scratch"
+
+
 def plural(count: int, noun: str) -> str:
     """`3 steps`, `1 step`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
