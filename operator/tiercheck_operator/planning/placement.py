@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiercheck_operator.planning.bounds import bound
-from tiercheck_operator.planning.draft import build
+from tiercheck_operator.planning.build import build
 from tiercheck_operator.planning.goals import cost
 from tiercheck_operator.planning.ground import Ground, WorkerSite
 from tiercheck_operator.planning.tolerance import tolerated
@@ -118,7 +118,8 @@ def _best(ground: Ground, start: int, before: Mapping[int, tuple[int, ...]]) -> 
         drafts += [build(ground, start, earlier, fill_first=True) for earlier in ([before, {}] if before else [{}])]
         if _usable(ground, before):
             drafts.append([before[worker] for worker in range(ground.workers)])
-    return tuple(min(drafts, key=lambda holders: cost(ground, start, holders, before)))
+    costs = [cost(ground, start, holders, before) for holders in drafts]
+    return tuple(drafts[costs.index(min(costs))])
 
 
 def _usable(ground: Ground, before: Mapping[int, tuple[int, ...]]) -> bool:
@@ -181,7 +182,7 @@ def _reason(
     elif achieved is not None:
         own = ground.levels.index(achieved)
         sentences.append(
-            f"every worker has {_wish(ground, own)}, not all {_wish(ground, start)}: {bound(ground, start)}"
+            f"every worker has {_wish(ground, own)}, but not all {_wish(ground, start)}: {bound(ground, start)}"
         )
     else:
         count = len(unprotected)
