@@ -35,7 +35,8 @@ def open_store(remote_json: str, job: str) -> RemoteStore:
     """
     settings = parse(remote_json)
     try:
-        folder = keys.job_folder("" if isinstance(settings, DirectorySettings) else settings.prefix, job)
+        prefix = settings.sub_path if isinstance(settings, DirectorySettings) else settings.prefix
+        folder = keys.job_folder(prefix, job)
     except ValueError as error:
         raise RemoteConfigError(f"{error}.") from error
     # Imported late: start-up time counts at every restart, and only one of them is needed.

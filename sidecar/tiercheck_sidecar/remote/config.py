@@ -22,10 +22,13 @@ class S3Settings(msgspec.Struct, frozen=True, rename="camel"):
     """PEM text, or the path of a PEM file, of the authority that signed the endpoint's certificate."""
 
 
-class DirectorySettings(msgspec.Struct, frozen=True):
+class DirectorySettings(msgspec.Struct, frozen=True, rename="camel"):
     """A directory that every worker mounts at the same path."""
 
     path: str
+    """Must exist: it is where the volume is mounted."""
+    sub_path: str = ""
+    """Folder in it to use; made if it is missing."""
 
 
 class _Remote(msgspec.Struct, frozen=True):
@@ -44,6 +47,7 @@ def parse(remote_json: str) -> S3Settings | DirectorySettings:
     if remote.directory is not None:
         if not PurePosixPath(remote.directory.path).is_absolute():
             raise RemoteConfigError(f"tiers.remote.directory.path must be absolute, not {remote.directory.path!r}.")
+        _check_folders("tiers.remote.directory.subPath", remote.directory.sub_path)
         return remote.directory
     assert remote.s3 is not None
     _check_s3(remote.s3)
@@ -53,13 +57,17 @@ def parse(remote_json: str) -> S3Settings | DirectorySettings:
 def _check_s3(settings: S3Settings) -> None:
     if not settings.bucket or "/" in settings.bucket:
         raise RemoteConfigError(f"tiers.remote.s3.bucket is the bucket's bare name, not {settings.bucket!r}.")
-    if any(part in (".", "..") for part in settings.prefix.split("/")):
-        raise RemoteConfigError(f'tiers.remote.s3.prefix must not have "." or ".." as a part: {settings.prefix!r}.')
-    if any(ord(character) < 32 or ord(character) == 127 for character in settings.prefix):
-        raise RemoteConfigError("tiers.remote.s3.prefix must not have control characters.")
+    _check_folders("tiers.remote.s3.prefix", settings.prefix)
     if settings.endpoint:
         url = urlsplit(settings.endpoint)
         if url.scheme not in ("http", "https") or not url.netloc:
             raise RemoteConfigError(
                 f"tiers.remote.s3.endpoint must begin with http:// or https://, not {settings.endpoint!r}."
             )
+
+
+def _check_folders(field: str, path: str) -> None:
+    if any(part in (".", "..") for part in path.split("/")):
+        raise RemoteConfigError(f'{field} must not have "." or ".." as a part: {path!r}.')
+    if any(ord(character) < 32 or ord(character) == 127 for character in path):
+        raise RemoteConfigError(f"{field} must not have control characters.")

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import xxhash
-
 from tiercheck.protocol.manifest import Digests
+from tiercheck_sidecar.digest import digest_chunk
 from tiercheck_sidecar.remote.errors import RemoteCorrupt
-
-
-def chunk_digest(chunk: memoryview | bytes) -> str:
-    """xxh3-128 of one chunk, in hex."""
-    return xxhash.xxh3_128_hexdigest(chunk)
 
 
 def check_shape(digests: Digests, place: str) -> None:
@@ -24,5 +18,5 @@ def check_chunks(piece: memoryview, offset: int, digests: Digests, place: str) -
     for begin in range(0, len(piece), digests.chunk):
         index = (offset + begin) // digests.chunk
         with piece[begin : begin + digests.chunk] as chunk:
-            if chunk_digest(chunk) != digests.values[index]:
+            if digest_chunk(chunk) != digests.values[index]:
                 raise RemoteCorrupt(f"{place} does not match its digest in chunk {index} of {len(digests.values)}.")

@@ -61,9 +61,7 @@ class DirectoryPlace(Place):
         root.mkdir()
 
     def settings(self, prefix: str = "team") -> str:
-        folder = self.root / prefix.strip("/")
-        folder.mkdir(parents=True, exist_ok=True)
-        return json.dumps({"directory": {"path": str(folder)}})
+        return json.dumps({"directory": {"path": str(self.root), "subPath": prefix}})
 
     def names(self) -> set[str]:
         return {str(path.relative_to(self.root)) for path in self._files() if not path.name.startswith(".")}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+
 from tiercheck_sidecar.remote import RemoteConfigError, open_store
 
 S3 = {"bucket": "b", "prefix": "p", "region": "eu-west-1", "endpoint": "https://127.0.0.1:9000"}
@@ -27,6 +28,7 @@ S3 = {"bucket": "b", "prefix": "p", "region": "eu-west-1", "endpoint": "https://
         ({"s3": {**S3, "bucket": 7}}, "str"),
         ({"directory": {"path": "relative"}}, "absolute"),
         ({"directory": {}}, "path"),
+        ({"directory": {"path": "/x", "subPath": "../y"}}, "subPath"),
     ],
 )
 def test_unusable_settings_are_refused_with_a_sentence(settings: object, sentence: str) -> None:

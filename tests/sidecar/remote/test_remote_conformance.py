@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import xxhash
 from remote_places import Place
-from tiercheck_sidecar.remote import Reason, RemoteClosed, RemoteCorrupt, RemoteError, RemoteMissing, open_store
-from tiercheck_sidecar.remote.store import RemoteStore
 
 from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
 from tiercheck.protocol.version import Version
+from tiercheck_sidecar.remote import Reason, RemoteClosed, RemoteCorrupt, RemoteError, RemoteMissing, open_store
+from tiercheck_sidecar.remote.store import RemoteStore
 
 JOB = "research/gpt"
 FOLDER = "team/research-gpt"

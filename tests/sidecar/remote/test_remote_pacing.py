@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from tiercheck_sidecar.remote.directory import PIECE, DirectoryObjects
-from tiercheck_sidecar.remote.pacing import BURST_SECONDS, TokenBucket
-from tiercheck_sidecar.remote.store import RemoteStore
 
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Version
+from tiercheck_sidecar.remote.directory import PIECE, DirectoryObjects
+from tiercheck_sidecar.remote.pacing import BURST_SECONDS, TokenBucket
+from tiercheck_sidecar.remote.store import RemoteStore
 
 
 class Clock:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tiercheck_sidecar.remote.retention import orphans, to_delete, upload_is_dead
 
 from tiercheck.protocol.version import Version
+from tiercheck_sidecar.remote.retention import orphans, to_delete, upload_is_dead
 
 versions = st.builds(Version, st.integers(1, 20), st.integers(1, 4))
 committed = st.dictionaries(versions, st.floats(0, 100))

@@ -12,14 +12,14 @@ import pytest
 import xxhash
 from odd_servers import EMPTY_LIST, Answer, closed_port, refusal, serving
 from remote_places import BUCKET, S3Place
+
+from tiercheck.protocol.manifest import Digests, Manifest
+from tiercheck.protocol.version import Version
 from tiercheck_sidecar.remote import Reason, RemoteError, open_store
 from tiercheck_sidecar.remote.directory import DirectoryObjects
 from tiercheck_sidecar.remote.errors import RemoteCorrupt
 from tiercheck_sidecar.remote.objects import Objects
 from tiercheck_sidecar.remote.store import RemoteStore
-
-from tiercheck.protocol.manifest import Digests, Manifest
-from tiercheck.protocol.version import Version
 
 JOB = "research/gpt"
 VERSION = Version(100, 1)

@@ -1,0 +1,70 @@
+# The images of TierCheck, one target each:
+#
+#   docker build --target operator        -t tiercheck-operator .
+#   docker build --target sidecar         -t tiercheck-sidecar .
+#   docker build --target example-trainer -t tiercheck-example-trainer .
+#
+# All run as user 65532 and write nowhere but into mounted volumes, so they work with a read-only root file system
+# and under the restricted Pod Security Standard. Operator and sidecar contain no torch; your training image needs
+# nothing of ours, because the sidecar's image carries the library and copies it into a volume.
+#
+# For a build that can be repeated bit by bit, give the base by digest:
+#   --build-arg PYTHON_IMAGE=python:3.12-slim-bookworm@sha256:...
+ARG PYTHON_IMAGE=python:3.12-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS builder
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
+WORKDIR /src
+COPY constraints.txt ./
+RUN python3 -m pip install --constraint constraints.txt hatchling
+COPY pyproject.toml README.md LICENSE ./
+COPY tiercheck tiercheck
+COPY operator operator
+COPY sidecar sidecar
+COPY cli cli
+COPY local local
+RUN python3 -m hatchling build -t wheel -d /wheel
+
+FROM builder AS operator-packages
+RUN python3 -m venv --without-pip /opt/tiercheck \
+ && python3 -m pip --python /opt/tiercheck/bin/python3 install --constraint constraints.txt "$(echo /wheel/*.whl)[operator]"
+
+FROM builder AS sidecar-packages
+RUN python3 -m venv --without-pip /opt/tiercheck \
+ && python3 -m pip --python /opt/tiercheck/bin/python3 install --constraint constraints.txt "$(echo /wheel/*.whl)[sidecar]"
+
+# torch for CPUs comes from PyTorch's own index: PyPI's wheel for Linux brings gigabytes of CUDA. For GPUs, take an
+# image that has torch already, or name another of PyTorch's indexes here.
+FROM builder AS trainer-packages
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN python3 -m venv --without-pip /opt/tiercheck \
+ && python3 -m pip --python /opt/tiercheck/bin/python3 install --constraint constraints.txt --no-deps --index-url "${TORCH_INDEX}" torch \
+ && python3 -m pip --python /opt/tiercheck/bin/python3 install --constraint constraints.txt torch numpy
+
+FROM ${PYTHON_IMAGE} AS operator
+LABEL org.opencontainers.image.title="TierCheck operator" org.opencontainers.image.licenses="Apache-2.0"
+ENV PATH=/opt/tiercheck/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+COPY --from=operator-packages /opt/tiercheck /opt/tiercheck
+USER 65532:65532
+WORKDIR /
+ENTRYPOINT ["python3", "-m", "tiercheck_operator"]
+
+# The same image serves as init container: `python3 -m tiercheck_sidecar.install_library DEST`.
+FROM ${PYTHON_IMAGE} AS sidecar
+LABEL org.opencontainers.image.title="TierCheck sidecar" org.opencontainers.image.licenses="Apache-2.0"
+ENV PATH=/opt/tiercheck/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+COPY --from=sidecar-packages /opt/tiercheck /opt/tiercheck
+USER 65532:65532
+WORKDIR /
+ENTRYPOINT ["python3", "-m", "tiercheck_sidecar"]
+
+# HOME and LOGNAME because torch asks who it is, and user 65532 has no entry in /etc/passwd. Mount a volume at /tmp if
+# your script compiles or caches.
+FROM ${PYTHON_IMAGE} AS example-trainer
+LABEL org.opencontainers.image.title="TierCheck example trainer" org.opencontainers.image.licenses="Apache-2.0"
+ENV PATH=/opt/tiercheck/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HOME=/tmp LOGNAME=trainer
+COPY --from=trainer-packages /opt/tiercheck /opt/tiercheck
+COPY examples/train_gpt.py /workspace/train_gpt.py
+USER 65532:65532
+WORKDIR /workspace
+ENTRYPOINT ["python3", "/workspace/train_gpt.py"]

@@ -1,0 +1,47 @@
+"""Reads a Dockerfile into stages and instructions, as far as the checks need it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass
+class Stage:
+    name: str
+    base: str
+    instructions: list[tuple[str, str]] = field(default_factory=list)
+
+    def all(self, word: str) -> list[str]:
+        """The arguments of every instruction of this kind, in order."""
+        return [argument for instruction, argument in self.instructions if instruction == word]
+
+    def last_json(self, word: str) -> list[str]:
+        """The exec form of the last instruction of this kind."""
+        found: list[str] = json.loads(self.all(word)[-1])
+        return found
+
+    def environment(self) -> dict[str, str]:
+        return dict(pair.split("=", 1) for line in self.all("ENV") for pair in line.split())
+
+
+def stages(path: Path) -> dict[str, Stage]:
+    text = re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*\n", "", path.read_text()))
+    found: dict[str, Stage] = {}
+    for line in text.splitlines():
+        word, _, argument = line.strip().partition(" ")
+        if word == "FROM":
+            base, _, name = argument.partition(" AS ")
+            current = found[name] = Stage(name, base)
+        elif word and found:
+            current.instructions.append((word, argument.strip()))
+    return found
+
+
+def lineage(all_stages: dict[str, Stage], name: str) -> list[Stage]:
+    """The stage, its bases, and every stage it copies from."""
+    stage = all_stages[name]
+    parents = [stage.base, *re.findall(r"--from=(\S+)", " ".join(stage.all("COPY")))]
+    return [stage, *(found for parent in parents if parent in all_stages for found in lineage(all_stages, parent))]

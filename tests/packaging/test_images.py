@@ -1,0 +1,86 @@
+"""What the images promise, as far as it can be checked without building them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from dockerfile import Stage, lineage, stages
+
+ROOT = Path(__file__).parents[2]
+IMAGES = ["operator", "sidecar", "example-trainer"]
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, Stage]:
+    return stages(ROOT / "Dockerfile")
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_image_runs_as_a_numeric_user_who_is_not_root(built: dict[str, Stage], image: str) -> None:
+    """Kubernetes can check runAsNonRoot only if the number is in the image."""
+    user, _, group = built[image].all("USER")[-1].partition(":")
+    assert int(user) > 0
+    assert int(group) > 0
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_image_writes_no_bytecode_at_run_time_and_logs_at_once(built: dict[str, Stage], image: str) -> None:
+    environment = built[image].environment()
+    assert environment["PYTHONDONTWRITEBYTECODE"] == "1"
+    assert environment["PYTHONUNBUFFERED"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("image", "module"), [("operator", "operator/tiercheck_operator"), ("sidecar", "sidecar/tiercheck_sidecar")]
+)
+def test_image_starts_a_module_that_can_be_run(built: dict[str, Stage], image: str, module: str) -> None:
+    assert built[image].last_json("ENTRYPOINT") == ["python3", "-m", module.rpartition("/")[2]]
+    assert (ROOT / module / "__main__.py").is_file()
+
+
+def test_example_trainer_starts_the_example(built: dict[str, Stage]) -> None:
+    script = built["example-trainer"].last_json("ENTRYPOINT")[-1]
+    assert any(copy.split()[-1] == script for copy in built["example-trainer"].all("COPY"))
+
+
+def test_every_base_is_pinned_to_a_slim_python(built: dict[str, Stage]) -> None:
+    pinned = re.search(r"(?m)^ARG PYTHON_IMAGE=(\S+)$", (ROOT / "Dockerfile").read_text())
+    assert pinned is not None
+    assert re.fullmatch(r"python:3\.\d+(\.\d+)?-slim-\w+(@sha256:[0-9a-f]{64})?", pinned[1])
+    assert {stage.base for stage in built.values()} <= {"${PYTHON_IMAGE}", *built}
+
+
+def test_everything_installed_is_pinned(built: dict[str, Stage]) -> None:
+    installs = [
+        command
+        for stage in built.values()
+        for line in stage.all("RUN")
+        for command in line.split("&&")
+        if re.search(r"\bpip\b.*\binstall\b", command)
+    ]
+    assert len(installs) >= 4
+    assert all("--constraint constraints.txt" in command for command in installs)
+
+
+def test_everything_copied_exists_and_is_not_ignored(built: dict[str, Stage]) -> None:
+    allowed = {line[1:].strip() for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    sources = [
+        source
+        for stage in built.values()
+        for copy in stage.all("COPY")
+        if "--from=" not in copy
+        for source in copy.split()[:-1]
+    ]
+    assert sources
+    for source in sources:
+        assert (ROOT / source).exists(), source
+        assert source in allowed, f"{source} is kept out of the build by .dockerignore"
+
+
+@pytest.mark.parametrize("image", ["operator", "sidecar"])
+def test_operator_and_sidecar_images_install_no_torch(built: dict[str, Stage], image: str) -> None:
+    commands = [line for stage in lineage(built, image) for line in stage.all("RUN")]
+    assert any(f"[{image}]" in command for command in commands)
+    assert not any("torch" in command for command in commands)

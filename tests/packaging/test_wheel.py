@@ -1,0 +1,172 @@
+"""What is installed: complete, and nothing more than each part needs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "tiercheck": "tiercheck",
+    "tiercheck_operator": "operator/tiercheck_operator",
+    "tiercheck_sidecar": "sidecar/tiercheck_sidecar",
+    "tiercheck_cli": "cli/tiercheck_cli",
+    "tiercheck_local": "local/tiercheck_local",
+}
+
+
+def modules(folder: Path, package: str) -> list[str]:
+    """Dotted names of every module of a package, `__main__` left out."""
+    names = []
+    for path in sorted((folder / package).rglob("*.py")):
+        dotted = ".".join(path.relative_to(folder).with_suffix("").parts)
+        if not dotted.endswith("__main__"):
+            names.append(dotted.removesuffix(".__init__"))
+    return names
+
+
+def run_isolated(code: str, *options: str) -> str:
+    done = subprocess.run([sys.executable, "-I", *options, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_wheel_holds_every_file_of_the_package(unpacked: Path, package: str) -> None:
+    source = ROOT / PACKAGES[package]
+    wanted = {
+        str(path.relative_to(source))
+        for path in source.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    held = {str(path.relative_to(unpacked / package)) for path in (unpacked / package).rglob("*") if path.is_file()}
+    assert held == wanted
+
+
+def test_wheel_puts_nothing_else_on_the_import_path(unpacked: Path) -> None:
+    """A top-level `operator` would shadow the standard library's."""
+    top = {path.name for path in unpacked.iterdir() if not path.name.endswith(".dist-info")}
+    assert top == set(PACKAGES)
+
+
+def test_wheel_carries_its_licence_and_its_extras(unpacked: Path) -> None:
+    (info,) = unpacked.glob("*.dist-info")
+    assert (info / "licenses" / "LICENSE").is_file()
+    metadata = (info / "METADATA").read_text()
+    for extra in ("operator", "sidecar", "cli", "local", "dev"):
+        assert f"Provides-Extra: {extra}" in metadata
+
+
+@pytest.mark.parametrize("package", ["tiercheck_operator", "tiercheck_sidecar"])
+def test_every_module_imports_where_torch_is_not_installed(unpacked: Path, package: str) -> None:
+    code = f"""
+import importlib, sys
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError("torch is not installed here", name="torch")
+sys.meta_path.insert(0, NoTorch())
+sys.path.insert(0, {str(unpacked)!r})
+for name in {modules(unpacked, package)!r}:
+    module = importlib.import_module(name)
+    assert (module.__file__ or "").startswith({str(unpacked)!r}), module
+print("imported")
+"""
+    assert run_isolated(code) == "imported"
+
+
+def test_library_copied_by_the_sidecar_imports_with_the_standard_library_alone(unpacked: Path, tmp_path: Path) -> None:
+    """As in the init container, and then in a training image that has nothing of ours installed."""
+    site = sysconfig.get_path("purelib")
+    copied = run_isolated(
+        f"import sys; sys.path[:0] = [{str(unpacked)!r}]; sys.path.append({site!r}); "
+        f"from tiercheck_sidecar.install_library import main; main([{str(tmp_path)!r}])"
+    )
+    assert copied.startswith("installed")
+    plain = [name for name in modules(tmp_path, "tiercheck") if not name.startswith("tiercheck.trainer")]
+    assert "tiercheck.protocol.manifest" in plain
+    code = f"""
+import importlib, sys
+sys.path.insert(0, {str(tmp_path)!r})
+assert not any("site-packages" in entry for entry in sys.path)
+for name in {plain!r}:
+    importlib.import_module(name)
+foreign = {{name.partition(".")[0] for name in sys.modules}} - set(sys.stdlib_module_names) - {{"tiercheck", "__main__"}}
+print(sorted(name for name in foreign if not name.startswith("_")))
+"""
+    assert run_isolated(code, "-S") == "[]"
+
+
+def imported_names(package: Path) -> dict[str, Path]:
+    """Top-level name -> a file that imports it, late imports included."""
+    found: dict[str, Path] = {}
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0]: path for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                found[node.module.partition(".")[0]] = path
+    return {name: path for name, path in found.items() if name not in sys.stdlib_module_names}
+
+
+def test_library_asks_for_nothing_but_torch() -> None:
+    assert set(imported_names(ROOT / "tiercheck")) <= {"tiercheck", "torch"}
+
+
+BROUGHT_ALONG = {"botocore": "boto3", "click": "typer", "urllib3": "kubernetes"}
+"""Names that are imported but come with another requirement, on purpose."""
+
+
+@pytest.mark.parametrize("extra", ["operator", "sidecar", "cli"])
+def test_extra_names_everything_that_its_part_imports(unpacked: Path, extra: str) -> None:
+    required = _requirements(unpacked, extra)
+    distributions = importlib.metadata.packages_distributions()
+    for name, path in imported_names(ROOT / PACKAGES[f"tiercheck_{extra}"]).items():
+        if name.startswith("tiercheck"):
+            continue
+        providers = {_normal(provider) for provider in distributions.get(name, [name])}
+        providers.add(_normal(BROUGHT_ALONG.get(name, name)))
+        assert providers & required, f"{path.relative_to(ROOT)} imports {name}, which tiercheck[{extra}] does not bring"
+
+
+@pytest.mark.parametrize("extra", ["operator", "sidecar"])
+def test_every_package_of_an_image_is_pinned(unpacked: Path, extra: str) -> None:
+    pinned = {
+        _normal(line.partition("==")[0]) for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    }
+    waiting, seen = list(_requirements(unpacked, extra)), set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        waiting += [
+            _normal(requirement.name)
+            for requirement in map(Requirement, importlib.metadata.requires(name) or ())
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        ]
+    assert "torch" not in seen
+    assert seen - pinned == set()
+
+
+def _requirements(unpacked: Path, extra: str) -> set[str]:
+    """Distributions that `tiercheck[extra]` asks for, normalised."""
+    (info,) = unpacked.glob("*.dist-info")
+    lines = re.findall(r"(?m)^Requires-Dist: (.*)$", (info / "METADATA").read_text())
+    return {
+        _normal(requirement.name)
+        for requirement in map(Requirement, lines)
+        if requirement.marker is not None and requirement.marker.evaluate({"extra": extra})
+    }
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
