@@ -1,0 +1,83 @@
+"""Every setting of the operator's process in one place, so that the chart, the tests and the code cannot disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from tiercheck_operator.controller.observation import Patience
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Read from TIERCHECK_* environment variables; see `from_env` for their names."""
+
+    namespaces: tuple[str, ...] = ()
+    """Namespaces to serve; empty: the whole cluster."""
+    metrics_host: str = "0.0.0.0"
+    metrics_port: int = 8080
+    sidecar_image: str = "tiercheck-sidecar:latest"
+    """Image of the sidecar and of the init container that copies the library."""
+    resync_seconds: float = 15.0
+    """How often a job is looked at when nothing happened."""
+    poll_seconds: float = 5.0
+    """How long one long poll of a sidecar may wait for news."""
+    call_seconds: float = 3.0
+    """How long a sidecar may take to answer beyond that before it counts as silent."""
+    progress_seconds: float = 1.0
+    """Least time between two status writes that only carry progress."""
+    log_level: str = "INFO"
+    patience: Patience = field(default_factory=Patience)
+
+    @staticmethod
+    def from_env(env: Mapping[str, str]) -> Config:
+        """Raises ValueError, naming the variable, if a value cannot be understood."""
+        default = Config()
+        patience = Patience()
+        host, port = _address(env.get("TIERCHECK_METRICS_ADDRESS", ""), default)
+        return Config(
+            namespaces=tuple(name for name in env.get("TIERCHECK_NAMESPACES", "").replace(",", " ").split() if name),
+            metrics_host=host,
+            metrics_port=port,
+            sidecar_image=env.get("TIERCHECK_SIDECAR_IMAGE") or default.sidecar_image,
+            resync_seconds=_number(env, "TIERCHECK_RESYNC_SECONDS", default.resync_seconds),
+            poll_seconds=_number(env, "TIERCHECK_POLL_SECONDS", default.poll_seconds),
+            call_seconds=_number(env, "TIERCHECK_CALL_SECONDS", default.call_seconds),
+            progress_seconds=_number(env, "TIERCHECK_PROGRESS_SECONDS", default.progress_seconds),
+            log_level=env.get("TIERCHECK_LOG_LEVEL") or default.log_level,
+            patience=Patience(
+                settle=_number(env, "TIERCHECK_SETTLE_SECONDS", patience.settle),
+                suspect=_number(env, "TIERCHECK_SUSPECT_SECONDS", patience.suspect),
+                silent=_number(env, "TIERCHECK_SILENT_SECONDS", patience.silent),
+                unschedulable=_number(env, "TIERCHECK_UNSCHEDULABLE_SECONDS", patience.unschedulable),
+                suspend=_number(env, "TIERCHECK_SUSPEND_SECONDS", patience.suspend),
+                flush=_number(env, "TIERCHECK_FLUSH_SECONDS", patience.flush),
+                retry=_number(env, "TIERCHECK_RETRY_SECONDS", patience.retry),
+            ),
+        )
+
+
+def _number(env: Mapping[str, str], name: str, default: float) -> float:
+    return _parsed(env, name, default, float)
+
+
+def _parsed(env: Mapping[str, str], name: str, default: T, parse: Callable[[str], T]) -> T:
+    text = env.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"{name}={text!r}: {error}") from error
+
+
+def _address(text: str, default: Config) -> tuple[str, int]:
+    if not text:
+        return default.metrics_host, default.metrics_port
+    host, separator, port = text.rpartition(":")
+    if not separator or not port.isdigit():
+        raise ValueError(f"TIERCHECK_METRICS_ADDRESS={text!r}: expected HOST:PORT")
+    return host.strip("[]") or default.metrics_host, int(port)

@@ -1,0 +1,1 @@
+"""Observe, decide, execute: one level-based reconcile per job."""

@@ -1,0 +1,85 @@
+"""What a decision asks for. Carrying it out is somebody else's business (`execute`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tiercheck.protocol.directive import Directive
+from tiercheck_operator.controller.observation import SavedPlacement
+from tiercheck_operator.controller.record import JobRecord
+
+
+@dataclass(frozen=True)
+class EnsureService:
+    pass
+
+
+@dataclass(frozen=True)
+class EnsureCredentials:
+    """Made once; never replaced while they exist, because running sidecars hold the old ones."""
+
+
+@dataclass(frozen=True)
+class CreatePod:
+    worker: int
+    incarnation: int
+    avoid: tuple[str, ...]
+    """Host names to stay away from."""
+
+
+@dataclass(frozen=True)
+class DeletePod:
+    name: str
+    uid: str
+    """Deleted only if it is still this one."""
+    force: bool
+    """Without waiting for its node, which is gone."""
+
+
+@dataclass(frozen=True)
+class SavePlacement:
+    placement: SavedPlacement
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Ask this pod's sidecar now."""
+
+    pod_uid: str
+
+
+@dataclass(frozen=True)
+class Push:
+    pod_uid: str
+    directive: Directive
+
+
+@dataclass(frozen=True)
+class DeleteJob:
+    pass
+
+
+Action = EnsureService | EnsureCredentials | CreatePod | DeletePod | SavePlacement | Probe | Push | DeleteJob
+
+
+@dataclass(frozen=True)
+class Notice:
+    """An Event, to be posted if the status that it belongs to was written."""
+
+    type: str
+    """Normal or Warning."""
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Carried out in this order; if the status cannot be written, what follows it is not done."""
+
+    before: tuple[Action, ...] = ()
+    status: JobRecord | None = None
+    """None: leave it as it is."""
+    after: tuple[Action, ...] = ()
+    notices: tuple[Notice, ...] = ()
+    wake_after: float | None = None
+    """Seconds until time alone may change the decision."""

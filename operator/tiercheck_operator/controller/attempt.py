@@ -1,0 +1,173 @@
+"""Begins a new attempt, or says what it waits for, or gives the job up. The fencing token is bumped here and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tiercheck.protocol.report import Report
+from tiercheck.protocol.version import History
+from tiercheck_operator.controller import conditions
+from tiercheck_operator.controller.adoption import adopted_history, last_attempt
+from tiercheck_operator.controller.causes import Cause
+from tiercheck_operator.controller.directives import members_digest
+from tiercheck_operator.controller.failure_policy import GivenUp, budget_spent, hopeless
+from tiercheck_operator.controller.inventories import inventories, remote_inventory
+from tiercheck_operator.controller.membership import Membership
+from tiercheck_operator.controller.observation import Observation, SavedPlacement
+from tiercheck_operator.controller.placing import Placed, Unplaceable, place_members
+from tiercheck_operator.controller.readiness import (
+    Waiting,
+    retrying,
+    settling,
+    waiting_for_pods,
+    waiting_for_sidecars,
+)
+from tiercheck_operator.controller.record import JobRecord, Recovery
+from tiercheck_operator.controller.status import Finding
+from tiercheck_operator.planning.inventory import RemoteInventory
+from tiercheck_operator.planning.recovery import Recover, Refuse, Situation, StartFresh, Wait, decide_recovery
+
+_HISTORY_LIMIT = 1000
+"""Branches kept; the schema allows a few more. Versions of older branches were reclaimed long ago."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The new attempt: to be written before anything of it is sent."""
+
+    status: JobRecord
+    placement: SavedPlacement
+    placed: Finding
+    """For the condition Placed."""
+
+
+def begin_attempt(
+    obs: Observation, membership: Membership, recovery: Recovery
+) -> Begun | Waiting | Unplaceable | GivenUp:
+    """The next attempt, if everything that it needs is known."""
+    given_up = hopeless(obs, membership)
+    if given_up is not None:
+        return given_up
+    waiting = (
+        waiting_for_pods(obs, membership)
+        or settling(obs, recovery)
+        or waiting_for_sidecars(obs, membership, recovery)
+        or retrying(obs, recovery)
+    )
+    if waiting is not None:
+        return waiting
+    given_up = budget_spent(obs, recovery)
+    if given_up is not None:
+        return given_up
+    placed = place_members(obs, membership)
+    if isinstance(placed, Unplaceable):
+        return placed
+    reports = _reports(obs, membership)
+    remote = remote_inventory(obs.job.spec, reports)
+    status = obs.job.status
+    first = status.attempt == 0
+    history, number = status.history, status.attempt + 1
+    if first and remote.configured:
+        if remote.undecided:
+            return _remote_unknown(remote, reports)
+        history = adopted_history(remote, obs.job.spec.restore_step)
+        number = last_attempt(remote) + 1
+    outcome = decide_recovery(_situation(obs, placed, history, reports, remote, first=first))
+    if isinstance(outcome, (Wait, Refuse)):
+        said = next((f" {report.remote.message}" for report in reports if report.remote.message), "")
+        reason = conditions.REMOTE_UNREACHABLE if remote.undecided else conditions.NOTHING_TO_RESTORE_FROM
+        return Waiting(reason, f"{outcome.reason}.{said}", wake_after=obs.patience.retry)
+    return Begun(
+        _next_status(obs, membership, recovery, history, number, outcome, placed),
+        placed.saved(number, membership),
+        Finding(placed.reason, placed.message),
+    )
+
+
+def _situation(
+    obs: Observation,
+    placed: Placed,
+    history: History,
+    reports: list[Report],
+    remote: RemoteInventory,
+    *,
+    first: bool,
+) -> Situation:
+    spec = obs.job.spec
+    return Situation(
+        ranks=spec.workers * spec.procs_per_worker,
+        ranks_per_worker=spec.procs_per_worker,
+        history=history,
+        inventories=inventories(reports),
+        remote=remote,
+        distance=placed.distance,
+        step_seconds=obs.job.status.step_seconds,
+        last_step=newest_step(obs.job.status, reports) or None,
+        # Later attempts go on from where the job is; the wish was about its beginning.
+        target_step=spec.restore_step if first else None,
+    )
+
+
+def _next_status(
+    obs: Observation,
+    membership: Membership,
+    recovery: Recovery,
+    history: History,
+    number: int,
+    outcome: Recover | StartFresh,
+    placed: Placed,
+) -> JobRecord:
+    status = obs.job.status
+    step = outcome.version.step if isinstance(outcome, Recover) else 0
+    cause = Cause.parse(recovery.cause)
+    before = newest_step(status, _reports(obs, membership))
+    accepted = history.after(number, step)
+    return replace(
+        status,
+        attempt=number,
+        members=members_digest(membership.members),
+        history=History(accepted.branches[-_HISTORY_LIMIT:]),
+        crashes=status.crashes + (cause is Cause.TRAINER_CRASH),
+        disruptions=status.disruptions + (cause is not Cause.TRAINER_CRASH and not cause.planned),
+        step=step if status.step is None and step else status.step,
+        placement=placed.record,
+        recovery=replace(
+            recovery,
+            attempt=number,
+            reason=outcome.reason,
+            step=step,
+            version_attempt=outcome.version.attempt if isinstance(outcome, Recover) else 0,
+            lost_steps=max(0, before - step) if status.attempt else 0,
+            decided_at=obs.now,
+            restored_at=None,
+            released_at=None,
+        ),
+    )
+
+
+def newest_step(status: JobRecord, reports: list[Report]) -> int:
+    """The newest step known to have been trained in the accepted history; 0: none."""
+    steps = [report.trainer.step for report in reports if report.attempt == status.attempt and report.trainer.step]
+    if status.recovery is not None and status.recovery.decided_at is not None:
+        steps.append(status.recovery.step + status.recovery.lost_steps)
+    return max([*steps, status.step or 0])
+
+
+def _reports(obs: Observation, membership: Membership) -> list[Report]:
+    found = [obs.report(membership.members[worker]) for worker in sorted(membership.members)]
+    return [report for report in found if report is not None]
+
+
+def _remote_unknown(remote: RemoteInventory, reports: list[Report]) -> Waiting:
+    """Before the first attempt: what an earlier job left there decides where we begin and how attempts are counted."""
+    said = next((report.remote.message for report in reports if report.remote.message), "")
+    if remote.reachable is None:
+        return Waiting(
+            conditions.WAITING_FOR_SIDECARS, "the remote tier is being looked at for the first time", wake_after=1.0
+        )
+    return Waiting(
+        conditions.REMOTE_UNREACHABLE,
+        f"the remote tier does not answer: {said or 'no reason given'} "
+        "Check spec.tiers.remote and its credentials; training starts as soon as it can be read.",
+        wake_after=5.0,
+    )

@@ -1,0 +1,147 @@
+"""Drives the current attempt: restore everywhere, then release everywhere, then see the first step. All or none.
+
+The release is written to the status before it is sent, so an operator that restarts in between sends the same thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from tiercheck.protocol.directive import Directive, Phase, Source, Tier
+from tiercheck.protocol.report import Report, RestoreState, TrainerState
+from tiercheck_operator.controller.actions import Push
+from tiercheck_operator.controller.causes import Cause
+from tiercheck_operator.controller.directives import build_directives, settled_sources
+from tiercheck_operator.controller.inventories import inventories, remote_inventory, to_sources
+from tiercheck_operator.controller.observation import Observation, PodView
+from tiercheck_operator.controller.record import JobRecord, Recovery, rfc3339
+from tiercheck_operator.planning.inventory import Missing, sources_for
+
+_FIRST_STEP_PATIENCE = 600.0
+"""Seconds after which a recovery counts as ended although no step was reported: not every script reports steps."""
+
+
+def attempt_reports(obs: Observation, status: JobRecord, members: Mapping[int, PodView]) -> dict[int, Report]:
+    """Reports of the current attempt, by worker."""
+    found = {}
+    for worker, pod in members.items():
+        report = obs.report(pod)
+        if report is not None and report.attempt == status.attempt:
+            found[worker] = report
+    return found
+
+
+def advance(obs: Observation, status: JobRecord, members: Mapping[int, PodView]) -> JobRecord:
+    """The status once what the sidecars report is taken into account."""
+    recovery = status.recovery
+    if recovery is None or recovery.decided_at is None:
+        return status
+    reports = attempt_reports(obs, status, members)
+    complete = len(reports) == obs.job.spec.workers
+    if recovery.released_at is None:
+        if complete and all(_ready(report, status) for report in reports.values()):
+            return replace(status, recovery=replace(recovery, restored_at=obs.now, released_at=obs.now))
+        return status
+    first_steps = [report.trainer.first_step_at for report in reports.values()]
+    stepped = [moment for moment in first_steps if moment is not None]
+    if complete and len(stepped) == len(first_steps):
+        return _ended(obs, status, recovery, reports, max(stepped))
+    if obs.now - recovery.released_at > _FIRST_STEP_PATIENCE:
+        return _ended(obs, status, recovery, reports, obs.now)
+    return status
+
+
+def all_succeeded(obs: Observation, status: JobRecord, members: Mapping[int, PodView]) -> bool:
+    """Whether every training command of the current attempt exited with 0."""
+    reports = attempt_reports(obs, status, members)
+    return len(reports) == obs.job.spec.workers and all(
+        report.trainer.state is TrainerState.SUCCEEDED for report in reports.values()
+    )
+
+
+def wanted_phase(status: JobRecord) -> Phase:
+    """What the launchers may do now."""
+    recovery = status.recovery
+    return Phase.HOLD if recovery is not None and recovery.released_at is None else Phase.RELEASE
+
+
+def pushes(
+    obs: Observation,
+    status: JobRecord,
+    members: Mapping[int, PodView],
+    holders: Mapping[int, tuple[int, ...]],
+    phase: Phase,
+) -> list[Push]:
+    """A directive for every sidecar that has answered and follows another one."""
+    directives = build_directives(obs, status, members, holders, phase, _sources(obs, status, members, holders, phase))
+    return [
+        Push(members[worker].uid, directive)
+        for worker, directive in directives.items()
+        if _due(obs, members[worker], directive)
+    ]
+
+
+def _due(obs: Observation, pod: PodView, directive: Directive) -> bool:
+    report = obs.report(pod)
+    return report is not None and report.revision != directive.revision and report.attempt <= directive.attempt
+
+
+def _sources(
+    obs: Observation,
+    status: JobRecord,
+    members: Mapping[int, PodView],
+    holders: Mapping[int, tuple[int, ...]],
+    phase: Phase,
+) -> Mapping[int, tuple[Source, ...]]:
+    version, spec = status.restored_version, obs.job.spec
+    if version is None:
+        return {}
+    settled = settled_sources(spec, members, holders)
+    if phase is not Phase.HOLD:
+        return settled
+    reports = [report for report in (obs.report(pod) for pod in members.values()) if report is not None]
+    found = sources_for(
+        version,
+        ranks=spec.workers * spec.procs_per_worker,
+        ranks_per_worker=spec.procs_per_worker,
+        inventories=inventories(reports),
+        remote=remote_inventory(spec, reports),
+    )
+    # With no source left for some rank, the places where it ought to be are still worth a try.
+    return settled if isinstance(found, Missing) else to_sources(found, members)
+
+
+def _ready(report: Report, status: JobRecord) -> bool:
+    return report.restore.state is RestoreState.READY and report.restore.version == status.restored_version
+
+
+def _ended(
+    obs: Observation, status: JobRecord, recovery: Recovery, reports: Mapping[int, Report], first_step: float
+) -> JobRecord:
+    if Cause.parse(recovery.cause) is Cause.FIRST_START and not recovery.step:
+        return replace(status, recovery=None)
+    return replace(status, recovery=None, last_recovery=_summary(obs, recovery, reports, first_step))
+
+
+def _summary(obs: Observation, recovery: Recovery, reports: Mapping[int, Report], first_step: float) -> dict[str, Any]:
+    tiers = {tier.value: 0 for tier in Tier}
+    for report in reports.values():
+        for rank in report.restore.ranks:
+            if rank.tier is not None:
+                tiers[rank.tier.value] += 1
+    restored = recovery.restored_at or obs.now
+    return {
+        "attempt": recovery.attempt,
+        "cause": recovery.cause,
+        "message": recovery.message,
+        "reason": recovery.reason,
+        "tiers": tiers,
+        "step": recovery.step,
+        "lostSteps": recovery.lost_steps,
+        "detectSeconds": round(max(0.0, recovery.detected_at - recovery.failed_at), 3),
+        "restoreSeconds": round(max(0.0, restored - recovery.detected_at), 3),
+        "totalSeconds": round(max(0.0, first_step - recovery.failed_at), 3),
+        "time": rfc3339(obs.now),
+    }

@@ -1,0 +1,44 @@
+"""What can bring a job down, ordered by how much each explains: a lost node explains the crash of every trainer."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Cause(str, Enum):
+    """`status.recovery.cause`. Later members explain earlier ones."""
+
+    RESTORE_FAILED = "RestoreFailed"
+    """A rank could not be brought to the version of the attempt."""
+    TRAINER_CRASH = "TrainerCrash"
+    """A training command failed and nothing else explains it. Only this spends failurePolicy.maxRestarts."""
+    SIDECAR_SILENT = "SidecarSilent"
+    """A pod's sidecar stopped answering."""
+    POD_DELETED = "PodDeleted"
+    POD_FAILED = "PodFailed"
+    POD_EVICTED = "PodEvicted"
+    NODE_LOST = "NodeLost"
+    ALL_PODS_LOST = "AllPodsLost"
+    """Every pod at once: nothing is left in memory."""
+    RESUMED = "Resumed"
+    """spec.suspend became false."""
+    FIRST_START = "FirstStart"
+    SUSPENDING = "Suspending"
+    """spec.suspend became true: trainers stop, sidecars upload, pods go."""
+
+    @property
+    def weight(self) -> int:
+        return list(Cause).index(self)
+
+    @property
+    def planned(self) -> bool:
+        """Nothing failed: the job only starts."""
+        return self in (Cause.RESUMED, Cause.FIRST_START, Cause.SUSPENDING)
+
+    @staticmethod
+    def parse(text: str) -> Cause:
+        """Of a status; what an older version wrote counts as a restore that failed, the weakest cause."""
+        try:
+            return Cause(text)
+        except ValueError:
+            return Cause.RESTORE_FAILED

@@ -1,0 +1,135 @@
+"""One reconcile, as a function: from what is observed to what is to be done. This file is the story of a job.
+
+Nothing but the status is remembered. Killed at any point and asked again, it finds the same observation and says the
+same, so every action must be harmless when repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from tiercheck.protocol import names
+from tiercheck.protocol.directive import Phase
+from tiercheck.protocol.report import Report
+from tiercheck_operator.controller import conditions
+from tiercheck_operator.controller.actions import Action, Decision, EnsureCredentials, EnsureService, SavePlacement
+from tiercheck_operator.controller.attempt import Begun, begin_attempt
+from tiercheck_operator.controller.barrier import advance, all_succeeded, attempt_reports, pushes, wanted_phase
+from tiercheck_operator.controller.events import notices
+from tiercheck_operator.controller.failure_policy import GivenUp
+from tiercheck_operator.controller.finish import after_finish, finished
+from tiercheck_operator.controller.membership import Membership, find_members, replacements
+from tiercheck_operator.controller.observation import Observation, SavedPlacement
+from tiercheck_operator.controller.placing import Unplaceable, place_members
+from tiercheck_operator.controller.readiness import waiting_for_pods
+from tiercheck_operator.controller.record import JobRecord
+from tiercheck_operator.controller.status import Finding, Findings, derive_status
+from tiercheck_operator.controller.suspend import resumed, suspend
+from tiercheck_operator.controller.trigger import find_trigger, update_recovery
+from tiercheck_operator.manifests.template import template_problem
+
+
+def decide(obs: Observation) -> Decision:
+    """What to do about the job now."""
+    job = obs.job
+    if job.deleting or job.spec.managed_by != names.CONTROLLER:
+        return Decision()
+    if finished(job.status):
+        return after_finish(obs)
+    if job.spec.suspend:
+        return _suspended(obs)
+    problem = template_problem(job.spec.template)
+    if problem:
+        unplaced = Findings(unplaced=Finding(conditions.INVALID_TEMPLATE, problem))
+        return _concluded(obs, job.status, unplaced, {}, [], [])
+    return _kept_running(obs)
+
+
+def _suspended(obs: Observation) -> Decision:
+    status, before, after = suspend(obs)
+    gone = not obs.pods
+    return _concluded(
+        obs, status, Findings(suspended=gone, suspending=not gone), {}, before, after, wake=None if gone else 1.0
+    )
+
+
+def _kept_running(obs: Observation) -> Decision:
+    membership = find_members(obs)
+    before, put_off = replacements(obs, membership)
+    before = [*_belongings(obs), *before]
+    after: list[Action] = []
+    recovery = resumed(obs) or update_recovery(obs, find_trigger(obs, membership))
+    status = replace(obs.job.status, recovery=recovery)
+    findings, saved, wake = Findings(), obs.placement, put_off
+    if recovery is not None and recovery.decided_at is None:
+        outcome = begin_attempt(obs, membership, recovery)
+        if isinstance(outcome, Begun):
+            status, saved = outcome.status, outcome.placement
+            before.append(SavePlacement(saved))
+            findings = Findings(placed=outcome.placed)
+        elif isinstance(outcome, GivenUp):
+            return _concluded(obs, status, Findings(failed=Finding(outcome.reason, outcome.message)), {}, before, after)
+        elif isinstance(outcome, Unplaceable):
+            unplaced = Finding(outcome.reason, outcome.message)
+            return _concluded(obs, status, Findings(unplaced=unplaced, waiting=unplaced), {}, before, after, wake)
+        else:
+            after.extend(outcome.probes)
+            blocked = Finding(outcome.reason, outcome.message)
+            homeless = waiting_for_pods(obs, membership)
+            unplaced = None if homeless is None else Finding(homeless.reason, homeless.message)
+            wake = min(entry for entry in (wake, outcome.wake_after, 60.0) if entry is not None)
+            return _concluded(obs, status, Findings(unplaced=unplaced, waiting=blocked), {}, before, after, wake)
+    return _attempt_driven(obs, membership, status, saved, findings, before, wake)
+
+
+def _attempt_driven(
+    obs: Observation,
+    membership: Membership,
+    status: JobRecord,
+    saved: SavedPlacement | None,
+    findings: Findings,
+    before: list[Action],
+    wake: float | None,
+) -> Decision:
+    members = membership.members
+    if saved is None or saved.attempt != status.attempt:
+        # Lost or never finished: the placement is found again, close to what is left of it.
+        placed = place_members(obs, membership)
+        if isinstance(placed, Unplaceable):
+            unplaced = Finding(placed.reason, placed.message)
+            return _concluded(obs, status, Findings(unplaced=unplaced), {}, before, [], wake)
+        saved = placed.saved(status.attempt, membership)
+        before.append(SavePlacement(saved))
+        status = replace(status, placement=placed.record)
+        findings = Findings(placed=Finding(placed.reason, placed.message))
+    status = advance(obs, status, members)
+    reports = attempt_reports(obs, status, members)
+    if all_succeeded(obs, status, members):
+        findings = replace(findings, completed=True)
+        after = list(pushes(obs, status, members, saved.holders(), Phase.FINISH))
+        return _concluded(obs, status, findings, reports, before, after, wake)
+    after = list(pushes(obs, status, members, saved.holders(), wanted_phase(status)))
+    return _concluded(obs, status, findings, reports, before, after, wake)
+
+
+def _belongings(obs: Observation) -> list[Action]:
+    missing: list[Action] = []
+    if not obs.have_credentials:
+        missing.append(EnsureCredentials())
+    if not obs.have_service:
+        missing.append(EnsureService())
+    return missing
+
+
+def _concluded(
+    obs: Observation,
+    status: JobRecord,
+    findings: Findings,
+    reports: Mapping[int, Report],
+    before: list[Action],
+    after: list[Action],
+    wake: float | None = None,
+) -> Decision:
+    derived = derive_status(obs, status, findings, reports)
+    return Decision(tuple(before), derived, tuple(after), notices(obs.job.status, derived), wake)

@@ -1,0 +1,104 @@
+"""What every sidecar should do now, built from what is written down and nothing else: sent again, it is the same directive."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import zlib
+from collections.abc import Mapping
+
+from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, RankSources, Restore, Source, Tier
+from tiercheck.protocol.encoding import to_json
+from tiercheck_operator.controller.observation import JobSpec, Observation, PodView
+from tiercheck_operator.controller.record import JobRecord
+from tiercheck_operator.manifests.quantity import parse_quantity
+
+_FIRST_PORT, _PORTS = 20000, 10000
+
+
+def members_digest(members: Mapping[int, PodView]) -> str:
+    """Names the set of pods that make up an attempt."""
+    text = ";".join(f"{worker}={members[worker].uid}" for worker in sorted(members))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def master_port(job_uid: str, attempt: int) -> int:
+    """A new port for each attempt, so that it never meets a listener that the last one left behind."""
+    return _FIRST_PORT + zlib.crc32(f"{job_uid}:{attempt}".encode()) % _PORTS
+
+
+def policy(spec: JobSpec) -> Policy:
+    remote = spec.remote or {}
+    bandwidth = remote.get("bandwidth")
+    return Policy(
+        snapshot_every=spec.snapshot_every,
+        remote_every=int(remote.get("everySteps") or 500),
+        remote_keep=int(remote.get("keep") or 5),
+        remote_bandwidth=None if bandwidth is None else parse_quantity(bandwidth),
+    )
+
+
+def build_directives(
+    obs: Observation,
+    status: JobRecord,
+    members: Mapping[int, PodView],
+    holders: Mapping[int, tuple[int, ...]],
+    phase: Phase,
+    sources: Mapping[int, tuple[Source, ...]],
+) -> dict[int, Directive]:
+    """By worker. `sources` are those of each rank, nearest first. For Hold and Release `members` must be
+    complete and have addresses; Finish goes to whoever is left."""
+    spec, uid = obs.job.spec, obs.job.uid
+    hosts = {worker: pod.ip or "" for worker, pod in members.items()}
+    hosted: dict[int, list[int]] = {}
+    for worker, keepers in sorted(holders.items()):
+        for keeper in keepers:
+            hosted.setdefault(keeper, []).append(worker)
+    directives = {}
+    for worker in sorted(members):
+        version = status.restored_version
+        ranks = range(worker * spec.procs_per_worker, (worker + 1) * spec.procs_per_worker)
+        directive = Directive(
+            job_uid=uid,
+            worker=worker,
+            workers=spec.workers,
+            procs_per_worker=spec.procs_per_worker,
+            attempt=status.attempt,
+            phase=phase,
+            history=status.history,
+            policy=policy(spec),
+            restore=None
+            if version is None
+            else Restore(version, tuple(RankSources(rank, sources.get(rank, ())) for rank in ranks)),
+            holders=tuple(Peer(keeper, hosts[keeper]) for keeper in holders.get(worker, ()) if keeper in hosts),
+            hosted=tuple(Peer(other, hosts[other]) for other in hosted.get(worker, ()) if other in hosts),
+            coordinator=Peer(0, hosts.get(0, "")),
+            master_host=hosts.get(0, ""),
+            master_port=master_port(uid, status.attempt),
+        )
+        directives[worker] = dataclasses.replace(directive, revision=_revision(directive))
+    return directives
+
+
+def settled_sources(
+    spec: JobSpec, members: Mapping[int, PodView], holders: Mapping[int, tuple[int, ...]]
+) -> dict[int, tuple[Source, ...]]:
+    """Where a released attempt's version may still be found: by placement, so that the directive does not change with
+    every snapshot that is taken or freed."""
+    found = {}
+    for worker in members:
+        sources = [Source(Tier.LOCAL)]
+        sources += [
+            Source(Tier.PEER, Peer(keeper, members[keeper].ip or ""))
+            for keeper in holders.get(worker, ())
+            if keeper in members
+        ]
+        if spec.remote is not None:
+            sources.append(Source(Tier.REMOTE))
+        for rank in range(worker * spec.procs_per_worker, (worker + 1) * spec.procs_per_worker):
+            found[rank] = tuple(sources)
+    return found
+
+
+def _revision(directive: Directive) -> str:
+    return hashlib.sha256(to_json(directive)).hexdigest()[:16]

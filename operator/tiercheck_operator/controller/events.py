@@ -1,0 +1,53 @@
+"""Which Events a change of status deserves. Derived from the two statuses, so that one is told of nothing that was not written."""
+
+from __future__ import annotations
+
+from tiercheck_operator.controller import conditions
+from tiercheck_operator.controller.actions import Notice
+from tiercheck_operator.controller.causes import Cause
+from tiercheck_operator.controller.record import JobRecord
+
+_GOOD_NEWS = (conditions.COMPLETED, conditions.SUSPENDED)
+_BAD_WHEN_FALSE = (conditions.PLACED, conditions.PROTECTED)
+_PASSING = {conditions.WAITING_FOR_PODS, conditions.WAITING_FOR_FIRST_VERSION}
+"""Reasons that every job goes through; no Event for them."""
+
+
+def notices(before: JobRecord, after: JobRecord) -> tuple[Notice, ...]:
+    """In the order in which a person would tell it."""
+    found: list[Notice] = []
+    recovery, known = after.recovery, before.recovery
+    if recovery is not None:
+        cause = Cause.parse(recovery.cause)
+        if not cause.planned and (
+            known is None or (known.cause, known.detected_at) != (recovery.cause, recovery.detected_at)
+        ):
+            found.append(Notice("Warning", recovery.cause, recovery.message))
+        if after.attempt != before.attempt:
+            found.append(Notice("Normal", "AttemptStarted", f"attempt {after.attempt}: {recovery.reason}"))
+        if recovery.released_at is not None and (known is None or known.released_at is None):
+            found.append(
+                Notice("Normal", "TrainingReleased", f"attempt {after.attempt}: every rank holds the same state")
+            )
+    if after.last_recovery is not None and after.last_recovery != before.last_recovery:
+        found.append(Notice("Normal", "Recovered", _recovered(after)))
+    for condition in after.conditions:
+        old = before.condition(condition.type)
+        if old is not None and (old.status, old.reason) == (condition.status, condition.reason):
+            continue
+        if condition.type == conditions.FAILED and condition.status:
+            found.append(Notice("Warning", condition.reason, condition.message))
+        elif condition.type in _GOOD_NEWS and condition.status:
+            found.append(Notice("Normal", condition.type, condition.message))
+        elif condition.type in _BAD_WHEN_FALSE and not condition.status and condition.reason not in _PASSING:
+            found.append(Notice("Warning", condition.reason, condition.message))
+    return tuple(found)
+
+
+def _recovered(record: JobRecord) -> str:
+    summary = record.last_recovery or {}
+    tiers = ", ".join(f"{count} from {tier}" for tier, count in (summary.get("tiers") or {}).items() if count)
+    return (
+        f"attempt {summary.get('attempt')} after {summary.get('cause')}: back at step {summary.get('step')} "
+        f"({tiers or 'from scratch'}), {summary.get('lostSteps')} steps lost, {summary.get('totalSeconds')} s in all"
+    )

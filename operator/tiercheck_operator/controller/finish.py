@@ -1,0 +1,47 @@
+"""After the job has completed or failed: sidecars flush and end, what hangs is removed, and in time the job itself."""
+
+from __future__ import annotations
+
+from tiercheck.protocol.directive import Phase
+from tiercheck_operator.controller import conditions
+from tiercheck_operator.controller.actions import Action, Decision, DeleteJob, DeletePod
+from tiercheck_operator.controller.barrier import pushes
+from tiercheck_operator.controller.observation import Observation, parse_time
+from tiercheck_operator.controller.record import JobRecord
+
+
+def finished(status: JobRecord) -> bool:
+    return status.holds(conditions.COMPLETED) or status.holds(conditions.FAILED)
+
+
+def after_finish(obs: Observation) -> Decision:
+    """Pods that ended by themselves stay, for their logs."""
+    status, now = obs.job.status, obs.now
+    ended = parse_time(status.completed) or now
+    live = [pod for pod in obs.pods if not pod.terminal]
+    before: list[Action] = []
+    wake: float | None = None
+    # A pod that was told to finish and does not is removed; after success it may still owe a version to the remote tier.
+    limit = finishing_time(obs) if status.holds(conditions.COMPLETED) else obs.patience.suspend
+    for pod in live:
+        node = obs.nodes.get(pod.node) if pod.node else None
+        lost = node is not None and bool(node.lost)
+        if lost or (now - ended > limit and not pod.deleting):
+            before.append(DeletePod(pod.name, pod.uid, force=lost))
+        elif not pod.deleting:
+            wake = max(1.0, ended + limit - now)
+    members = {pod.worker: pod for pod in live if pod.ip and not pod.deleting}
+    after: list[Action] = list(pushes(obs, status, members, {}, Phase.FINISH)) if members and status.attempt else []
+    ttl = obs.job.spec.ttl_seconds
+    if ttl is not None:
+        left = ended + ttl - now
+        if left <= 0:
+            after.append(DeleteJob())
+        else:
+            wake = left if wake is None else min(wake, left)
+    return Decision(before=tuple(before), after=tuple(after), wake_after=wake)
+
+
+def finishing_time(obs: Observation) -> float:
+    """Seconds that pods get to end by themselves."""
+    return obs.patience.suspend if obs.job.spec.remote is None else obs.patience.flush

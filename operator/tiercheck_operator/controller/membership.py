@@ -1,0 +1,199 @@
+"""Who belongs to the job right now, and who was lost: the first question of every reconcile.
+
+A worker's member is its newest pod that is not lost. Survivors are never touched; a lost pod is replaced under a new name at
+once, without waiting for the old one to be confirmed dead: the attempt fences it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tiercheck.protocol.report import TrainerState
+from tiercheck_operator.controller.actions import Action, CreatePod, DeletePod
+from tiercheck_operator.controller.causes import Cause
+from tiercheck_operator.controller.observation import Observation, PodView
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A pod that is no member any more (or never came up), and why."""
+
+    worker: int
+    cause: Cause
+    message: str
+    pod: PodView | None
+    """None: it is gone already."""
+    node: str | None
+    """Set if the node itself is under suspicion."""
+    at: float | None
+    """Unix seconds, if known."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    members: Mapping[int, PodView]
+    losses: tuple[Loss, ...]
+    suspects: frozenset[str]
+    """Names of nodes that new pods and copies stay away from."""
+
+    def missing(self, workers: int) -> list[int]:
+        return [worker for worker in range(workers) if worker not in self.members]
+
+
+def find_members(obs: Observation) -> Membership:
+    """Judge every pod of the job."""
+    members: dict[int, PodView] = {}
+    losses: list[Loss] = []
+    silent = _silent(obs)
+    for pod in sorted(obs.pods, key=lambda pod: (pod.worker, -pod.incarnation, -pod.created)):
+        if pod.worker in members or pod.worker >= obs.job.spec.workers:
+            continue
+        loss = _judge(obs, pod, silent)
+        if loss is None:
+            members[pod.worker] = pod
+        else:
+            losses.append(loss)
+    losses.extend(_vanished(obs, members, losses))
+    lost_nodes = {node.name for node in obs.nodes.values() if node.lost}
+    suspected = {loss.node for loss in losses if loss.node is not None}
+    return Membership(members, tuple(losses), frozenset(lost_nodes | suspected))
+
+
+def replacements(obs: Observation, membership: Membership) -> tuple[list[Action], float | None]:
+    """Pods to create and delete, and how long to wait if a replacement is put off."""
+    actions: list[Action] = []
+    wait: float | None = None
+    avoid = tuple(sorted(obs.nodes[name].hostname if name in obs.nodes else name for name in membership.suspects))
+    for worker in range(obs.job.spec.workers):
+        pod = membership.members.get(worker)
+        if pod is not None and not _stuck(obs, pod):
+            continue
+        if pod is not None:
+            actions.append(DeletePod(pod.name, pod.uid, force=False))
+        pause = _pause(obs, worker)
+        if pause > 0:
+            wait = pause if wait is None else min(wait, pause)
+            continue
+        actions.append(CreatePod(worker, _next_incarnation(obs, worker), avoid))
+    return actions + _removals(obs, membership), wait
+
+
+def _judge(obs: Observation, pod: PodView, silent: Mapping[str, float]) -> Loss | None:
+    """Why the pod is lost; None: it is not."""
+
+    def lost(cause: Cause, why: str, *, node: str | None = None, at: float | None = None) -> Loss:
+        where = f" on node {pod.node}" if pod.node else ""
+        return Loss(pod.worker, cause, f"pod {pod.name} of worker {pod.worker}{where}: {why}", pod, node, at)
+
+    if pod.node is not None:
+        node = obs.nodes.get(pod.node)
+        if node is None and obs.nodes:
+            return lost(Cause.NODE_LOST, "the node is gone", node=pod.node)
+        if node is not None and node.lost:
+            return lost(Cause.NODE_LOST, node.lost, node=pod.node)
+    if pod.phase == "Failed":
+        cause = Cause.POD_EVICTED if pod.disruption == "Evicted" else Cause.POD_FAILED
+        return lost(cause, f"the pod failed ({pod.disruption or 'no reason given'}) {pod.message}".strip())
+    if pod.phase == "Succeeded":
+        return lost(Cause.POD_FAILED, "the pod ended although the job had not")
+    if pod.deleting:
+        if pod.disruption in ("", "TerminationByKubelet"):
+            return lost(Cause.POD_DELETED, "the pod was deleted", at=pod.deleted_at)
+        return lost(Cause.POD_EVICTED, f"the pod was evicted ({pod.disruption})", at=pod.deleted_at)
+    if pod.uid in silent:
+        return lost(
+            Cause.SIDECAR_SILENT, f"its sidecar has not answered for {silent[pod.uid]:.0f} s",
+            node=pod.node, at=obs.now - silent[pod.uid],
+        )  # fmt: skip
+    return None
+
+
+def _silent(obs: Observation) -> dict[str, float]:
+    """Pods that have been silent for too long, with the seconds. Never all: then it is we who are cut off."""
+    running = [pod for pod in obs.pods if not pod.terminal and not pod.deleting and pod.sidecar_started]
+    quiet: dict[str, float] = {}
+    for pod in running:
+        known = obs.reports.get(pod.uid)
+        if known is not None and known.silent_since is not None:
+            quiet[pod.uid] = obs.now - known.silent_since
+    if len(quiet) == len(running):
+        return {}
+    broken = any(trainer_failed(obs, pod) for pod in running if pod.uid not in quiet)
+    limit = obs.patience.suspect if broken else obs.patience.silent
+    return {uid: seconds for uid, seconds in quiet.items() if seconds > limit}
+
+
+def trainer_failed(obs: Observation, pod: PodView) -> bool:
+    """Whether the pod's trainer failed in the current attempt."""
+    report = obs.report(pod)
+    return (
+        report is not None and report.attempt == obs.job.status.attempt and report.trainer.state is TrainerState.FAILED
+    )
+
+
+def _vanished(obs: Observation, members: Mapping[int, PodView], losses: Sequence[Loss]) -> list[Loss]:
+    """Workers of the current attempt whose pod object is gone."""
+    if not obs.job.status.members or obs.placement is None:
+        return []
+    present = {pod.uid for pod in obs.pods}
+    explained = {loss.worker for loss in losses}
+    found = []
+    for saved in obs.placement.members:
+        if saved.pod_uid in present or saved.worker in explained:
+            continue
+        if saved.worker in members and members[saved.worker].uid == saved.pod_uid:
+            continue
+        node = obs.nodes.get(saved.node)
+        if (node is None and obs.nodes) or (node is not None and node.lost):
+            why, cause = "the node is lost", Cause.NODE_LOST
+        else:
+            why, cause = "the pod is gone", Cause.POD_DELETED
+        found.append(
+            Loss(
+                saved.worker, cause, f"pod {saved.pod} of worker {saved.worker} on node {saved.node}: {why}", None,
+                saved.node if cause is Cause.NODE_LOST else None, None,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _stuck(obs: Observation, pod: PodView) -> bool:
+    """A pod that waits for a node only because it avoids nodes that are well again."""
+    if pod.node is not None or pod.unschedulable_since is None or not pod.avoided:
+        return False
+    if obs.now - pod.unschedulable_since < obs.patience.unschedulable:
+        return False
+    well = {node.hostname for node in obs.nodes.values() if not node.lost}
+    return bool(pod.avoided & well)
+
+
+def _pause(obs: Observation, worker: int) -> float:
+    """Seconds to wait before the worker gets another pod: pods that never came up are not replaced in a tight loop."""
+    newest = max(
+        (pod for pod in obs.pods if pod.worker == worker), key=lambda pod: (pod.incarnation, pod.created), default=None
+    )
+    if newest is None or newest.phase != "Failed" or newest.ip is not None:
+        return 0.0
+    return newest.created + obs.patience.retry - obs.now
+
+
+def _next_incarnation(obs: Observation, worker: int) -> int:
+    seen = [pod.incarnation for pod in obs.pods if pod.worker == worker]
+    if obs.placement is not None:
+        seen += [saved.incarnation for saved in obs.placement.members if saved.worker == worker]
+    return max(seen, default=-1) + 1
+
+
+def _removals(obs: Observation, membership: Membership) -> list[Action]:
+    """Pods that are no members: those on lost nodes go without waiting for a kubelet that will not answer."""
+    keep = {pod.uid for pod in membership.members.values()}
+    actions: list[Action] = []
+    for pod in obs.pods:
+        if pod.uid in keep:
+            continue
+        node = obs.nodes.get(pod.node) if pod.node else None
+        gone = pod.node is not None and bool(obs.nodes) and (node is None or bool(node.lost))
+        if gone or not pod.deleting:
+            actions.append(DeletePod(pod.name, pod.uid, force=gone))
+    return actions

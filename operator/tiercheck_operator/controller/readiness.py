@@ -1,0 +1,95 @@
+"""What a new attempt still waits for. It may begin only when every worker has a pod whose sidecar answered after the
+failure was noticed: older answers cannot tell a crash from a node that has just gone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tiercheck_operator.controller import conditions
+from tiercheck_operator.controller.actions import Probe
+from tiercheck_operator.controller.causes import Cause
+from tiercheck_operator.controller.membership import Membership
+from tiercheck_operator.controller.observation import Observation, PodView
+from tiercheck_operator.controller.record import Recovery
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Reason and message for a condition; `probes` to send, and when to look again at the latest."""
+
+    reason: str
+    message: str
+    probes: tuple[Probe, ...] = ()
+    wake_after: float | None = None
+
+
+def waiting_for_pods(obs: Observation, membership: Membership) -> Waiting | None:
+    """Until every worker has a pod with an address."""
+    missing = membership.missing(obs.job.spec.workers)
+    if missing:
+        return Waiting(conditions.WAITING_FOR_PODS, f"workers without a pod: {_some(missing)}", wake_after=1.0)
+    homeless = [pod for pod in membership.members.values() if pod.unschedulable_since is not None and pod.node is None]
+    if homeless:
+        return Waiting(
+            conditions.UNSCHEDULABLE,
+            f"{len(homeless)} of {obs.job.spec.workers} pods have no node. {homeless[0].name}: {homeless[0].message}. "
+            "Add nodes, or ask for less in spec.template or spec.workers.",
+            wake_after=obs.patience.unschedulable,
+        )
+    pending = [pod for pod in membership.members.values() if not pod.ip]
+    if pending:
+        said = next((f"; {pod.name}: {pod.message}" for pod in pending if pod.message), "")
+        return Waiting(conditions.WAITING_FOR_PODS, f"pods not up yet: {_some([pod.worker for pod in pending])}{said}")
+    return None
+
+
+def waiting_for_sidecars(obs: Observation, membership: Membership, recovery: Recovery) -> Waiting | None:
+    """Until every sidecar has answered since the failure was noticed."""
+    owing = [pod for pod in membership.members.values() if not _answered(obs, pod, recovery.detected_at)]
+    if not owing:
+        return None
+    said = next((f"; {pod.name}: {pod.message}" for pod in owing if pod.message), "")
+    return Waiting(
+        conditions.WAITING_FOR_SIDECARS,
+        f"no answer yet from the sidecars of workers {_some([pod.worker for pod in owing])}{said}",
+        tuple(Probe(pod.uid) for pod in owing),
+        wake_after=1.0,
+    )
+
+
+def settling(obs: Observation, recovery: Recovery) -> Waiting | None:
+    """After a crash: until a pod or node loss that explains it would have shown."""
+    if Cause.parse(recovery.cause) is not Cause.TRAINER_CRASH:
+        return None
+    left = recovery.detected_at + obs.patience.settle - obs.now
+    if left <= 0:
+        return None
+    return Waiting(conditions.SETTLING, recovery.message, wake_after=left)
+
+
+def retrying(obs: Observation, recovery: Recovery) -> Waiting | None:
+    """After a restore that failed: a moment, unless it is the first time or a bad copy explains it."""
+    if Cause.parse(recovery.cause) is not Cause.RESTORE_FAILED or obs.job.status.recovery is None:
+        return None
+    reports = [known.report for known in obs.reports.values() if known.report is not None]
+    tried = obs.job.status.restored_version
+    if tried is None or any(entry.version == tried for report in reports for entry in report.quarantined):
+        return None
+    left = recovery.detected_at + obs.patience.retry - obs.now
+    return Waiting(conditions.RETRYING, recovery.message, wake_after=left) if left > 0 else None
+
+
+def _answered(obs: Observation, pod: PodView, since: float) -> bool:
+    known = obs.reports.get(pod.uid)
+    return (
+        known is not None
+        and known.report is not None
+        and known.silent_since is None
+        and known.answered_at is not None
+        and known.answered_at >= since
+    )
+
+
+def _some(workers: list[int]) -> str:
+    listed = ", ".join(str(worker) for worker in sorted(workers)[:8])
+    return listed if len(workers) <= 8 else f"{listed} and {len(workers) - 8} more"

@@ -1,0 +1,250 @@
+"""The job's status as decisions use it, and its spelling in the API. It is the only thing the controller remembers.
+
+`parse_record(render_record(r)) == r` up to the rounding of times; unknown fields are dropped, missing ones have defaults, so that
+a status written by an older version is understood.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiercheck.protocol.version import Branch, History, Version
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A metav1.Condition. `changed` is lastTransitionTime, RFC 3339."""
+
+    type: str
+    status: bool
+    reason: str
+    message: str
+    changed: str
+    observed_generation: int = 0
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """A recovery under way, from the moment something failed to the first step after it. Times are unix seconds."""
+
+    cause: str
+    message: str
+    """What failed, as a sentence."""
+    failed_at: float
+    detected_at: float
+    attempt: int | None = None
+    """The attempt that it led to; None: not decided yet."""
+    reason: str = ""
+    """Why this version was chosen, as a sentence."""
+    step: int = 0
+    """0: from scratch."""
+    version_attempt: int = 0
+    lost_steps: int = 0
+    decided_at: float | None = None
+    restored_at: float | None = None
+    released_at: float | None = None
+
+    @property
+    def version(self) -> Version | None:
+        return Version(self.step, self.version_attempt) if self.step else None
+
+
+@dataclass(frozen=True)
+class TierRecord:
+    step: int
+    time: str
+    lag_steps: int
+
+
+@dataclass(frozen=True)
+class PlacementRecord:
+    hash: str
+    spread_achieved: str
+    tolerates: tuple[str, ...]
+    unprotected_workers: int
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    observed_generation: int = 0
+    attempt: int = 0
+    phase: str = ""
+    members: str = ""
+    history: History = History()
+    crashes: int = 0
+    disruptions: int = 0
+    step: int | None = None
+    step_seconds: float | None = None
+    tiers: Mapping[str, TierRecord] = field(default_factory=dict)
+    placement: PlacementRecord | None = None
+    recovery: Recovery | None = None
+    last_recovery: Mapping[str, Any] | None = None
+    """As in the API: nothing is decided by it."""
+    started: str | None = None
+    completed: str | None = None
+    conditions: tuple[Condition, ...] = ()
+
+    def condition(self, kind: str) -> Condition | None:
+        return next((entry for entry in self.conditions if entry.type == kind), None)
+
+    def holds(self, kind: str) -> bool:
+        """Whether the condition is there and true."""
+        found = self.condition(kind)
+        return found is not None and found.status
+
+    @property
+    def restored_version(self) -> Version | None:
+        """What the current attempt began from; None: from scratch."""
+        branches = self.history.branches
+        if not branches or not branches[-1].base_step:
+            return None
+        base = branches[-1].base_step
+        owner = self.history.owner(base)
+        return None if owner is None else Version(base, owner)
+
+
+def rfc3339(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(int(seconds), datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def parse_record(raw: Mapping[str, Any]) -> JobRecord:
+    """Of `status` as the API gives it."""
+    restarts, progress = raw.get("restarts") or {}, raw.get("progress") or {}
+    placement, recovery = raw.get("placement"), raw.get("recovery")
+    return JobRecord(
+        observed_generation=int(raw.get("observedGeneration") or 0),
+        attempt=int(raw.get("attempt") or 0),
+        phase=str(raw.get("phase") or ""),
+        members=str(raw.get("members") or ""),
+        history=History(tuple(Branch(int(e["attempt"]), int(e["baseStep"])) for e in raw.get("history") or [])),
+        crashes=int(restarts.get("crash") or 0),
+        disruptions=int(restarts.get("disruption") or 0),
+        step=_int(progress.get("step")),
+        step_seconds=_float(progress.get("stepSeconds")),
+        tiers={
+            name: TierRecord(int(e.get("step") or 0), str(e.get("time") or ""), int(e.get("lagSteps") or 0))
+            for name, e in (raw.get("tiers") or {}).items()
+            if e
+        },
+        placement=None if not placement else PlacementRecord(
+            hash=str(placement.get("hash") or ""),
+            spread_achieved=str(placement.get("spreadAchieved") or ""),
+            tolerates=tuple(placement.get("tolerates") or ()),
+            unprotected_workers=int(placement.get("unprotectedWorkers") or 0),
+        ),
+        recovery=None if not recovery else _parse_recovery(recovery),
+        last_recovery=raw.get("lastRecovery") or None,
+        started=raw.get("startTime") or None,
+        completed=raw.get("completionTime") or None,
+        conditions=tuple(_parse_condition(entry) for entry in raw.get("conditions") or []),
+    )  # fmt: skip
+
+
+def render_record(record: JobRecord) -> dict[str, Any]:
+    """`status` for the API. Absent values are left out."""
+    raw: dict[str, Any] = {
+        "observedGeneration": record.observed_generation,
+        "attempt": record.attempt,
+        "phase": record.phase,
+        "members": record.members or None,
+        "history": [{"attempt": b.attempt, "baseStep": b.base_step} for b in record.history.branches] or None,
+        "restarts": {
+            "crash": record.crashes, "disruption": record.disruptions, "total": record.crashes + record.disruptions,
+        },
+        "progress": _present({"step": record.step, "stepSeconds": _rounded(record.step_seconds, 6)}) or None,
+        "tiers": {
+            name: {"step": tier.step, "time": tier.time, "lagSteps": tier.lag_steps}
+            for name, tier in sorted(record.tiers.items())
+        } or None,
+        "placement": None if record.placement is None else {
+            "hash": record.placement.hash,
+            "spreadAchieved": record.placement.spread_achieved,
+            "tolerates": list(record.placement.tolerates),
+            "tolerance": ", ".join(record.placement.tolerates) or "nothing",
+            "unprotectedWorkers": record.placement.unprotected_workers,
+        },
+        "recovery": None if record.recovery is None else _render_recovery(record.recovery),
+        "lastRecovery": record.last_recovery,
+        "startTime": record.started,
+        "completionTime": record.completed,
+        "conditions": [_render_condition(entry) for entry in record.conditions] or None,
+    }  # fmt: skip
+    return _present(raw)
+
+
+def _parse_recovery(raw: Mapping[str, Any]) -> Recovery:
+    detected = _float(raw.get("detectedAt")) or 0.0
+    return Recovery(
+        cause=str(raw.get("cause") or "Unknown"),
+        message=str(raw.get("message") or ""),
+        failed_at=_float(raw.get("failedAt")) or detected,
+        detected_at=detected,
+        attempt=_int(raw.get("attempt")),
+        reason=str(raw.get("reason") or ""),
+        step=int(raw.get("step") or 0),
+        version_attempt=int(raw.get("versionAttempt") or 0),
+        lost_steps=int(raw.get("lostSteps") or 0),
+        decided_at=_float(raw.get("decidedAt")),
+        restored_at=_float(raw.get("restoredAt")),
+        released_at=_float(raw.get("releasedAt")),
+    )
+
+
+def _render_recovery(recovery: Recovery) -> dict[str, Any]:
+    return _present(
+        {
+            "attempt": recovery.attempt,
+            "cause": recovery.cause,
+            "message": recovery.message,
+            "reason": recovery.reason or None,
+            "step": recovery.step,
+            "versionAttempt": recovery.version_attempt,
+            "lostSteps": recovery.lost_steps,
+            "failedAt": _rounded(recovery.failed_at, 3),
+            "detectedAt": _rounded(recovery.detected_at, 3),
+            "decidedAt": _rounded(recovery.decided_at, 3),
+            "restoredAt": _rounded(recovery.restored_at, 3),
+            "releasedAt": _rounded(recovery.released_at, 3),
+        }
+    )
+
+
+def _parse_condition(raw: Mapping[str, Any]) -> Condition:
+    return Condition(
+        type=str(raw.get("type")),
+        status=raw.get("status") == "True",
+        reason=str(raw.get("reason") or ""),
+        message=str(raw.get("message") or ""),
+        changed=str(raw.get("lastTransitionTime") or ""),
+        observed_generation=int(raw.get("observedGeneration") or 0),
+    )
+
+
+def _render_condition(condition: Condition) -> dict[str, Any]:
+    return {
+        "type": condition.type,
+        "status": "True" if condition.status else "False",
+        "reason": condition.reason,
+        "message": condition.message,
+        "lastTransitionTime": condition.changed,
+        "observedGeneration": condition.observed_generation,
+    }
+
+
+def _present(raw: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+def _int(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+def _float(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)

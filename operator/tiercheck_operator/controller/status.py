@@ -1,0 +1,226 @@
+"""What the job's status says: conditions with a reason and advice, one word for people, progress and tiers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tiercheck.protocol.report import Report
+from tiercheck.protocol.version import Version
+from tiercheck_operator.controller import conditions
+from tiercheck_operator.controller.causes import Cause
+from tiercheck_operator.controller.observation import Observation
+from tiercheck_operator.controller.record import Condition, JobRecord, TierRecord, rfc3339
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A reason and a message, on their way to a condition."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What this reconcile found out, beyond the record itself."""
+
+    unplaced: Finding | None = None
+    """Why pods or copies have no place."""
+    placed: Finding | None = None
+    """Set when the placement was made in this reconcile."""
+    waiting: Finding | None = None
+    """What the next attempt waits for."""
+    suspended: bool = False
+    suspending: bool = False
+    completed: bool = False
+    failed: Finding | None = None
+
+
+def derive_status(obs: Observation, record: JobRecord, findings: Findings, reports: Mapping[int, Report]) -> JobRecord:
+    """`record` with everything that follows from it. `reports`: those of the current attempt, by worker."""
+    record = _progress(obs, record, reports)
+    record = replace(
+        record,
+        observed_generation=obs.job.generation,
+        started=record.started or rfc3339(obs.now),
+        completed=record.completed or (rfc3339(obs.now) if findings.completed or findings.failed else None),
+    )
+    over = findings.completed or findings.failed is not None
+    if over:
+        record = replace(record, recovery=None)
+    wanted = [
+        _placed(obs, findings),
+        _protected(obs, record, reports),
+        *_restoring_and_running(record, findings),
+        _suspended(obs, findings),
+        _outcome(conditions.COMPLETED, Finding(conditions.ALL_SUCCEEDED, "training succeeded on every worker"))
+        if findings.completed
+        else None,
+        _outcome(conditions.FAILED, findings.failed) if findings.failed is not None else None,
+    ]
+    merged = _merge(obs, record.conditions, [entry for entry in wanted if entry is not None])
+    record = replace(record, conditions=merged)
+    return replace(record, phase=_phase(record, findings))
+
+
+def _progress(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> JobRecord:
+    trainers = [report.trainer for report in reports.values()]
+    steps = [trainer.step for trainer in trainers if trainer.step is not None]
+    seconds = [trainer.step_seconds for trainer in trainers if trainer.step_seconds is not None]
+    step = min(steps) if steps and len(steps) == obs.job.spec.workers else record.step
+    pace = round(sum(seconds) / len(seconds), 6) if seconds else record.step_seconds
+    tiers = dict(record.tiers)
+    if 0 in reports:
+        marks = reports[0].watermarks
+        for name, version in (("local", marks.local), ("peer", marks.peer), ("remote", marks.remote)):
+            tiers = _tier(obs, tiers, name, version)
+    lagged = {name: replace(tier, lag_steps=max(0, (step or 0) - tier.step)) for name, tier in tiers.items()}
+    return replace(record, step=step, step_seconds=pace, tiers=lagged)
+
+
+def _tier(obs: Observation, tiers: dict[str, TierRecord], name: str, version: Version | None) -> dict[str, TierRecord]:
+    if version is None:
+        return tiers
+    known = tiers.get(name)
+    if known is None or known.step != version.step:
+        return {**tiers, name: TierRecord(version.step, rfc3339(obs.now), 0)}
+    return tiers
+
+
+def _placed(obs: Observation, findings: Findings) -> Condition | None:
+    if findings.unplaced is not None:
+        return _condition(conditions.PLACED, False, findings.unplaced)
+    if findings.placed is not None:
+        return _condition(conditions.PLACED, True, findings.placed)
+    known = obs.job.status.condition(conditions.PLACED)
+    if known is None or known.status:
+        return known
+    return _condition(conditions.PLACED, True, Finding(conditions.ALL_PLACED, "every worker has a pod on a node"))
+
+
+def _protected(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> Condition | None:
+    if not reports:
+        return obs.job.status.condition(conditions.PROTECTED)
+    trouble = _trouble(obs, record, reports)
+    if trouble is not None:
+        return _condition(conditions.PROTECTED, False, trouble)
+    tolerance = ", ".join(record.placement.tolerates) if record.placement else ""
+    return _condition(
+        conditions.PROTECTED,
+        True,
+        Finding(conditions.COPIES_COMPLETE, f"tolerates the loss of: {tolerance or 'nothing'}"),
+    )
+
+
+def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> Finding | None:
+    for worker in sorted(reports):
+        for problem in reports[worker].problems:
+            return Finding(problem.reason, f"worker {worker}: {problem.message}")
+    unreachable = [
+        report for report in reports.values() if report.remote.configured and report.remote.reachable is False
+    ]
+    if unreachable:
+        return Finding(
+            conditions.REMOTE_UNREACHABLE,
+            f"{unreachable[0].remote.message or 'the remote tier does not answer.'} "
+            "Training goes on; check spec.tiers.remote and its credentials.",
+        )
+    if obs.job.spec.copies == 0:
+        return Finding(
+            conditions.NO_COPIES,
+            "tiers.peer.copies is 0: the loss of a pod goes back to the remote tier, if there is one",
+        )
+    if record.placement is not None and record.placement.unprotected_workers:
+        return Finding(
+            conditions.UNPROTECTED_WORKERS,
+            f"{record.placement.unprotected_workers} workers have no copy on another node. "
+            "Add nodes, or spread the workers over more of them.",
+        )
+    if "peer" not in record.tiers:
+        return Finding(conditions.WAITING_FOR_FIRST_VERSION, "no snapshot is complete on its holders yet")
+    return None
+
+
+def _restoring_and_running(record: JobRecord, findings: Findings) -> list[Condition]:
+    recovery = record.recovery
+    if findings.completed or findings.failed is not None:
+        ended = Finding(conditions.ENDED, "training has ended")
+        return [_condition(conditions.RESTORING, False, ended), _condition(conditions.RUNNING, False, ended)]
+    if findings.suspended or findings.suspending:
+        stopped = Finding(conditions.SUSPEND_REQUESTED, "spec.suspend is true")
+        return [_condition(conditions.RESTORING, False, stopped), _condition(conditions.RUNNING, False, stopped)]
+    if recovery is None and record.attempt and findings.waiting is None:
+        return [
+            _condition(conditions.RESTORING, False, Finding(conditions.DONE, "nothing to restore")),
+            _condition(conditions.RUNNING, True, Finding(conditions.RELEASED, f"attempt {record.attempt} trains")),
+        ]
+    now = findings.waiting
+    if now is None and recovery is not None and recovery.released_at is not None:
+        now = Finding(conditions.STARTING, f"attempt {record.attempt} was released; waiting for its first step")
+    elif now is None and recovery is not None and recovery.decided_at is not None:
+        now = Finding(conditions.COPYING, recovery.reason)
+    elif now is None:
+        now = Finding(conditions.NOT_RELEASED, recovery.message if recovery else "the job has not started")
+    released = recovery is not None and recovery.released_at is not None
+    running = Finding(conditions.RELEASED, f"attempt {record.attempt} trains") if released else now
+    return [
+        _condition(conditions.RESTORING, _coming_back(record), now),
+        _condition(conditions.RUNNING, released, running),
+    ]
+
+
+def _coming_back(record: JobRecord) -> bool:
+    """Whether there is something to come back to, unlike at the very first start."""
+    recovery = record.recovery
+    return recovery is not None and (Cause.parse(recovery.cause) is not Cause.FIRST_START or recovery.step > 0)
+
+
+def _suspended(obs: Observation, findings: Findings) -> Condition | None:
+    if findings.suspended:
+        return _condition(
+            conditions.SUSPENDED,
+            True,
+            Finding(conditions.SUSPEND_REQUESTED, "the pods are gone; set spec.suspend to false to go on"),
+        )
+    if findings.suspending:
+        return _condition(
+            conditions.SUSPENDED,
+            False,
+            Finding(conditions.SUSPENDING, "trainers stop and sidecars upload what they owe"),
+        )
+    if obs.job.status.condition(conditions.SUSPENDED) is None:
+        return None
+    return _condition(conditions.SUSPENDED, False, Finding(conditions.RESUMED, "spec.suspend is false"))
+
+
+def _outcome(kind: str, finding: Finding) -> Condition:
+    return _condition(kind, True, finding)
+
+
+def _phase(record: JobRecord, findings: Findings) -> str:
+    if record.holds(conditions.FAILED):
+        return "Failed"
+    if record.holds(conditions.COMPLETED):
+        return "Completed"
+    if findings.suspended or findings.suspending:
+        return "Suspended" if findings.suspended else "Suspending"
+    if record.recovery is not None and record.recovery.released_at is None and _coming_back(record):
+        return "Restoring"
+    if record.holds(conditions.RUNNING):
+        return "Running"
+    return "Pending" if findings.unplaced is not None else "Starting"
+
+
+def _condition(kind: str, status: bool, finding: Finding) -> Condition:
+    return Condition(kind, status, finding.reason, finding.message[:4000], changed="")
+
+
+def _merge(obs: Observation, known: tuple[Condition, ...], wanted: list[Condition]) -> tuple[Condition, ...]:
+    """`wanted` over `known`; the time of change moves only with the status."""
+    merged = {entry.type: entry for entry in known}
+    for entry in wanted:
+        before = merged.get(entry.type)
+        changed = before.changed if before is not None and before.status == entry.status else rfc3339(obs.now)
+        merged[entry.type] = replace(entry, changed=changed, observed_generation=obs.job.generation)
+    return tuple(merged.values())

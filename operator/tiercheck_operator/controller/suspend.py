@@ -1,0 +1,49 @@
+"""spec.suspend: training stops, sidecars upload what they owe, the pods are given back; and the way back from there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tiercheck.protocol.directive import Phase
+from tiercheck_operator.controller import conditions
+from tiercheck_operator.controller.actions import Action, DeletePod
+from tiercheck_operator.controller.barrier import pushes
+from tiercheck_operator.controller.causes import Cause
+from tiercheck_operator.controller.finish import finishing_time
+from tiercheck_operator.controller.observation import Observation
+from tiercheck_operator.controller.record import JobRecord, Recovery
+
+
+def suspend(obs: Observation) -> tuple[JobRecord, list[Action], list[Action]]:
+    """The next status, and what to do before and after it is written."""
+    status = obs.job.status
+    left = [pod for pod in obs.pods if not pod.terminal]
+    if not obs.pods:
+        return replace(status, recovery=None, members="", placement=None), [], []
+    recovery = status.recovery
+    if recovery is None or Cause.parse(recovery.cause) is not Cause.SUSPENDING:
+        recovery = Recovery(Cause.SUSPENDING.value, "spec.suspend is true", obs.now, obs.now)
+        status = replace(status, recovery=recovery)
+    patience = finishing_time(obs) if status.attempt else 0.0
+    late = obs.now - recovery.detected_at > patience
+    before: list[Action] = []
+    if not left or late or not status.attempt:
+        for pod in obs.pods:
+            node = obs.nodes.get(pod.node) if pod.node else None
+            lost = node is not None and bool(node.lost)
+            if lost or not pod.deleting:
+                before.append(DeletePod(pod.name, pod.uid, force=lost))
+    members = {pod.worker: pod for pod in left if pod.ip and not pod.deleting}
+    after: list[Action] = list(pushes(obs, status, members, {}, Phase.FINISH)) if members and status.attempt else []
+    return status, before, after
+
+
+def resumed(obs: Observation) -> Recovery | None:
+    """The recovery that brings a suspended job back; None: it was not suspended."""
+    status = obs.job.status
+    suspending = status.recovery is not None and Cause.parse(status.recovery.cause) is Cause.SUSPENDING
+    if not suspending and not status.holds(conditions.SUSPENDED):
+        return None
+    if not status.attempt:
+        return Recovery(Cause.FIRST_START.value, "the job starts", obs.now, obs.now)
+    return Recovery(Cause.RESUMED.value, "spec.suspend is false again", obs.now, obs.now)

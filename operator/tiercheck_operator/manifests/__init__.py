@@ -1,0 +1,1 @@
+"""What a job owns in the cluster, as pure functions from its spec to Kubernetes objects."""

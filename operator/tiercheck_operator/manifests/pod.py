@@ -1,0 +1,209 @@
+"""One worker's pod: the user's template, with the sidecar that keeps its state and the launcher that starts its command.
+
+The sidecar is a native one (init container with restartPolicy Always): it is up before the trainer, outlives it, and its
+restart does not restart the trainer. The trainer's image is left as it is: the library comes by a volume.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tiercheck.protocol import names
+from tiercheck_operator.controller.observation import ANNOTATION_AVOIDED, JobView
+from tiercheck_operator.manifests import owned, remote_settings
+from tiercheck_operator.manifests.quantity import parse_quantity
+
+HOSTNAME = "kubernetes.io/hostname"
+GROUP = 65532
+"""Shared by sidecar and trainer through fsGroup, so that both may write the memory volume whatever their users are."""
+_SIDECAR_OVERHEAD = 512 * 2**20
+"""Bytes of the sidecar's own process, on top of the memory volume that is charged to it."""
+
+_RESTRICTED: dict[str, Any] = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "readOnlyRootFilesystem": True,
+    "runAsNonRoot": True,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+
+
+def build_pod(
+    job: JobView, worker: int, incarnation: int, avoid_nodes: Sequence[str], sidecar_image: str
+) -> dict[str, Any]:
+    """The pod of `worker`; it is not scheduled onto `avoid_nodes` (host names)."""
+    spec: dict[str, Any] = copy.deepcopy(dict(job.spec.template.get("spec") or {}))
+    metadata = owned.metadata(job, owned.pod_name(job, worker, incarnation))
+    template_metadata = job.spec.template.get("metadata") or {}
+    metadata["labels"] = {
+        **(template_metadata.get("labels") or {}),
+        **metadata["labels"],
+        names.LABEL_WORKER: str(worker),
+        names.LABEL_INCARNATION: str(incarnation),
+    }
+    metadata["annotations"] = dict(template_metadata.get("annotations") or {})
+    if avoid_nodes:
+        metadata["annotations"][ANNOTATION_AVOIDED] = ",".join(sorted(avoid_nodes))
+    spec["restartPolicy"] = "OnFailure"
+    spec["automountServiceAccountToken"] = False
+    spec["hostname"] = metadata["name"]
+    spec["subdomain"] = owned.service_name(job)
+    spec["securityContext"] = {"fsGroup": GROUP, **(spec.get("securityContext") or {})}
+    spec["initContainers"] = [
+        _library(spec, sidecar_image),
+        _sidecar(job, worker, spec, sidecar_image),
+        *(spec.get("initContainers") or []),
+    ]
+    spec["containers"] = [
+        _trainer(job, worker, entry) if entry.get("name") == names.TRAINER_CONTAINER else entry
+        for entry in spec.get("containers") or []
+    ]
+    spec["volumes"] = [*(spec.get("volumes") or []), *_volumes(job)]
+    spec.setdefault("topologySpreadConstraints", _soft_spread(job))
+    if avoid_nodes:
+        _avoid(spec, sorted(avoid_nodes))
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def _library(spec: Mapping[str, Any], image: str) -> dict[str, Any]:
+    return {
+        "name": names.LIBRARY_CONTAINER,
+        "image": image,
+        "command": ["python3", "-m", "tiercheck_sidecar.install_library", names.LIBRARY_DIR],
+        "securityContext": _security(spec),
+        "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
+        "volumeMounts": [{"name": "tiercheck-library", "mountPath": names.LIBRARY_DIR}],
+    }
+
+
+def _sidecar(job: JobView, worker: int, spec: Mapping[str, Any], image: str) -> dict[str, Any]:
+    size = parse_quantity(job.spec.size_limit)
+    env = [
+        *_identity(job, worker),
+        {"name": names.ENV_CREDENTIALS_DIR, "value": names.CREDENTIALS_DIR},
+        {"name": names.ENV_MEMORY_LIMIT, "value": str(size)},
+    ]
+    mounts = [
+        {"name": "tiercheck-memory", "mountPath": names.MEMORY_DIR},
+        {"name": "tiercheck-run", "mountPath": names.RUN_DIR},
+        {"name": "tiercheck-credentials", "mountPath": names.CREDENTIALS_DIR, "readOnly": True},
+    ]
+    remote = remote_settings.remote_environment(job)
+    if remote is not None:
+        env.append({"name": names.ENV_REMOTE, "value": remote})
+    if remote_settings.remote_volume(job) is not None:
+        mounts.append({"name": remote_settings.REMOTE_VOLUME, "mountPath": remote_settings.REMOTE_DIR})
+    container: dict[str, Any] = {
+        "name": names.SIDECAR_CONTAINER,
+        "image": image,
+        "command": ["python3", "-m", "tiercheck_sidecar"],
+        "restartPolicy": "Always",
+        "env": env,
+        "ports": [
+            {"name": "control", "containerPort": names.CONTROL_PORT},
+            {"name": "exchange", "containerPort": names.EXCHANGE_PORT},
+            {"name": "tc-metrics", "containerPort": names.METRICS_PORT},
+        ],
+        "resources": {
+            "requests": {"cpu": "100m", "memory": str(size + _SIDECAR_OVERHEAD)},
+            "limits": {"memory": str(size + _SIDECAR_OVERHEAD)},
+        },
+        "securityContext": _security(spec),
+        "startupProbe": _probe("/healthz", period=1, failures=120),
+        "livenessProbe": _probe("/healthz", period=10, failures=6),
+        "readinessProbe": _probe("/readyz", period=5, failures=2),
+        "volumeMounts": mounts,
+    }
+    secret = remote_settings.credentials_secret(job)
+    if secret:
+        # Optional: a missing Secret must show as a condition that names it, not as a pod that never starts.
+        container["envFrom"] = [{"secretRef": {"name": secret, "optional": True}}]
+    return container
+
+
+def _trainer(job: JobView, worker: int, container: Mapping[str, Any]) -> dict[str, Any]:
+    wrapped = dict(container)
+    wrapped["command"] = [
+        "python3", "-m", "tiercheck.launcher", "--",
+        *(container.get("command") or []), *(container.get("args") or []),
+    ]  # fmt: skip
+    wrapped.pop("args", None)
+    ours = _identity(job, worker)
+    taken = {entry["name"] for entry in ours} | {"PYTHONPATH"}
+    theirs = [entry for entry in container.get("env") or [] if entry.get("name") not in taken]
+    path = next((entry.get("value") for entry in container.get("env") or [] if entry.get("name") == "PYTHONPATH"), None)
+    search = f"{names.LIBRARY_DIR}:{path}" if path else names.LIBRARY_DIR
+    wrapped["env"] = [*ours, {"name": "PYTHONPATH", "value": search}, *theirs]
+    wrapped["volumeMounts"] = [
+        *(container.get("volumeMounts") or []),
+        {"name": "tiercheck-memory", "mountPath": names.MEMORY_DIR},
+        {"name": "tiercheck-run", "mountPath": names.RUN_DIR},
+        {"name": "tiercheck-library", "mountPath": names.LIBRARY_DIR, "readOnly": True},
+    ]
+    return wrapped
+
+
+def _identity(job: JobView, worker: int) -> list[dict[str, Any]]:
+    return [
+        {"name": names.ENV_JOB, "value": f"{job.namespace}/{job.name}"},
+        {"name": names.ENV_JOB_UID, "value": job.uid},
+        {"name": names.ENV_WORKER, "value": str(worker)},
+        {"name": names.ENV_PROCS_PER_WORKER, "value": str(job.spec.procs_per_worker)},
+        {"name": names.ENV_POD_UID, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
+        {"name": names.ENV_POD_IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": names.ENV_MEMORY_DIR, "value": names.MEMORY_DIR},
+        {"name": names.ENV_RUN_DIR, "value": names.RUN_DIR},
+    ]
+
+
+def _volumes(job: JobView) -> list[dict[str, Any]]:
+    volumes: list[dict[str, Any]] = [
+        {"name": "tiercheck-memory", "emptyDir": {"medium": "Memory", "sizeLimit": job.spec.size_limit}},
+        {"name": "tiercheck-run", "emptyDir": {}},
+        {"name": "tiercheck-library", "emptyDir": {}},
+        {
+            "name": "tiercheck-credentials",
+            "secret": {"secretName": owned.credentials_name(job), "defaultMode": 0o440},
+        },
+    ]
+    remote = remote_settings.remote_volume(job)
+    return [*volumes, remote] if remote is not None else volumes
+
+
+def _security(spec: Mapping[str, Any]) -> dict[str, Any]:
+    # A pod that runs as root would make runAsNonRoot refuse our containers, so they name a user of their own then.
+    if (spec.get("securityContext") or {}).get("runAsUser") == 0:
+        return {**_RESTRICTED, "runAsUser": GROUP}
+    return dict(_RESTRICTED)
+
+
+def _probe(path: str, period: int, failures: int) -> dict[str, Any]:
+    return {
+        "httpGet": {"path": path, "port": names.METRICS_PORT},
+        "periodSeconds": period,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+    }
+
+
+def _soft_spread(job: JobView) -> list[dict[str, Any]]:
+    return [
+        {
+            "maxSkew": 1,
+            "topologyKey": HOSTNAME,
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": {names.LABEL_JOB_UID: job.uid}},
+        }
+    ]
+
+
+def _avoid(spec: dict[str, Any], nodes: list[str]) -> None:
+    affinity = spec.setdefault("affinity", {})
+    required = affinity.setdefault("nodeAffinity", {}).setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
+    # Terms are alternatives, so each of them must refuse the nodes.
+    for term in required.setdefault("nodeSelectorTerms", []) or [{}]:
+        term.setdefault("matchExpressions", []).append({"key": HOSTNAME, "operator": "NotIn", "values": nodes})
+        if term not in required["nodeSelectorTerms"]:
+            required["nodeSelectorTerms"].append(term)
