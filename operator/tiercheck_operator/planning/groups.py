@@ -103,7 +103,7 @@ def _bundles(ground: Ground, level: int, order: Sequence[int], pairs: int) -> As
 
     No domain has more than half of such a group, so each member finds its holders inside it.
     """
-    count = pairs // ground.copies
+    count = max(1, pairs // ground.copies)
     cuts = [index * pairs // count for index in range(count + 1)]
     groups = [[*order[a:b], *order[a + pairs : b + pairs]] for a, b in pairwise(cuts)]
     odd = list(order[2 * pairs :])
