@@ -78,7 +78,7 @@ def begin_attempt(
         reason = conditions.REMOTE_UNREACHABLE if remote.undecided else conditions.NOTHING_TO_RESTORE_FROM
         return Waiting(reason, f"{outcome.reason}.{said}", wake_after=obs.patience.retry)
     return Begun(
-        _next_status(obs, membership, recovery, history, number, outcome, placed),
+        _next_status(obs, membership, recovery, history=history, number=number, outcome=outcome, placed=placed),
         placed.saved(number, membership),
         Finding(placed.reason, placed.message),
     )
@@ -112,6 +112,7 @@ def _next_status(
     obs: Observation,
     membership: Membership,
     recovery: Recovery,
+    *,
     history: History,
     number: int,
     outcome: Recover | StartFresh,

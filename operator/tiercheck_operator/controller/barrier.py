@@ -75,7 +75,9 @@ def pushes(
     phase: Phase,
 ) -> list[Push]:
     """A directive for every sidecar that has answered and follows another one."""
-    directives = build_directives(obs, status, members, holders, phase, _sources(obs, status, members, holders, phase))
+    directives = build_directives(
+        obs, status, members, holders, phase=phase, sources=_sources(obs, status, members, holders, phase)
+    )
     return [
         Push(members[worker].uid, directive)
         for worker, directive in directives.items()

@@ -6,7 +6,7 @@ same, so every action must be harmless when repeated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tiercheck.protocol import names
@@ -42,7 +42,7 @@ def decide(obs: Observation) -> Decision:
     problem = template_problem(job.spec.template)
     if problem:
         unplaced = Findings(unplaced=Finding(conditions.INVALID_TEMPLATE, problem))
-        return _concluded(obs, job.status, unplaced, {}, [], [])
+        return _concluded(obs, job.status, unplaced)
     return _kept_running(obs)
 
 
@@ -50,7 +50,12 @@ def _suspended(obs: Observation) -> Decision:
     status, before, after = suspend(obs)
     gone = not obs.pods
     return _concluded(
-        obs, status, Findings(suspended=gone, suspending=not gone), {}, before, after, wake=None if gone else 1.0
+        obs,
+        status,
+        Findings(suspended=gone, suspending=not gone),
+        before=before,
+        after=after,
+        wake=None if gone else 1.0,
     )
 
 
@@ -62,6 +67,7 @@ def _kept_running(obs: Observation) -> Decision:
     recovery = resumed(obs) or update_recovery(obs, find_trigger(obs, membership))
     status = replace(obs.job.status, recovery=recovery)
     findings, saved, wake = Findings(), obs.placement, put_off
+    unplaced: Finding | None
     if recovery is not None and recovery.decided_at is None:
         outcome = begin_attempt(obs, membership, recovery)
         if isinstance(outcome, Begun):
@@ -69,24 +75,31 @@ def _kept_running(obs: Observation) -> Decision:
             before.append(SavePlacement(saved))
             findings = Findings(placed=outcome.placed)
         elif isinstance(outcome, GivenUp):
-            return _concluded(obs, status, Findings(failed=Finding(outcome.reason, outcome.message)), {}, before, after)
+            return _concluded(
+                obs, status, Findings(failed=Finding(outcome.reason, outcome.message)), before=before, after=after
+            )
         elif isinstance(outcome, Unplaceable):
             unplaced = Finding(outcome.reason, outcome.message)
-            return _concluded(obs, status, Findings(unplaced=unplaced, waiting=unplaced), {}, before, after, wake)
+            return _concluded(
+                obs, status, Findings(unplaced=unplaced, waiting=unplaced), before=before, after=after, wake=wake
+            )
         else:
             after.extend(outcome.probes)
             blocked = Finding(outcome.reason, outcome.message)
             homeless = waiting_for_pods(obs, membership)
             unplaced = None if homeless is None else Finding(homeless.reason, homeless.message)
             wake = min(entry for entry in (wake, outcome.wake_after, 60.0) if entry is not None)
-            return _concluded(obs, status, Findings(unplaced=unplaced, waiting=blocked), {}, before, after, wake)
-    return _attempt_driven(obs, membership, status, saved, findings, before, wake)
+            return _concluded(
+                obs, status, Findings(unplaced=unplaced, waiting=blocked), before=before, after=after, wake=wake
+            )
+    return _attempt_driven(obs, membership, status, saved=saved, findings=findings, before=before, wake=wake)
 
 
 def _attempt_driven(
     obs: Observation,
     membership: Membership,
     status: JobRecord,
+    *,
     saved: SavedPlacement | None,
     findings: Findings,
     before: list[Action],
@@ -98,7 +111,7 @@ def _attempt_driven(
         placed = place_members(obs, membership)
         if isinstance(placed, Unplaceable):
             unplaced = Finding(placed.reason, placed.message)
-            return _concluded(obs, status, Findings(unplaced=unplaced), {}, before, [], wake)
+            return _concluded(obs, status, Findings(unplaced=unplaced), before=before, wake=wake)
         saved = placed.saved(status.attempt, membership)
         before.append(SavePlacement(saved))
         status = replace(status, placement=placed.record)
@@ -108,9 +121,9 @@ def _attempt_driven(
     if all_succeeded(obs, status, members):
         findings = replace(findings, completed=True)
         after = list(pushes(obs, status, members, saved.holders(), Phase.FINISH))
-        return _concluded(obs, status, findings, reports, before, after, wake)
+        return _concluded(obs, status, findings, reports=reports, before=before, after=after, wake=wake)
     after = list(pushes(obs, status, members, saved.holders(), wanted_phase(status)))
-    return _concluded(obs, status, findings, reports, before, after, wake)
+    return _concluded(obs, status, findings, reports=reports, before=before, after=after, wake=wake)
 
 
 def _belongings(obs: Observation) -> list[Action]:
@@ -126,10 +139,11 @@ def _concluded(
     obs: Observation,
     status: JobRecord,
     findings: Findings,
-    reports: Mapping[int, Report],
-    before: list[Action],
-    after: list[Action],
+    *,
+    reports: Mapping[int, Report] | None = None,
+    before: Sequence[Action] = (),
+    after: Sequence[Action] = (),
     wake: float | None = None,
 ) -> Decision:
-    derived = derive_status(obs, status, findings, reports)
+    derived = derive_status(obs, status, findings, reports or {})
     return Decision(tuple(before), derived, tuple(after), notices(obs.job.status, derived), wake)

@@ -43,6 +43,7 @@ def build_directives(
     status: JobRecord,
     members: Mapping[int, PodView],
     holders: Mapping[int, tuple[int, ...]],
+    *,
     phase: Phase,
     sources: Mapping[int, tuple[Source, ...]],
 ) -> dict[int, Directive]:

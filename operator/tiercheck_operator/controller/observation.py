@@ -247,7 +247,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
     created = parse_time(metadata.get("creationTimestamp")) or 0.0
     deletion = parse_time(metadata.get("deletionTimestamp"))
     grace = float(metadata.get("deletionGracePeriodSeconds") or 0)
-    sidecar = next(
+    sidecar: Mapping[str, Any] = next(
         (e for e in status.get("initContainerStatuses") or [] if e.get("name") == names.SIDECAR_CONTAINER), {}
     )
     return PodView(
@@ -286,7 +286,9 @@ def _pod_message(status: Mapping[str, Any], scheduled: Mapping[str, Any]) -> str
 
 def parse_node(raw: Mapping[str, Any]) -> NodeView:
     metadata, spec, status = raw.get("metadata") or {}, raw.get("spec") or {}, raw.get("status") or {}
-    ready = next((entry for entry in status.get("conditions") or [] if entry.get("type") == "Ready"), {})
+    ready: Mapping[str, Any] = next(
+        (entry for entry in status.get("conditions") or [] if entry.get("type") == "Ready"), {}
+    )
     taints = spec.get("taints") or []
     lost = ""
     if ready.get("status") in ("False", "Unknown"):

@@ -73,7 +73,7 @@ class JobRecord:
     attempt: int = 0
     phase: str = ""
     members: str = ""
-    history: History = History()
+    history: History = field(default_factory=History)
     crashes: int = 0
     disruptions: int = 0
     step: int | None = None
