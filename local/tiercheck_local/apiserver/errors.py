@@ -1,0 +1,117 @@
+"""Refusals, spelt as the real server spells them: clients branch on `reason` and `code`, people read `message`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One fault of one field. `reason` is a FieldValue... word of the API."""
+
+    field: str
+    message: str
+    reason: str = "FieldValueInvalid"
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}" if self.field else self.message
+
+
+class ApiError(Exception):
+    """A request that ends with a Status object of kind Failure."""
+
+    def __init__(self, code: int, reason: str, message: str, details: Object | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.details = details
+
+    def status(self) -> Object:
+        """The Status object sent to the client."""
+        body: Object = {
+            "kind": "Status",
+            "apiVersion": "v1",
+            "metadata": {},
+            "status": "Failure",
+            "message": self.message,
+            "reason": self.reason,
+            "code": self.code,
+        }
+        if self.details:
+            body["details"] = self.details
+        return body
+
+
+def success(details: Object) -> Object:
+    """The Status object that answers a completed delete, binding or eviction."""
+    return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}
+
+
+def qualified(plural: str, group: str) -> str:
+    """`pods`, or `leases.coordination.k8s.io`: how messages name a resource."""
+    return f"{plural}.{group}" if group else plural
+
+
+def _details(name: str, group: str, kind: str) -> Object:
+    return {"name": name, **({"group": group} if group else {}), "kind": kind}
+
+
+def not_found(plural: str, group: str, name: str) -> ApiError:
+    return ApiError(404, "NotFound", f'{qualified(plural, group)} "{name}" not found', _details(name, group, plural))
+
+
+def no_such_path() -> ApiError:
+    return ApiError(404, "NotFound", "the server could not find the requested resource", {})
+
+
+def already_exists(plural: str, group: str, name: str) -> ApiError:
+    message = f'{qualified(plural, group)} "{name}" already exists'
+    return ApiError(409, "AlreadyExists", message, _details(name, group, plural))
+
+
+def conflict(plural: str, group: str, name: str, why: str | None = None) -> ApiError:
+    why = why or "the object has been modified; please apply your changes to the latest version and try again"
+    message = f'Operation cannot be fulfilled on {qualified(plural, group)} "{name}": {why}'
+    return ApiError(409, "Conflict", message, _details(name, group, plural))
+
+
+def forbidden(plural: str, group: str, name: str, why: str, causes: Sequence[Object] = ()) -> ApiError:
+    details = _details(name, group, plural)
+    if causes:
+        details["causes"] = list(causes)
+    return ApiError(403, "Forbidden", f'{qualified(plural, group)} "{name}" is forbidden: {why}', details)
+
+
+def invalid(kind: str, group: str, name: str, causes: Sequence[Cause]) -> ApiError:
+    """422 with every fault found."""
+    text = str(causes[0]) if len(causes) == 1 else "[" + ", ".join(map(str, causes)) + "]"
+    details = _details(name, group, kind)
+    details["causes"] = [{"reason": c.reason, "message": c.message, "field": c.field} for c in causes]
+    return ApiError(422, "Invalid", f'{qualified(kind, group)} "{name}" is invalid: {text}', details)
+
+
+def bad_request(message: str) -> ApiError:
+    return ApiError(400, "BadRequest", message)
+
+
+def method_not_allowed() -> ApiError:
+    return ApiError(405, "MethodNotAllowed", "the server does not allow this method on the requested resource", {})
+
+
+def unsupported_media_type(accepted: Sequence[str]) -> ApiError:
+    message = "the body of the request was in an unknown format - accepted media types include: " + ", ".join(accepted)
+    return ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "UnsupportedMediaType", message)
+
+
+def too_old(asked: int, oldest: int) -> ApiError:
+    return ApiError(410, "Expired", f"too old resource version: {asked} ({oldest})")
+
+
+def too_many_requests(message: str, causes: Sequence[Object]) -> ApiError:
+    return ApiError(429, "TooManyRequests", message, {"causes": list(causes)})
