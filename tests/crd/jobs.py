@@ -1,0 +1,148 @@
+"""Jobs for the CRD's tests: a valid one, and the ways to make it wrong with the sentence that the user then reads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+REMOVED = object()
+"""As a new value: take the field away."""
+
+
+def job(name: str = "job", **spec: Any) -> dict[str, Any]:
+    """A small valid job; `spec` replaces its fields."""
+    return {
+        "apiVersion": "tiercheck.io/v1alpha1",
+        "kind": "TierCheckJob",
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": {"workers": 4, "template": template(), **spec},
+    }
+
+
+def template(**trainer: Any) -> dict[str, Any]:
+    """A pod template; `trainer` replaces fields of its container."""
+    return {
+        "spec": {"containers": [{"name": "trainer", "image": "trainer", "command": ["torchrun", "t.py"], **trainer}]}
+    }
+
+
+def changed(raw: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy with the field at the dotted `path` (list places as numbers) set, or removed."""
+    result = copy.deepcopy(dict(raw))
+    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    place: Any = result
+    for parent in parents:
+        place = place[parent] if isinstance(parent, int) else place.setdefault(parent, {})
+    if value is REMOVED:
+        del place[last]
+    else:
+        place[last] = value
+    return result
+
+
+_TRAINER = "spec.template.spec.containers.0"
+_S3 = {"bucket": "checkpoints"}
+_DIRECTORY = {"volume": {"persistentVolumeClaim": {"claimName": "c"}}}
+_LEVELS = [{"name": "rack", "label": "example.com/rack"}, {"name": "node", "label": "kubernetes.io/hostname"}]
+
+REFUSED_AT_CREATION: list[tuple[str, Any, str]] = [
+    # what is changed, to what, and a part of the sentence
+    ("metadata.name", "j" * 41, "at most 40 characters long"),
+    ("metadata.name", "my.job", "must be a DNS label"),
+    ("metadata.name", "1st-job", "must be a DNS label"),
+    ("spec.workers", REMOVED, "workers"),
+    ("spec.workers", 0, "greater than or equal to 1"),
+    ("spec.workers", 10001, "less than or equal to 10000"),
+    ("spec.workers", "four", "must be of type integer"),
+    ("spec.procsPerWorker", 65, "less than or equal to 64"),
+    ("spec.procsPerWorker", 0, "greater than or equal to 1"),
+    ("spec.managedBy", "somebody", "must be a domain and a name"),
+    ("spec.template", REMOVED, "template"),
+    ("spec.template.spec.containers", [], "at least 1 items"),
+    (f"{_TRAINER}.name", "main", "needs a container named trainer"),
+    (f"{_TRAINER}.image", REMOVED, "the container trainer needs an image"),
+    (f"{_TRAINER}.command", REMOVED, "the container trainer needs a command"),
+    (f"{_TRAINER}.command", [], "the container trainer needs a command"),
+    (f"{_TRAINER}.env", [{"name": "PET_NNODES", "value": "2"}], "must not set PET_*"),
+    (f"{_TRAINER}.env", [{"name": "A", "value": "1"}, {"name": "MASTER_ADDR", "value": "h"}], "must not set PET_*"),
+    (f"{_TRAINER}.env", [{"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}], "must not set"),
+    (f"{_TRAINER}.env", [{"name": "TIERCHECK_WORKER", "value": "0"}], "must not set PET_*, TIERCHECK_*"),
+    ("spec.template.spec.initContainers", [{"name": "tiercheck-library", "image": "i"}], "are taken by TierCheck"),
+    ("spec.template.spec.volumes", [{"name": "tiercheck-memory", "emptyDir": {}}], "names of volumes that begin with"),
+    ("spec.topology", {"preset": "azure"}, "generic"),
+    ("spec.topology", {}, "either preset or levels"),
+    ("spec.topology", {"preset": "gke", "levels": _LEVELS}, "either preset or levels"),
+    ("spec.topology", {"levels": []}, "at least 1 items"),
+    ("spec.topology", {"levels": [*_LEVELS[:1], *_LEVELS[:1]]}, "names of topology.levels must differ"),
+    ("spec.topology", {"levels": [{"name": "a", "label": "x/y"}, {"name": "b", "label": "x/y"}]}, "labels of topology"),
+    ("spec.topology", {"levels": _LEVELS[::-1]}, "can only be the last of topology.levels"),
+    ("spec.topology", {"levels": [{"name": "host", "label": "x/y"}]}, "belongs to the label kubernetes.io/hostname"),
+    ("spec.topology", {"levels": [{"name": "Rack 1", "label": "x/y"}]}, "the name of a level must be"),
+    ("spec.topology", {"levels": [{"name": "rack", "label": "not a label"}]}, "must be a label's key"),
+    ("spec.topology", {"levels": [{"name": f"l{n}", "label": f"x/l{n}"} for n in range(9)]}, "at most 8 items"),
+    ("spec.checkpoint.snapshot.everySteps", 0, "greater than or equal to 1"),
+    ("spec.tiers.local.sizeLimit", "64 GB", "sizeLimit must be a quantity above zero"),
+    ("spec.tiers.local.sizeLimit", "0", "sizeLimit must be a quantity above zero"),
+    ("spec.tiers.local.sizeLimit", "-1Gi", "sizeLimit must be a quantity above zero"),
+    ("spec.tiers.peer.copies", 4, "copies must be smaller than workers"),
+    ("spec.tiers.peer.copies", -1, "greater than or equal to 0"),
+    ("spec.tiers.peer.parity", {"data": 2, "parity": 1}, "parity is not available in this version; use copies"),
+    ("spec.tiers.peer", {"copies": 1, "parity": {"data": 2, "parity": 1}}, "copies or parity, not both"),
+    ("spec.tiers.peer.parity", {"data": 4, "parity": 1}, "needs at least data + parity workers"),
+    ("spec.tiers.peer.spread.mode", "Strict", "Required"),
+    ("spec.tiers.peer.spread.level", "leaf", "must be the name of a level in topology.levels, or of the preset"),
+    ("spec.tiers.remote", {}, "needs either s3 or directory"),
+    ("spec.tiers.remote", {"s3": _S3, "directory": _DIRECTORY}, "needs either s3 or directory, and not both"),
+    ("spec.tiers.remote", {"s3": {}}, "bucket"),
+    ("spec.tiers.remote", {"s3": {"bucket": "s3://checkpoints/a"}}, "without s3:// and without a path"),
+    ("spec.tiers.remote", {"s3": {**_S3, "endpoint": "minio:9000"}}, "endpoint must be a URL"),
+    ("spec.tiers.remote", {"s3": {**_S3, "prefix": "/a"}}, "prefix must not begin or end with"),
+    ("spec.tiers.remote", {"s3": {**_S3, "credentialsSecretName": "A_B"}}, "must be the name of a Secret"),
+    ("spec.tiers.remote", {"directory": {"volume": {}}}, "at least 1 properties"),
+    ("spec.tiers.remote", {"directory": {**_DIRECTORY, "subPath": "a/../b"}}, "subPath must be a relative path"),
+    ("spec.tiers.remote", {"directory": {**_DIRECTORY, "subPath": "/a"}}, "subPath must be a relative path"),
+    ("spec.tiers.remote", {"s3": _S3, "everySteps": 75}, "must be a multiple of checkpoint.snapshot.everySteps"),
+    ("spec.tiers.remote", {"s3": _S3, "bandwidth": "fast"}, "bandwidth must be a quantity"),
+    ("spec.tiers.remote", {"s3": _S3, "keep": 0}, "greater than or equal to 1"),
+    ("spec.restore", {"from": {}}, "step"),
+    ("spec.restore.from.step", 0, "greater than or equal to 1"),
+    ("spec.failurePolicy.maxRestarts", -1, "greater than or equal to 0"),
+    ("spec.ttlSecondsAfterFinished", -1, "greater than or equal to 0"),
+]
+
+ACCEPTED: list[tuple[str, Any]] = [
+    ("metadata.name", "j" * 40),
+    ("spec.workers", 1),
+    ("spec.tiers.peer.copies", 0),
+    ("spec.tiers.peer.copies", 3),
+    ("spec.tiers.peer.spread.level", "rack"),
+    ("spec.tiers.peer.spread.level", "host"),
+    ("spec.topology", {"preset": "topograph"}),
+    ("spec.topology", {"levels": _LEVELS}),
+    ("spec.topology", {"levels": _LEVELS[:1]}),
+    ("spec.managedBy", "kueue.x-k8s.io/multikueue"),
+    ("spec.suspend", True),
+    ("spec.tiers.local.sizeLimit", "0.5Gi"),
+    ("spec.tiers.local.sizeLimit", "1073741824"),
+    ("spec.tiers.remote", {"s3": {**_S3, "endpoint": "http://127.0.0.1:9000/path"}}),
+    ("spec.tiers.remote", {"directory": {**_DIRECTORY, "subPath": "a/..b/c"}, "everySteps": 50, "bandwidth": "1.5Gi"}),
+    ("spec.restore.from.step", 1200),
+    ("spec.failurePolicy.maxRestarts", 0),
+    (f"{_TRAINER}.env", [{"name": "OMP_NUM_THREADS", "value": "1"}, {"name": "RANKING", "value": "1"}]),
+    (f"{_TRAINER}.resources", {"limits": {"cpu": "1"}}),
+    ("spec.template.spec.nodeSelector", {"pool": "gpu"}),
+]
+
+REFUSED_AS_CHANGE: list[tuple[str, Any, str]] = [
+    ("spec.workers", 5, "workers cannot change while the job runs; set spec.suspend to true first"),
+    ("spec.procsPerWorker", 2, "procsPerWorker cannot change while the job runs; set spec.suspend to true first"),
+    ("spec.managedBy", "example.com/other", "managedBy cannot change; delete the job and create it again"),
+]
+"""Changes of a job that is not suspended."""
+
+ACCEPTED_AS_CHANGE: list[tuple[str, Any]] = [
+    ("spec.suspend", True),
+    ("spec.checkpoint.snapshot.everySteps", 10),
+    ("spec.failurePolicy.maxRestarts", 3),
+]
