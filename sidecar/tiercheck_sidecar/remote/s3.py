@@ -11,6 +11,7 @@ import contextlib
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from tiercheck_sidecar.remote import keys as layout
 from tiercheck_sidecar.remote import s3_errors
@@ -23,7 +24,7 @@ PART = 16 * 1024 * 1024
 PARALLEL_PARTS = 4
 MAX_PARTS = 9000  # S3 allows 10,000
 CONFLICT_TRIES = 6
-DELETE_BATCH = 1000
+PARALLEL_DELETES = 8
 
 
 class S3Objects(Objects):
@@ -134,10 +135,14 @@ class S3Objects(Objects):
 
     def delete(self, keys: Iterable[str]) -> None:
         clients = self._clients()
-        with self._boto():
-            # One by one: bulk deletion needs an MD5 or CRC header that S3-compatible servers disagree about.
-            for key in keys:
-                clients.boto.delete_object(Bucket=self._bucket, Key=self._key(key))
+
+        def delete_one(key: str) -> None:
+            clients.boto.delete_object(Bucket=self._bucket, Key=self._key(key))
+
+        # Not in bulk: that needs an MD5 or CRC header which S3-compatible servers disagree about.
+        with self._boto(), ThreadPoolExecutor(PARALLEL_DELETES, thread_name_prefix="remote-delete") as pool:
+            for done in [pool.submit(delete_one, key) for key in keys]:
+                done.result()
 
     def forget_unfinished(self, dead: Callable[[str, float], bool]) -> None:
         clients = self._clients()

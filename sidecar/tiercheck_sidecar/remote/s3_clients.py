@@ -131,12 +131,13 @@ def _bulk(settings: S3Settings, boto: Any, session: Any, authorities: bytes | No
 
 
 def _authorities(settings: S3Settings, location: str) -> bytes | None:
-    if not settings.ca_bundle:
+    bundle = settings.ca_bundle or os.environ.get("AWS_CA_BUNDLE")  # the latter boto3 would find by itself, obstore not
+    if not bundle:
         return None
-    if "-----BEGIN" in settings.ca_bundle:
-        return settings.ca_bundle.encode()
+    if "-----BEGIN" in bundle:
+        return bundle.encode()
     try:
-        return Path(settings.ca_bundle).read_bytes()
+        return Path(bundle).read_bytes()
     except OSError as error:
         raise RemoteError(
             Reason.OTHER,

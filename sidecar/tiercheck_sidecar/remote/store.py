@@ -27,6 +27,8 @@ from tiercheck_sidecar.remote.verify import check_chunks, check_shape
 
 FETCH_BYTES = 16 * 1024 * 1024
 FETCH_THREADS = 4
+SMALL_THREADS = 8
+"""For many small objects, where waiting for answers is what takes the time."""
 
 
 class RemoteStore:
@@ -37,6 +39,7 @@ class RemoteStore:
         self._objects = objects
         self._closed = threading.Event()
         self._bucket = TokenBucket(None, wait=self._pause)
+        self._known_as_ours = False
 
     @property
     def location(self) -> str:
@@ -46,9 +49,11 @@ class RemoteStore:
     def check(self) -> None:
         """Raise unless the place answers, can be read and written, and belongs to this job."""
         self._objects.check()
-        complete = self.versions()
-        if complete:
-            self.read_manifest(complete[-1])
+        if not self._known_as_ours:
+            complete = self.versions()
+            if complete:
+                self.read_manifest(complete[-1])
+            self._known_as_ours = True
 
     def put_artifact(
         self, rank: int, version: Version, path: Path, digests: Digests, bandwidth: int | None
@@ -85,12 +90,13 @@ class RemoteStore:
 
     def uploaded(self, version: Version) -> tuple[RankArtifact, ...]:
         """The artifacts of a version that are completely uploaded, by rank; what a manifest is made of."""
-        found = []
-        for stored in self._objects.list(keys.artifacts_of(version)):
-            if stored.key.endswith(".json"):
-                body = self._objects.read(stored.key)
-                if body is not None:
-                    found.append(_decode(body, RankArtifact, f"{self.location}/{stored.key}"))
+        described = [s.key for s in self._objects.list(keys.artifacts_of(version)) if s.key.endswith(".json")]
+        with ThreadPoolExecutor(SMALL_THREADS, thread_name_prefix="remote-read") as pool:
+            found = [
+                _decode(body, RankArtifact, f"{self.location}/{key}")
+                for key, body in zip(described, pool.map(self._objects.read, described), strict=True)
+                if body is not None
+            ]
         return tuple(sorted(found, key=lambda artifact: artifact.rank))
 
     def commit(self, manifest: Manifest) -> bool:
@@ -157,8 +163,9 @@ class RemoteStore:
         committed = self._committed()
         doomed = retention.to_delete(committed, keep, protect)
         for version in doomed:
-            if self._manifest(version) is not None:  # raises if the folder is another job's
-                self._objects.delete([keys.manifest_key(version)])
+            with contextlib.suppress(RemoteCorrupt):  # unreadable: nobody can restore it, so it may go
+                self._manifest(version)  # raises if the folder is another job's
+            self._objects.delete([keys.manifest_key(version)])
             self._delete_artifacts(version)
         kept = {version: when for version, when in committed.items() if version not in doomed}
         touched: dict[Version, float] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -20,7 +21,7 @@ def refusal(code: str, status: int = 403) -> Answer:
 
 
 @contextlib.contextmanager
-def serving(respond: Responder) -> Iterator[str]:
+def serving(respond: Responder, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """The base URL of a loopback server that answers what `respond` says."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -45,10 +46,12 @@ def serving(respond: Responder) -> Iterator[str]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         thread.join()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import pytest
 import xxhash
 from remote_places import Place
 
+from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.remote import Reason, RemoteClosed, RemoteCorrupt, RemoteError, RemoteMissing, open_store
@@ -246,6 +249,14 @@ def test_only_the_newest_are_retained(store: RemoteStore, slots: Slots, place: P
     assert {key.split("/")[3] for key in place.names() if "artifacts" in key} == {f"{30:012d}-1", f"{40:012d}-1"}
 
 
+def test_unreadable_old_manifest_does_not_stop_retention(store: RemoteStore, slots: Slots, place: Place) -> None:
+    save(store, slots, Version(10, 1))
+    place.put(f"{FOLDER}/manifests/{10:012d}-1.json", b"{")
+    save(store, slots, Version(20, 1))
+    store.retain(1)
+    assert store.versions() == [Version(20, 1)]
+
+
 def test_protected_and_newest_versions_survive_any_retention(store: RemoteStore, slots: Slots) -> None:
     manifests = [save(store, slots, Version(step, 1), b"%d" % step) for step in (10, 20, 30)]
     store.retain(0, {Version(10, 1)})
@@ -291,6 +302,38 @@ def test_interrupted_upload_leaves_no_version(store: RemoteStore, slots: Slots, 
     assert again.uploaded(FIRST) == ()
     assert place.unfinished() == 0
     again.close()
+
+
+UPLOAD = """
+import sys, json
+from pathlib import Path
+from tiercheck.protocol.encoding import from_json
+from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.version import Version
+from tiercheck_sidecar.remote import open_store
+settings, job, path, digests = sys.argv[1:]
+# One byte per second: the first piece goes at once, the second one never.
+open_store(settings, job).put_artifact(0, Version(100, 1), Path(path), from_json(digests, Digests), 1)
+"""
+
+
+def test_sidecar_killed_in_mid_upload_leaves_no_version_and_can_upload_again(
+    store: RemoteStore, slots: Slots, place: Place
+) -> None:
+    content = os.urandom(33 * CHUNK)
+    path, digests = slots.seal(content)
+    uploader = subprocess.Popen([sys.executable, "-c", UPLOAD, place.settings(), JOB, path, to_json(digests)])
+    try:
+        eventually(lambda: place.unfinished() == 1)
+    finally:
+        uploader.kill()
+        uploader.wait()
+    assert store.versions() == []
+    assert store.uploaded(FIRST) == ()
+
+    artifact = store.put_artifact(0, FIRST, path, digests, bandwidth=None)
+    assert store.commit(manifest_of(FIRST, artifact))
+    assert fetched(store, artifact) == content
 
 
 @pytest.mark.parametrize("prefix", ["", "/", "a/b//c/", "équipe/模型", "with space/50%20+&#?", "dots.and_under-~(1)"])

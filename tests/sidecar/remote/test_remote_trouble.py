@@ -171,7 +171,7 @@ def test_conflicting_manifest_requests_are_repeated_until_one_is_decided() -> No
     assert answers == []
 
 
-def test_endpoint_with_an_unknown_authority_is_told_from_a_dead_one(tmp_path: Path) -> None:
+def test_authority_file_that_is_not_mounted_is_named(tmp_path: Path) -> None:
     bundle = tmp_path / "missing.pem"
     with (
         opened("https://127.0.0.1:1", caBundle=str(bundle)) as store,
