@@ -1,0 +1,119 @@
+"""The control API: HTTPS with JSON, for the operator and for the other sidecars of this job only."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import ssl
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from tiercheck.protocol.directive import Directive
+from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.report import Report
+from tiercheck_sidecar.board import Board, Refused, StaleRefused
+from tiercheck_sidecar.config import SidecarConfig
+from tiercheck_sidecar.report import Reporter
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_MAX_BODY = 64 * 1024 * 1024
+_MAX_WAIT = 60.0
+
+
+def server_context(config: SidecarConfig) -> ssl.SSLContext:
+    """TLS with the job's own certificate. Raises OSError, ssl.SSLError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(config.credentials_dir / "tls.crt", config.credentials_dir / "tls.key")
+    return context
+
+
+class ControlApi:
+    """The routes. `build` gives the aiohttp application."""
+
+    def __init__(self, board: Board, reporter: Reporter) -> None:
+        self._board, self._reporter = board, reporter
+        self._expected = f"Bearer {board.config.token}".encode()
+        self._changed = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def build(self, *more: web.RouteDef) -> web.Application:
+        app = web.Application(middlewares=[self._authenticate], client_max_size=_MAX_BODY)
+        app.add_routes([web.put("/v1/directive", self._directive), web.get("/v1/report", self._report), *more])
+        app.on_startup.append(self._listen)
+        return app
+
+    async def _listen(self, _: web.Application) -> None:
+        loop = self._loop = asyncio.get_running_loop()
+
+        def wake() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._wake)
+
+        self._board.subscribe(wake)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    @web.middleware
+    async def _authenticate(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode()
+        if not hmac.compare_digest(given, self._expected):
+            return sentence(401, "the job's token is required")
+        return await handler(request)
+
+    async def _directive(self, request: web.Request) -> web.StreamResponse:
+        try:
+            directive = decode(await request.read(), Directive)
+        except msgspec.DecodeError as error:
+            return sentence(422, f"not a directive: {error}")
+        try:
+            self._board.accept(directive)
+        except StaleRefused as error:
+            return sentence(409, str(error))
+        except Refused as error:
+            return sentence(403, str(error))
+        return answer(self._reporter.report())
+
+    async def _report(self, request: web.Request) -> web.StreamResponse:
+        try:
+            after = int(request.query.get("after", "-1"))
+            wait = min(float(request.query.get("wait", "0")), _MAX_WAIT)
+        except ValueError:
+            return sentence(422, "after is a serial, wait is in seconds")
+        deadline = asyncio.get_running_loop().time() + wait
+        while True:
+            changed = self._changed
+            report = self._reporter.report()
+            left = deadline - asyncio.get_running_loop().time()
+            if self._is_news(report, after) or left <= 0 or self._board.stopping:
+                return answer(report)
+            try:
+                await asyncio.wait_for(changed.wait(), left)
+            except TimeoutError:
+                continue
+
+    def _is_news(self, report: Report, after: int) -> bool:
+        return report.serial > after
+
+
+def decode(body: bytes, cls: type[T]) -> T:
+    """Strict decoding. Raises msgspec.DecodeError (ValidationError is one)."""
+    return msgspec.json.decode(body, type=cls)
+
+
+def answer(value: object) -> web.Response:
+    return web.Response(body=to_json(value), content_type="application/json")
+
+
+def sentence(status: int, text: str) -> web.Response:
+    return web.json_response({"error": text}, status=status)

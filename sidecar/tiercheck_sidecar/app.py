@@ -1,0 +1,107 @@
+"""The life of a sidecar: take inventory, serve, follow directives, flush what is owed, end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+from aiohttp import web
+
+from tiercheck.protocol.directive import Source
+from tiercheck.protocol.version import Version
+from tiercheck_sidecar import metrics
+from tiercheck_sidecar.api import ControlApi, server_context
+from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.config import ConfigError, SidecarConfig
+from tiercheck_sidecar.reclaim import Reclaimer
+from tiercheck_sidecar.report import Reporter
+from tiercheck_sidecar.restore import Restorer, SourceFailed
+from tiercheck_sidecar.trainer_socket import TrainerSocket
+from tiercheck_sidecar.vault import Seal, Vault
+
+log = logging.getLogger(__name__)
+
+
+class Sidecar:
+    """Everything of one process, wired together."""
+
+    def __init__(self, config: SidecarConfig) -> None:
+        self.config = config
+        self.board = Board(config)
+        self.vault = Vault(config.memory_dir, config.memory_limit, config.ranks, self.board.bump)
+        self.reporter = Reporter(self.board, self.vault)
+        self.socket = TrainerSocket(self.board, self.vault)
+        self.restorer = Restorer(self.board, self.vault, self._fetch)
+        self.reclaimer = Reclaimer(self.board, self.vault)
+        self._runners: list[web.AppRunner] = []
+
+    async def run(self) -> None:
+        """Until SIGTERM or SIGINT. Raises OSError if an address or the memory volume cannot be used."""
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        await self._serve(self._health(), self.config.metrics_port, secure=False)
+        await asyncio.to_thread(self.vault.open)
+        self.socket.start()
+        for name, loop_body in self._loops():
+            threading.Thread(target=loop_body, name=name, daemon=True).start()
+        await self._serve(ControlApi(self.board, self.reporter).build(), self.config.control_port, secure=True)
+        self._ready = True
+        log.info("sidecar of worker %d is ready on %s", self.config.worker, self.config.pod_ip)
+        await stop.wait()
+        self.board.stop()
+        self.socket.stop()
+        for runner in self._runners:
+            await runner.cleanup()
+
+    _ready = False
+
+    def _loops(self) -> list[tuple[str, Callable[[], None]]]:
+        return [("restore", self.restorer.run), ("reclaim", self.reclaimer.run)]
+
+    def _fetch(self, source: Source, rank: int, version: Version) -> Seal:
+        raise SourceFailed("not reachable from here")
+
+    def _health(self) -> web.Application:
+        async def healthz(_: web.Request) -> web.Response:
+            return web.Response(text="ok\n")
+
+        async def readyz(_: web.Request) -> web.Response:
+            return web.Response(text="ready\n") if self._ready else web.Response(status=503, text="starting\n")
+
+        async def scrape(_: web.Request) -> web.Response:
+            return web.Response(
+                body=metrics.render(self.reporter), headers={"Content-Type": "text/plain; version=0.0.4"}
+            )
+
+        app = web.Application()
+        app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", scrape)])
+        return app
+
+    async def _serve(self, app: web.Application, port: int, secure: bool) -> None:
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        self._runners.append(runner)
+        context = server_context(self.config) if secure else None
+        await web.TCPSite(runner, self.config.pod_ip, port, ssl_context=context, reuse_address=True).start()
+
+
+def main() -> int:
+    """0 after an orderly end; 2 if the environment is wrong; 1 if an address or the volume cannot be used."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        config = SidecarConfig.from_env()
+    except ConfigError as error:
+        log.error("%s", error)
+        return 2
+    try:
+        asyncio.run(Sidecar(config).run())
+    except OSError as error:
+        log.error("the sidecar cannot run: %s", error)
+        return 1
+    return 0

@@ -1,0 +1,160 @@
+"""The board: the few facts that the sidecar's threads share, and the one condition they all wait on.
+
+Every loop is level-based: it waits until anything changed, looks at the board and the vault, and does what is missing.
+So no message between threads can be lost, and a directive sent twice does nothing twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+
+from tiercheck.protocol.directive import Directive, Phase
+from tiercheck.protocol.report import Counters, Problem, Quarantined, RemoteReport, RestoreReport, RestoreState
+from tiercheck.protocol.version import Version
+from tiercheck_sidecar.config import SidecarConfig
+from tiercheck_sidecar.trainer_watch import TrainerWatch
+from tiercheck_sidecar.watermark import Verdict
+
+
+class Refused(Exception):
+    """A directive that this sidecar must not follow; the message is a sentence."""
+
+
+class StaleRefused(Refused):
+    """It is of an older attempt, or its phase would go back."""
+
+
+class StrangerRefused(Refused):
+    """It is meant for another job or another worker."""
+
+
+class Board:
+    """Thread-safe. Read fields under `lock` when more than one must agree."""
+
+    def __init__(self, config: SidecarConfig, clock: Callable[[], float] = time.time) -> None:
+        self.config = config
+        self.clock = clock
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
+        self._generation = 0
+        self._listeners: list[Callable[[], None]] = []
+        self.stopping = False
+        self.directive: Directive | None = None
+        self.saw_hold = False
+        """Whether this process has seen the current attempt from its beginning."""
+        self.restore = RestoreReport(RestoreState.IDLE, None)
+        self.trainer = TrainerWatch()
+        self.remote = RemoteReport(configured=config.remote is not None, reachable=None)
+        self.verdict: Verdict | None = None
+        """The coordinator's newest word in this attempt; None: nothing heard, so nothing is freed."""
+        self.reached: dict[int, Version] = {}
+        """Per own rank, the newest version that it captured or skipped in this attempt."""
+        self.counters = Counters()
+        self._problems: dict[str, Problem] = {}
+        self._quarantined: dict[tuple[int, Version, int], Quarantined] = {}
+
+    # Waiting
+
+    def bump(self) -> None:
+        """Something changed: every loop looks again."""
+        with self._changed:
+            self._generation += 1
+            self._changed.notify_all()
+        for listener in self._listeners:
+            listener()
+
+    def wait(self, seen: int, timeout: float) -> int:
+        """Until something changed after generation `seen`, the sidecar stops, or `timeout` seconds passed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._generation != seen or self.stopping, timeout)
+            return self._generation
+
+    def wait_until(self, predicate: Callable[[], bool], timeout: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: predicate() or self.stopping, timeout)
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        self._listeners.append(listener)
+
+    def stop(self) -> None:
+        self.stopping = True
+        self.bump()
+
+    # Directives
+
+    @property
+    def attempt(self) -> int:
+        directive = self.directive
+        return directive.attempt if directive else 0
+
+    def accept(self, directive: Directive) -> None:
+        """Take over the wanted state. Raises Refused."""
+        with self.lock:
+            self._check(directive)
+            old = self.directive
+            if old == directive:
+                return
+            if old is None or directive.attempt > old.attempt:
+                self.saw_hold = directive.phase is Phase.HOLD
+                self.verdict, self.reached = None, {}
+                self._quarantined = {}
+                version = directive.restore.version if directive.restore else None
+                self.restore = RestoreReport(RestoreState.RUNNING, version)
+                resumed = directive.phase is Phase.RELEASE and not self.saw_hold
+                self.trainer.begin_attempt(directive.attempt, resumed, self.clock())
+            self.directive = directive
+        self.bump()
+
+    def _check(self, directive: Directive) -> None:
+        config, old = self.config, self.directive
+        if directive.job_uid != config.job_uid:
+            raise StrangerRefused(f"this sidecar belongs to job {config.job_uid}, not {directive.job_uid}")
+        if (directive.worker, directive.procs_per_worker) != (config.worker, config.procs_per_worker):
+            raise StrangerRefused(
+                f"this is worker {config.worker} with {config.procs_per_worker} ranks, "
+                f"not worker {directive.worker} with {directive.procs_per_worker}"
+            )
+        if old is None:
+            return
+        if directive.attempt < old.attempt:
+            self.count(refused_stale=1)
+            raise StaleRefused(f"attempt {directive.attempt} is older than {old.attempt}")
+        if directive.attempt == old.attempt and directive.phase.order < old.phase.order:
+            raise StaleRefused(f"attempt {old.attempt} is in phase {old.phase.value}, past {directive.phase.value}")
+
+    # Small facts
+
+    def count(self, **more: int) -> None:
+        """Add to counters by name."""
+        with self.lock:
+            now = {name: getattr(self.counters, name) + value for name, value in more.items()}
+            self.counters = dataclasses.replace(self.counters, **now)
+
+    def problem(self, reason: str, message: str) -> None:
+        """State or, with an empty message, withdraw a problem."""
+        with self.lock:
+            before = self._problems.get(reason)
+            if (before.message if before else "") == message:
+                return
+            self._problems.pop(reason, None)
+            if message:
+                self._problems[reason] = Problem(reason, message)
+        self.bump()
+
+    def quarantine(self, bad: Quarantined) -> None:
+        with self.lock:
+            self._quarantined[bad.rank, bad.version, bad.worker] = bad
+        self.bump()
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        with self.lock:
+            return tuple(self._problems.values())
+
+    @property
+    def quarantined(self) -> tuple[Quarantined, ...]:
+        with self.lock:
+            return tuple(self._quarantined.values())

@@ -1,0 +1,92 @@
+"""What one sidecar is told at birth: who it is, and where its memory, socket and credentials are.
+
+Everything that can change while it runs arrives in directives instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiercheck.protocol import names
+
+
+class ConfigError(ValueError):
+    """An environment variable is missing or malformed; the message names it."""
+
+
+@dataclass(frozen=True)
+class SidecarConfig:
+    """The sidecar's identity and places. Paths are as this process sees them."""
+
+    job: str
+    """namespace/name"""
+    job_uid: str
+    worker: int
+    procs_per_worker: int
+    pod_uid: str
+    pod_ip: str
+    """All servers bind here, all connections start here."""
+    memory_dir: Path
+    memory_limit: int
+    """Bytes."""
+    run_dir: Path
+    credentials_dir: Path
+    remote: str | None
+    """JSON of the remote tier's settings; None: no remote tier."""
+    token: str
+    control_port: int = names.CONTROL_PORT
+    exchange_port: int = names.EXCHANGE_PORT
+    metrics_port: int = names.METRICS_PORT
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of this worker."""
+        first = self.worker * self.procs_per_worker
+        return tuple(range(first, first + self.procs_per_worker))
+
+    @property
+    def socket_path(self) -> Path:
+        return self.run_dir / names.SOCKET_NAME
+
+    @staticmethod
+    def from_env(env: Mapping[str, str] = os.environ) -> SidecarConfig:
+        """Raises ConfigError."""
+        credentials = Path(env.get(names.ENV_CREDENTIALS_DIR) or names.CREDENTIALS_DIR)
+        memory = Path(env.get(names.ENV_MEMORY_DIR) or names.MEMORY_DIR)
+        try:
+            token = (credentials / "token").read_text().strip()
+        except OSError as error:
+            raise ConfigError(f"{names.ENV_CREDENTIALS_DIR}: cannot read the job's token: {error}") from error
+        if not token:
+            raise ConfigError(f"{names.ENV_CREDENTIALS_DIR}: the job's token is empty")
+        return SidecarConfig(
+            job=_text(env, names.ENV_JOB),
+            job_uid=_text(env, names.ENV_JOB_UID),
+            worker=_number(env, names.ENV_WORKER),
+            procs_per_worker=_number(env, names.ENV_PROCS_PER_WORKER),
+            pod_uid=_text(env, names.ENV_POD_UID),
+            pod_ip=_text(env, names.ENV_POD_IP),
+            memory_dir=memory,
+            memory_limit=_number(env, names.ENV_MEMORY_LIMIT),
+            run_dir=Path(env.get(names.ENV_RUN_DIR) or names.RUN_DIR),
+            credentials_dir=credentials,
+            remote=env.get(names.ENV_REMOTE) or None,
+            token=token,
+        )
+
+
+def _text(env: Mapping[str, str], name: str) -> str:
+    value = env.get(name, "")
+    if not value:
+        raise ConfigError(f"{name} is not set")
+    return value
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    text = _text(env, name)
+    if not text.isdigit():
+        raise ConfigError(f"{name} is not a whole number: {text!r}")
+    return int(text)

@@ -1,0 +1,53 @@
+"""`python3 -m tiercheck_sidecar.install_library DEST`: brings the trainer's library into any training image.
+
+Runs in an init container. The copy appears at DEST/tiercheck by one rename, so a container that is restarted half-way
+never leaves half a library behind.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import tiercheck
+
+
+def install(destination: Path) -> Path:
+    """Copy the `tiercheck` package to `destination`/tiercheck, replacing an older copy. Raises OSError."""
+    source = Path(tiercheck.__file__).parent
+    target = destination / "tiercheck"
+    destination.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=".tiercheck-", dir=destination))
+    try:
+        fresh = staging / "tiercheck"
+        shutil.copytree(source, fresh, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+        _readable_by_all(fresh)
+        if target.exists():
+            target.rename(staging / "previous")
+        fresh.rename(target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return target
+
+
+def _readable_by_all(root: Path) -> None:
+    """The trainer may run as another user."""
+    for folder, _, files in os.walk(root):
+        os.chmod(folder, 0o755)
+        for name in files:
+            os.chmod(Path(folder) / name, 0o644)
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        print("usage: python3 -m tiercheck_sidecar.install_library DEST", file=sys.stderr)
+        return 2
+    print(f"installed {install(Path(arguments[0]))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,75 @@
+"""What a person's dashboard shows of one sidecar, computed from its report at each scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tiercheck.protocol.report import RestoreState, TrainerState
+from tiercheck_sidecar.report import Reporter
+
+
+class ReportCollector(Collector):
+    """`tiercheck_*` metrics of one sidecar."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+
+    def collect(self) -> Iterable[Metric]:
+        report = self._reporter.report()
+        yield _gauge("tiercheck_attempt", "Attempt of the newest accepted directive.", report.attempt)
+        yield _gauge("tiercheck_memory_limit_bytes", "Bytes the memory volume may hold.", report.memory.limit)
+        yield _gauge("tiercheck_memory_used_bytes", "Bytes of slots and seals.", report.memory.used)
+        yield _gauge("tiercheck_memory_needed_bytes", "Bytes for all slots of this worker.", report.memory.needed)
+        yield _gauge("tiercheck_trainer_step", "Newest step reported by a local rank.", report.trainer.step or 0)
+        yield _gauge(
+            "tiercheck_trainer_running",
+            "1 while the training command runs.",
+            int(report.trainer.state is TrainerState.RUNNING),
+        )
+        yield _gauge("tiercheck_restore_seconds", "Duration of the newest restore.", report.restore.seconds)
+        yield _gauge(
+            "tiercheck_restore_failed",
+            "1 if the newest restore failed.",
+            int(report.restore.state is RestoreState.FAILED),
+        )
+        marks = GaugeMetricFamily(
+            "tiercheck_watermark_step", "Newest step complete for every rank, per tier.", labels=["tier"]
+        )
+        for tier in ("local", "peer", "remote"):
+            version = getattr(report.watermarks, tier)
+            if version is not None:
+                marks.add_metric([tier], version.step)
+        yield marks
+        held = GaugeMetricFamily("tiercheck_held_bytes", "Bytes of verified artifacts, per tier.", labels=["tier"])
+        for name in ("local", "peer"):
+            held.add_metric([name], sum(each.bytes for each in report.holdings if each.tier.value == name))
+        yield held
+        problems = GaugeMetricFamily("tiercheck_problem", "1 for each problem that is present.", labels=["reason"])
+        for problem in report.problems:
+            problems.add_metric([problem.reason], 1)
+        yield problems
+        counters = report.counters
+        yield _counter("tiercheck_captured", "Snapshots sealed.", counters.captured)
+        yield _counter("tiercheck_skipped", "Captures skipped because no slot was free.", counters.skipped)
+        yield _counter("tiercheck_replicated", "Artifacts acknowledged by a holder.", counters.replicated)
+        yield _counter("tiercheck_uploaded", "Artifacts brought to the remote tier.", counters.uploaded)
+        yield _counter("tiercheck_refused_stale", "Messages of older attempts refused.", counters.refused_stale)
+
+
+def render(reporter: Reporter) -> bytes:
+    """The text that Prometheus scrapes."""
+    registry = CollectorRegistry()
+    registry.register(ReportCollector(reporter))
+    return generate_latest(registry)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, text, value=value)

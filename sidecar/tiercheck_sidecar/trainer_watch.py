@@ -1,0 +1,118 @@
+"""What is known about the training command of this worker, from what its launcher and ranks say, and from their silence.
+
+A launcher that vanishes while the command ran means that the trainer container was restarted: everything in it is gone,
+although nobody reported an exit. It is given a moment to come back and say that the command still runs, because it is
+also what a restart of the sidecar looks like.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tiercheck.protocol.local import LauncherEvent
+from tiercheck.protocol.report import TrainerReport, TrainerState
+
+CONTAINER_RESTARTED = "ContainerRestarted"
+COME_BACK_SECONDS = 3.0
+"""How long a launcher may be silent before its command counts as lost."""
+_SMOOTHING = 0.2
+
+
+class TrainerWatch:
+    """Not thread-safe: the board's lock guards it."""
+
+    def __init__(self) -> None:
+        self.attempt = 0
+        self.connected = False
+        self._report = TrainerReport(TrainerState.ABSENT)
+        self._last: tuple[LauncherEvent, float] | None = None
+        self._silent_since: float | None = None
+
+    @property
+    def report(self) -> TrainerReport:
+        return self._report
+
+    @property
+    def lost_container(self) -> bool:
+        """The attempt ended here unseen; a new launcher must not begin it again."""
+        return self._report.reason == CONTAINER_RESTARTED
+
+    def begin_attempt(self, attempt: int, resumed: bool, now: float) -> None:
+        """`resumed`: the attempt was released before this process began, so the command should be running."""
+        self.attempt = attempt
+        state = TrainerState.WAITING if self.connected else TrainerState.ABSENT
+        self._report = TrainerReport(state)
+        self._silent_since = None
+        if resumed:
+            self._report = TrainerReport(TrainerState.RUNNING)
+            self._silent_since = now
+        if self._last is not None and self._last[0].attempt == attempt:
+            self.event(*self._last)
+
+    def launcher_connected(self) -> None:
+        self.connected = True
+        if self._report.state is TrainerState.ABSENT:
+            self._report = TrainerReport(TrainerState.WAITING)
+
+    def launcher_gone(self, now: float) -> None:
+        self.connected = False
+        if self._report.state is TrainerState.RUNNING:
+            self._silent_since = now
+        elif self._report.state is TrainerState.WAITING:
+            self._report = TrainerReport(TrainerState.ABSENT)
+
+    def event(self, event: LauncherEvent, now: float) -> None:
+        self._last = (event, now)
+        if event.attempt != self.attempt:
+            if event.event == "idle" and self._silent_since is not None:
+                self._lost(now)  # a launcher that knows nothing of the running attempt is a new one
+            return
+        if event.event == "started" and self._report.state is not TrainerState.FAILED:
+            self._silent_since = None
+            if self._report.state is not TrainerState.RUNNING:
+                self._report = TrainerReport(TrainerState.RUNNING, started_at=now)
+            elif self._report.started_at is None:
+                self._report = dataclasses.replace(self._report, started_at=now)
+        elif event.event == "exited":
+            self._silent_since = None
+            state = TrainerState.SUCCEEDED if event.exit_code == 0 else TrainerState.FAILED
+            self._report = dataclasses.replace(
+                self._report,
+                state=state,
+                exit_code=event.exit_code,
+                reason=event.reason,
+                message=event.message,
+                ended_at=now,
+            )
+        elif event.event == "idle" and self._silent_since is not None:
+            self._lost(now)
+
+    def tick(self, now: float) -> bool:
+        """Whether the silence of a launcher has just become too long."""
+        if self._silent_since is None or now - self._silent_since < COME_BACK_SECONDS:
+            return False
+        self._lost(now)
+        return True
+
+    def progress(self, step: int, step_seconds: float | None, now: float) -> None:
+        """A rank reached `step`."""
+        report = self._report
+        average = report.step_seconds
+        if step_seconds is not None:
+            average = step_seconds if average is None else average + _SMOOTHING * (step_seconds - average)
+        self._report = dataclasses.replace(
+            report,
+            step=max(step, report.step or 0),
+            step_seconds=average,
+            first_step_at=now if report.first_step_at is None else report.first_step_at,
+        )
+
+    def _lost(self, now: float) -> None:
+        self._silent_since = None
+        self._report = dataclasses.replace(
+            self._report,
+            state=TrainerState.FAILED,
+            reason=CONTAINER_RESTARTED,
+            message="the trainer container ended without saying so, and was restarted or is gone",
+            ended_at=now,
+        )

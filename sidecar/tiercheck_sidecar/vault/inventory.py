@@ -1,0 +1,84 @@
+"""What survived a restart of the sidecar: the slots whose bytes still match their seals, and nothing else.
+
+Anything unsealed is removed rather than reused in place: a trainer that outlived the sidecar may still be writing
+through its mapping, and must then write into a file that no one will ever open again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tiercheck.protocol.slot import NotASlot, read_header
+from tiercheck_sidecar.digest import first_mismatch
+from tiercheck_sidecar.vault.seal import SUFFIX, Seal, read_seal, seal_path
+from tiercheck_sidecar.vault.slots import Slot, SlotState, remove
+
+log = logging.getLogger(__name__)
+
+SLOT_SUFFIX = ".safetensors"
+_VERIFIERS = 4
+
+
+def take_inventory(directory: Path) -> list[Slot]:
+    """Every slot in `directory` that is sealed and verified. All other slot files are removed."""
+    files = sorted(directory.glob(f"*{SLOT_SUFFIX}"))
+    with ThreadPoolExecutor(_VERIFIERS) as pool:
+        found = list(pool.map(_inspect, files))
+    kept = [slot for slot in found if slot is not None]
+    _clear(directory, {slot.path for slot in kept})
+    return kept
+
+
+def _inspect(path: Path) -> Slot | None:
+    seal = read_seal(path)
+    if seal is None:
+        log.info("%s has no seal: torn or free", path.name)
+        return None
+    slot = Slot(path=path, size=path.stat().st_size, rank=seal.rank, tier=seal.tier, state=SlotState.SEALED, seal=seal)
+    try:
+        reason = fault(slot)
+    except OSError as error:
+        reason = str(error)
+    if reason:
+        log.warning("%s is given up: %s", path.name, reason)
+        return None
+    return slot
+
+
+def fault(slot: Slot) -> str:
+    """Why the slot's bytes are not what its seal says; empty if they are. Raises OSError."""
+    seal = slot.seal
+    if seal is None:
+        return "it has no seal"
+    if slot.size != seal.digests.size:
+        return f"it is {slot.size} bytes long, its seal says {seal.digests.size}"
+    with slot.mapped() as view:
+        bad = first_mismatch(view, seal.digests)
+        if bad is not None:
+            return f"chunk {bad} does not match its digest"
+        return header_fault(view, seal)
+
+
+def header_fault(view: memoryview, seal: Seal) -> str:
+    """Why the header is not that of the artifact the seal names; empty if it is."""
+    try:
+        header = read_header(view)
+    except NotASlot as error:
+        return str(error)
+    if (header.rank, header.version) != (seal.rank, seal.version):
+        return f"it says rank {header.rank} {header.version}, its seal says rank {seal.rank} {seal.version}"
+    return ""
+
+
+def _clear(directory: Path, kept: Iterable[Path]) -> None:
+    keep = {name for path in kept for name in (path, seal_path(path))}
+    for path in directory.iterdir():
+        if path in keep:
+            continue
+        if path.name.endswith(SLOT_SUFFIX):
+            remove(path)
+        elif SUFFIX in path.name:
+            path.unlink(missing_ok=True)

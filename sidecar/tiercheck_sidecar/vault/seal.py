@@ -1,0 +1,59 @@
+"""The seal: the small file beside a slot that makes its content worth keeping.
+
+It carries the identity and the digests, and appears by rename, so a slot either has a whole seal or none.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.version import Version
+
+SUFFIX = ".seal"
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What a slot holds. `tier` is local for own ranks, peer for copies of others."""
+
+    rank: int
+    version: Version
+    world_size: int
+    tier: Tier
+    digests: Digests
+
+
+def seal_path(slot: Path) -> Path:
+    return slot.with_name(slot.name + SUFFIX)
+
+
+def write_seal(slot: Path, seal: Seal) -> None:
+    """Raises OSError; then there is no seal."""
+    target = seal_path(slot)
+    temporary = target.with_name(target.name + ".new")
+    try:
+        temporary.write_bytes(to_json(seal))
+        os.replace(temporary, target)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_seal(slot: Path) -> Seal | None:
+    """None if there is none, or it is not a seal."""
+    try:
+        return msgspec.json.decode(seal_path(slot).read_bytes(), type=Seal)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def break_seal(slot: Path) -> None:
+    """From here on the slot's content is worth nothing."""
+    seal_path(slot).unlink(missing_ok=True)

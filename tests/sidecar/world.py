@@ -1,0 +1,398 @@
+"""A small world for sidecar tests: one job's credentials, real sidecar processes on 127.x addresses, a scripted trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import http.client
+import itertools
+import json
+import os
+import secrets
+import signal
+import socket
+import ssl
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from tiercheck.protocol import names
+from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, RankSources, Restore, Source, Tier
+from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Request, Welcome
+from tiercheck.protocol.report import Report
+from tiercheck.protocol.slot import SlotLayout
+from tiercheck.protocol.version import Branch, History, Version
+
+T = TypeVar("T")
+DEADLINE = 40.0
+_HOSTS = itertools.count(1)
+JOB_UID = "uid-of-the-job"
+
+
+def until(condition: Callable[[], T], what: str, deadline: float = DEADLINE) -> T:
+    """Wait for a condition. Fails with `what` at the deadline."""
+    end = time.monotonic() + deadline
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < end, f"in vain: {what}"
+        time.sleep(0.02)
+
+
+def write_credentials(folder: Path) -> str:
+    """ca.crt, tls.crt, tls.key and token of one job; returns the token."""
+    folder.mkdir(parents=True)
+    now = datetime.datetime.now(datetime.UTC)
+    ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    ca_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "job CA")])
+
+    def builder(subject: x509.Name, public: Any) -> x509.CertificateBuilder:
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(ca_name)
+            .public_key(public)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(minutes=5))
+            .not_valid_after(now + datetime.timedelta(days=1))
+        )
+
+    authority = builder(ca_name, ca_key.public_key()).add_extension(x509.BasicConstraints(True, None), True)
+    server = builder(x509.Name([]), key.public_key()).add_extension(
+        x509.SubjectAlternativeName([x509.DNSName(names.TLS_SERVER_NAME)]), False
+    )
+    (folder / "ca.crt").write_bytes(authority.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    (folder / "tls.crt").write_bytes(server.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    (folder / "tls.key").write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    token = secrets.token_hex(32)
+    (folder / "token").write_text(token)
+    return token
+
+
+class World:
+    """One job. Sidecars are real processes; everything they keep lies under `root`."""
+
+    def __init__(self, root: Path, memory: Path, workers: int = 1, procs: int = 1, limit: int = 64 << 20) -> None:
+        self.root, self.memory, self.workers, self.procs, self.limit = root, memory, workers, procs, limit
+        self.network = f"127.{os.getpid() % 200 + 20}.{next(_HOSTS) % 250}"
+        self.token = write_credentials(root / "credentials")
+        self.remote: str | None = None
+        self.history = History()
+        self.base: Version | None = None
+        self.attempt = 0
+        self.policy = Policy(snapshot_every=1, remote_every=1_000_000, remote_keep=5)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._life = 0
+
+    # Processes
+
+    def host(self, worker: int) -> str:
+        return f"{self.network}.{worker + 1}"
+
+    def peer(self, worker: int) -> Peer:
+        return Peer(worker, self.host(worker))
+
+    def memory_dir(self, worker: int) -> Path:
+        return self.memory / f"worker-{worker}"
+
+    def run_dir(self, worker: int) -> Path:
+        return self.root / f"r{worker}"
+
+    def env(self, worker: int) -> dict[str, str]:
+        env = {
+            names.ENV_JOB: "default/gpt",
+            names.ENV_JOB_UID: JOB_UID,
+            names.ENV_WORKER: str(worker),
+            names.ENV_PROCS_PER_WORKER: str(self.procs),
+            names.ENV_POD_UID: f"pod-{worker}",
+            names.ENV_POD_IP: self.host(worker),
+            names.ENV_MEMORY_DIR: str(self.memory_dir(worker)),
+            names.ENV_MEMORY_LIMIT: str(self.limit),
+            names.ENV_RUN_DIR: str(self.run_dir(worker)),
+            names.ENV_CREDENTIALS_DIR: str(self.root / "credentials"),
+        }
+        if self.remote:
+            env[names.ENV_REMOTE] = self.remote
+        return env
+
+    def start(self, *workers: int) -> None:
+        for worker in workers or range(self.workers):
+            self._life += 1
+            log = open(self.root / f"sidecar-{worker}-{self._life}.log", "wb")  # noqa: SIM115
+            self._processes[worker] = subprocess.Popen(
+                [sys.executable, "-m", "tiercheck_sidecar"],
+                env={**os.environ, **self.env(worker)},
+                stdout=log,
+                stderr=log,
+            )
+            log.close()
+        for worker in workers or range(self.workers):
+            until(lambda worker=worker: self.is_ready(worker), f"sidecar {worker} is ready")
+
+    def is_ready(self, worker: int) -> bool:
+        assert self._processes[worker].poll() is None, self.logs(worker)
+        connection = http.client.HTTPConnection(self.host(worker), names.METRICS_PORT, timeout=5)
+        try:
+            connection.request("GET", "/readyz")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+    def logs(self, worker: int) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.root.glob(f"sidecar-{worker}-*.log")))
+
+    def kill(self, *workers: int) -> None:
+        for worker in workers:
+            process = self._processes.pop(worker)
+            process.kill()
+            process.wait()
+
+    def lose(self, *workers: int) -> None:
+        """The pod is gone, and its memory with it."""
+        self.kill(*workers)
+        for worker in workers:
+            for path in self.memory_dir(worker).iterdir():
+                path.unlink()
+
+    def pause(self, worker: int) -> None:
+        self._processes[worker].send_signal(signal.SIGSTOP)
+
+    def resume(self, worker: int) -> None:
+        self._processes[worker].send_signal(signal.SIGCONT)
+
+    def terminate(self, worker: int) -> int:
+        process = self._processes.pop(worker)
+        process.terminate()
+        return process.wait(DEADLINE)
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+        for process in self._processes.values():
+            process.wait()
+
+    # Controller
+
+    def call(
+        self, worker: int, method: str, path: str, body: bytes | None = None, token: str | None = None
+    ) -> tuple[int, bytes]:
+        """One call of the control API, as the operator makes it."""
+        context = ssl.create_default_context(cafile=str(self.root / "credentials" / "ca.crt"))
+        raw = socket.create_connection((self.host(worker), names.CONTROL_PORT), timeout=10)
+        connection = http.client.HTTPConnection(self.host(worker), names.CONTROL_PORT)
+        try:
+            connection.sock = context.wrap_socket(raw, server_hostname=names.TLS_SERVER_NAME)
+            connection.request(
+                method, path, body, {"Authorization": f"Bearer {self.token if token is None else token}"}
+            )
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def report(self, worker: int) -> Report:
+        status, body = self.call(worker, "GET", "/v1/report")
+        assert status == 200, body
+        return msgspec.json.decode(body, type=Report)
+
+    def new_attempt(self, version: Version | None = None) -> None:
+        """Begin the next attempt, from `version` or from scratch."""
+        self.attempt += 1
+        self.history = self.history.after(self.attempt, version.step if version else 0)
+        if version is None:
+            self.history = History((Branch(self.attempt, 0),))
+        self.base = version
+
+    def directive(
+        self,
+        worker: int,
+        phase: Phase,
+        sources: dict[int, tuple[Source, ...]] | None = None,
+        holders: tuple[int, ...] | None = None,
+    ) -> Directive:
+        """Copies go to the next worker unless `holders` names others (as distances)."""
+        distances = (1,) if holders is None and self.workers > 1 else holders or ()
+        ranks = range(worker * self.procs, (worker + 1) * self.procs)
+        restore = None
+        if self.base is not None:
+            restore = Restore(self.base, tuple(RankSources(rank, (sources or {}).get(rank, ())) for rank in ranks))
+        return Directive(
+            job_uid=JOB_UID,
+            worker=worker,
+            workers=self.workers,
+            procs_per_worker=self.procs,
+            attempt=self.attempt,
+            phase=phase,
+            history=self.history,
+            policy=self.policy,
+            restore=restore,
+            holders=tuple(self.peer((worker + d) % self.workers) for d in distances),
+            hosted=tuple(self.peer((worker - d) % self.workers) for d in distances),
+            coordinator=self.peer(0),
+            master_host=self.host(0),
+            master_port=29500,
+            revision=f"{self.attempt}-{phase.value}-{self._life}",
+        )
+
+    def direct(self, phase: Phase, sources: dict[int, tuple[Source, ...]] | None = None, **more: Any) -> None:
+        """Send the directive of `phase` to every running sidecar."""
+        for worker in sorted(self._processes):
+            status, body = self.call(
+                worker, "PUT", "/v1/directive", to_json(self.directive(worker, phase, sources, **more))
+            )
+            assert status == 200, body
+
+    def begin(self, version: Version | None = None, sources: dict[int, tuple[Source, ...]] | None = None) -> None:
+        """Next attempt: hold, restore everywhere, release."""
+        self.new_attempt(version)
+        self.direct(Phase.HOLD, sources)
+        for worker in sorted(self._processes):
+            until(lambda worker=worker: self.report(worker).restore.state.value == "Ready", f"worker {worker} restored")
+        self.direct(Phase.RELEASE, sources)
+
+    def from_peer(self, worker: int) -> Source:
+        return Source(Tier.PEER, self.peer(worker))
+
+    # Trainers
+
+    def rank(self, rank: int, attempt: int | None = None, world_size: int | None = None) -> FakeRank:
+        worker = rank // self.procs
+        hello = Hello(
+            role="rank",
+            pid=os.getpid(),
+            rank=rank,
+            world_size=self.workers * self.procs if world_size is None else world_size,
+            attempt=self.attempt if attempt is None else attempt,
+        )
+        return FakeRank(self.run_dir(worker) / names.SOCKET_NAME, hello)
+
+    @contextlib.contextmanager
+    def ranks(self, size: int = 300_000) -> Iterator[list[FakeRank]]:
+        """Every rank of the job, with slots reserved."""
+        with contextlib.ExitStack() as stack:
+            ranks = [stack.enter_context(self.rank(rank)) for rank in range(self.workers * self.procs)]
+            for rank in ranks:
+                assert not rank.welcome.error, rank.welcome
+                assert rank.reserve(size).ok
+            yield ranks
+
+    def holds(self, worker: int, rank: int, version: Version, tier: Tier | None = None) -> bool:
+        return any(
+            (each.rank, each.version) == (rank, version) and tier in (None, each.tier)
+            for each in self.report(worker).holdings
+        )
+
+
+class Lines:
+    """A connection of JSON lines."""
+
+    def __init__(self, path: Path) -> None:
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(DEADLINE)
+        self.socket.connect(str(path))
+        self._file = self.socket.makefile("rb")
+
+    def send(self, message: object) -> None:
+        self.socket.sendall(to_json(message) + b"\n")
+
+    def receive(self, cls: type[T]) -> T:
+        line = self._file.readline()
+        assert line, "the sidecar closed the connection"
+        return msgspec.json.decode(line, type=cls)
+
+    def close(self) -> None:
+        self._file.close()
+        self.socket.close()
+
+
+class FakeLauncher(Lines):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.send(Hello(role="launcher", pid=1))
+
+    def order(self) -> Order:
+        return self.receive(Order)
+
+    def tell(self, event: str, attempt: int, **more: Any) -> None:
+        self.send(LauncherEvent(event, attempt, **more))
+
+
+class FakeRank(Lines):
+    """A trainer that saves recognisable bytes."""
+
+    def __init__(self, path: Path, hello: Hello) -> None:
+        super().__init__(path)
+        self.hello = hello
+        self.layout: SlotLayout | None = None
+        self.send(hello)
+        self.welcome = self.receive(Welcome)
+
+    def __enter__(self) -> FakeRank:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ask(self, op: str, **more: Any) -> Reply:
+        self.send(Request(op, **more))
+        return self.receive(Reply)
+
+    def reserve(self, size: int) -> Reply:
+        self.layout = layout(size)
+        return self.ask("reserve", bytes=self.layout.size)
+
+    def begin(self, step: int) -> Reply:
+        return self.ask("begin", step=step)
+
+    def write(self, path: str, step: int, finish: bool = True) -> None:
+        assert self.layout is not None
+        header = self.layout.header(self.hello.rank, Version(step, self.hello.attempt), self.hello.world_size, {})
+        with open(path, "r+b") as file:
+            file.seek(8)
+            file.write(header)
+            file.write(content(self.hello.rank, step, self.layout.size - self.layout.data_begin))
+            if finish:
+                file.seek(0)
+                file.write(self.layout.state_word)
+
+    def save(self, step: int) -> bool:
+        """Capture `step`; False if it was skipped."""
+        reply = self.begin(step)
+        assert reply.ok, reply
+        if reply.skip:
+            return False
+        self.write(reply.path, step)
+        done = self.ask("complete", step=step, path=reply.path)
+        assert done.ok, done
+        return True
+
+
+def layout(size: int) -> SlotLayout:
+    return SlotLayout.plan([("model.weight", "U8", (size,), size), ("bias", "F32", (3,), 12)])
+
+
+def content(rank: int, step: int, size: int) -> bytes:
+    """Bytes that tell rank and step apart in every piece."""
+    pattern = struct.pack("<QQ", rank + 1, step + 1) * 16 + os.urandom(0)
+    return (pattern * (size // len(pattern) + 1))[:size]
+
+
+def error_of(body: bytes) -> str:
+    return str(json.loads(body)["error"])
