@@ -12,7 +12,7 @@ import sys
 def main() -> int:
     """Returns the exit status."""
     if sys.argv[1:2] == ["launch"]:
-        from tiercheck.launcher import main as launch
+        from tiercheck.launcher.app import main as launch
 
         return launch(sys.argv[2:])
     try:
