@@ -14,7 +14,7 @@ from tiercheck_sidecar.remote.config import S3Settings
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
 
 CONNECT_SECONDS = 5
-READ_SECONDS = 20
+READ_SECONDS = 10
 PART_SECONDS = 300
 """A part of a large artifact on a slow line may take long; a dead server is noticed by the small requests before."""
 RETRIES = 3
