@@ -84,8 +84,9 @@ class Api:
                 self.call("GET", _JOBS)
                 return
             except Refused as refused:
-                if refused.code != 404 or time.monotonic() > deadline:
+                if refused.code not in (404, 429) or time.monotonic() > deadline:
                     raise
+                time.sleep(0.05)
 
     def call(
         self, method: str, path: str, body: Any = None, query: Mapping[str, str] | None = None, accept: str = ""
