@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+
 from tiercheck_operator.planning.placement import WorkerSite
 from tiercheck_operator.planning.topology import Topology, levels_from_spec
 

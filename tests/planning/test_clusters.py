@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tiercheck_operator.planning.placement import Placement, PlacementPolicy, Unplaceable, place
 
 from tests.planning.clusters import EXAMPLES, example
+from tiercheck_operator.planning.placement import Placement, PlacementPolicy, Unplaceable, place
 
 
 def test_two_racks_survive_the_loss_of_either() -> None:

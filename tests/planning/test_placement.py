@@ -6,10 +6,10 @@ from collections import Counter
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tiercheck_operator.planning.placement import Placement, PlacementPolicy, Unplaceable, WorkerSite, place
-from tiercheck_operator.planning.topology import Topology, levels_from_spec
 
 from tests.planning.clusters import RACK, Cluster, racks, uneven
+from tiercheck_operator.planning.placement import Placement, PlacementPolicy, Unplaceable, WorkerSite, place
+from tiercheck_operator.planning.topology import Topology, levels_from_spec
 
 LEVELS = ("zone", "rack", "host")
 seats = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), min_size=1, max_size=5)
@@ -251,7 +251,7 @@ def test_worker_short_of_memory_holds_no_copies_but_keeps_its_own_elsewhere() ->
     assert isinstance(placement, Placement)
     assert placement.hosted(1) == ()
     assert placement.holders[1] in ((2,), (3,))
-    assert "1 have too little memory" in placement.reason
+    assert "1 worker with too little memory: given no copies" in placement.reason
 
 
 def test_open_level_takes_the_widest_that_protects_everyone() -> None:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
-from tiercheck_operator.planning.placement import Placement, PlacementPolicy, Unplaceable, place
 
 from tests.planning.clusters import Cluster, racks, uneven
+from tiercheck_operator.planning.placement import Placement, PlacementPolicy, Unplaceable, place
 
 
 def most_protected(cluster: Cluster, level: str, copies: int, host_first: bool = False) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tiercheck_operator.planning.topology import HOSTNAME_LABEL, PRESETS, Level, Topology, levels_from_spec
 
 from tests.planning.clusters import RACK, ZONE, example
+from tiercheck_operator.planning.topology import HOSTNAME_LABEL, PRESETS, Level, Topology, levels_from_spec
 
 GENERIC = levels_from_spec("generic", None)
 

@@ -25,7 +25,10 @@ def bound(ground: Ground, level: int) -> str:
     domain = ground.domain[level]
     owners = Counter(domain)
     holders = Counter(domain[worker] for worker in able)
-    worst, count = min(owners.items(), key=lambda item: (holders[item[0]] - item[1], item[0]))
+    # Demand inside a domain against room outside it: where the difference is largest, Hall's condition fails first.
+    pressure = {place: ground.copies * owners[place] + ground.load_limit * holders[place] for place in owners}
+    worst = min(pressure, key=lambda place: (-pressure[place], place))
+    count = owners[worst]
     outside = len(able) - holders[worst]
     place = f"{name} {short_name(ground.domain_name[level][worst])}"
     if count == total:

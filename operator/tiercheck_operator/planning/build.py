@@ -8,7 +8,7 @@ from tiercheck_operator.planning.draft import Draft
 from tiercheck_operator.planning.ground import Assignment, Ground
 from tiercheck_operator.planning.groups import form_groups
 from tiercheck_operator.planning.keep import Previous, keep_groups
-from tiercheck_operator.planning.spare import fill, fill_level, insert
+from tiercheck_operator.planning.spare import fill, fill_level, insert, swap
 
 
 def build(
@@ -31,9 +31,11 @@ def build(
         else:
             assignment, rest = form_groups(ground, level, rest)
         draft.give(assignment)
-        if fill_first and level == start:
+        if fill_first:
+            # Whoever is left goes through `fill` alone: a group on top of what it was just given would overload it.
             fill_level(draft, level)
-            rest = [worker for worker in rest if not draft.holders[worker]]
+            swap(draft, level)
+            rest = []
     if ground.one_node and len(rest) > ground.copies:
         draft.give(
             [(w, tuple(rest[(i + 1 + k) % len(rest)] for k in range(ground.copies))) for i, w in enumerate(rest)]

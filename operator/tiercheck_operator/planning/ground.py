@@ -36,6 +36,8 @@ class Ground:
     """By level, then by domain number."""
     can_hold: Sequence[bool]
     """Not on a suspect node, and memory for the copies."""
+    load_limit: int
+    """Copies that one holder may be given: equal shares, rounded up."""
     short_of_memory: tuple[int, ...]
     node_names: tuple[str, ...]
     unlabelled: Sequence[tuple[str, ...]]
@@ -73,6 +75,8 @@ class Ground:
             site.worker for site in ordered if need is not None and site.memory is not None and site.memory < need
         )
         tight = set(short)
+        can_hold = [site.node not in suspects and site.worker not in tight for site in ordered]
+        able = sum(can_hold)
         return Ground(
             copies=copies,
             node=node,
@@ -80,7 +84,8 @@ class Ground:
             levels=topology.level_names,
             domain=domain,
             domain_name=domain_name,
-            can_hold=[site.node not in suspects and site.worker not in tight for site in ordered],
+            can_hold=can_hold,
+            load_limit=-(-copies * len(ordered) // able) if able else 0,
             short_of_memory=short,
             node_names=tuple(site.node for site in ordered),
             unlabelled=unlabelled,
@@ -94,12 +99,6 @@ class Ground:
     def one_node(self) -> bool:
         """Whether there is no other node to keep a copy on."""
         return len(set(self.node)) <= 1
-
-    @property
-    def load_limit(self) -> int:
-        """Copies that one holder may be given: equal shares, rounded up."""
-        able = sum(self.can_hold)
-        return -(-self.copies * self.workers // able) if able else 0
 
     def apart(self, level: int, a: int, b: int) -> bool:
         """Whether two workers are known to be in different domains of that level."""

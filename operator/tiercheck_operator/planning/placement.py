@@ -167,8 +167,12 @@ def _describe(ground: Ground, policy: PlacementPolicy, start: int, holders: Hold
 
 
 def _wish(ground: Ground, level: int) -> str:
+    return f"a copy {_away(ground, level)}" if ground.copies == 1 else f"{ground.copies} copies {_away(ground, level)}"
+
+
+def _away(ground: Ground, level: int) -> str:
     name = ground.levels[level]
-    return f"a copy in another {name}" if ground.copies == 1 else f"{ground.copies} copies in other {name}s"
+    return f"in another {name}" if ground.copies == 1 else f"in other {name}s"
 
 
 def _reason(
@@ -182,7 +186,7 @@ def _reason(
     elif achieved is not None:
         own = ground.levels.index(achieved)
         sentences.append(
-            f"every worker has {_wish(ground, own)}, but not all {_wish(ground, start)}: {bound(ground, start)}"
+            f"every worker has {_wish(ground, own)}, but not every one {_away(ground, start)}: {bound(ground, start)}"
         )
     else:
         count = len(unprotected)
@@ -190,7 +194,11 @@ def _reason(
         sentences.append(f"{count} of {ground.workers} {are} unprotected: {bound(ground, len(ground.levels) - 1)}")
     aside = ground.workers - sum(ground.can_hold) - len(ground.short_of_memory)
     if aside > 0:
-        sentences.append(f"{aside} on suspect nodes hold no copies")
+        sentences.append(f"{_workers(aside)} on suspect nodes: given no copies")
     if ground.short_of_memory:
-        sentences.append(f"{len(ground.short_of_memory)} have too little memory to hold copies")
+        sentences.append(f"{_workers(len(ground.short_of_memory))} with too little memory: given no copies")
     return "; ".join(sentences)
+
+
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"

@@ -38,6 +38,44 @@ def insert(draft: Draft, start: int, rest: Iterable[int]) -> None:
         edges = [edge for edge in edges if edge not in used]
 
 
+def swap(draft: Draft, level: int) -> None:
+    """Makes room at that level: u lacks a copy and only its own domain's z is free, so x moves from y to z, and y takes u."""
+    ground = draft.ground
+    limit = ground.load_limit
+    edges = [(x, y) for x, holders in enumerate(draft.holders) for y in holders if ground.apart(level, x, y)]
+    position = 0
+    free: dict[int, list[int]] = {}
+    for holder in range(ground.workers):
+        if ground.can_hold[holder] and draft.load[holder] < limit:
+            free.setdefault(ground.domain[level][holder], []).append(holder)
+    hopeless: set[int] = set()
+    for u in range(ground.workers):
+        home = ground.domain[level][u]
+        while len(draft.holders[u]) < ground.copies and home not in hopeless:
+            room = free.get(home, [])
+            while room and draft.load[room[-1]] >= limit:
+                room.pop()
+            for turn in range(len(edges) if room else 0):
+                at = (position + turn) % len(edges)
+                x, y = edges[at]
+                z = room[-1]
+                if (
+                    x != u
+                    and ground.apart(level, u, y)
+                    and ground.apart(level, x, z)
+                    and y not in draft.holders[u]
+                    and z not in draft.holders[x]
+                ):
+                    draft.give([(x, tuple(z if holder == y else holder for holder in draft.holders[x]))])
+                    draft.give([(u, (*draft.holders[u], y))])
+                    edges[at] = (x, z)
+                    edges.append((u, y))
+                    position = at
+                    break
+            else:
+                hopeless.add(home)
+
+
 def fill(draft: Draft, start: int) -> None:
     """Gives those who still lack copies the least loaded holders, as far apart as can be.
 

@@ -1,0 +1,96 @@
+"""One history: every step has at most one owner, and what a rollback abandoned is never accepted again."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiercheck.protocol.version import Branch, History, Version
+
+LAST = 40
+starts = st.lists(st.tuples(st.integers(1, 3), st.integers(0, LAST)), max_size=8)
+"""(by how much the attempt grows, step it begins from), one per restart."""
+
+
+def history_of(restarts: list[tuple[int, int]]) -> tuple[History, list[Branch]]:
+    history, told, attempt = History(), [], 0
+    for growth, base in restarts:
+        attempt += growth
+        history = history.after(attempt, base)
+        told.append(Branch(attempt, base))
+    return history, told
+
+
+def owner_by_definition(told: list[Branch], step: int) -> int | None:
+    """Attempt b owns the steps after its base up to the lowest base of any later attempt."""
+    owners = [
+        branch.attempt
+        for index, branch in enumerate(told)
+        if branch.base_step < step <= min((later.base_step for later in told[index + 1 :]), default=step)
+    ]
+    assert len(owners) <= 1  # the intervals are disjoint
+    return owners[0] if owners else None
+
+
+@given(starts)
+def test_owner_is_the_one_that_the_definition_names(restarts: list[tuple[int, int]]) -> None:
+    history, told = history_of(restarts)
+    for step in range(LAST + 3):
+        assert history.owner(step) == owner_by_definition(told, step)
+
+
+@given(starts)
+def test_at_most_one_attempt_is_accepted_for_a_step(restarts: list[tuple[int, int]]) -> None:
+    history, told = history_of(restarts)
+    for step in range(LAST + 3):
+        accepted = [branch.attempt for branch in told if history.accepts(Version(step, branch.attempt))]
+        assert accepted == [owner for owner in [history.owner(step)] if owner is not None]
+
+
+@given(starts, st.integers(0, LAST))
+def test_rollback_rejects_everything_after_its_base_and_keeps_everything_up_to_it(
+    restarts: list[tuple[int, int]], base: int
+) -> None:
+    history, told = history_of(restarts)
+    after = history.after(history.attempt + 1, base)
+    for step in range(1, LAST + 3):
+        for branch in told:
+            version = Version(step, branch.attempt)
+            assert after.accepts(version) == (step <= base and history.accepts(version))
+        assert after.accepts(Version(step, history.attempt + 1)) == (step > base)
+
+
+@given(starts)
+def test_branches_that_own_nothing_are_dropped(restarts: list[tuple[int, int]]) -> None:
+    history, _ = history_of(restarts)
+    owners = {history.owner(step) for step in range(LAST + 3)} - {None}
+    assert [branch.attempt for branch in history.branches] == sorted(owners)  # type: ignore[type-var]
+
+
+@given(starts, st.integers(0, 30))
+def test_attempt_that_is_not_newer_is_refused(restarts: list[tuple[int, int]], attempt: int) -> None:
+    history, _ = history_of(restarts)
+    if history.branches and attempt <= history.attempt:
+        with pytest.raises(ValueError, match="not newer"):
+            history.after(attempt, 0)
+    else:
+        assert history.after(attempt, 0).attempt == attempt
+
+
+def test_job_that_never_ran_accepts_nothing() -> None:
+    assert History().owner(1) is None
+    assert not History().accepts(Version(0, 0))
+    assert History().attempt == 0
+
+
+def test_two_attempts_at_step_50_are_two_states_and_one_is_accepted() -> None:
+    history = History().after(1, 0).after(2, 40)
+    assert history.accepts(Version(40, 1))
+    assert not history.accepts(Version(50, 1))
+    assert history.accepts(Version(50, 2))
+
+
+def test_version_reads_as_a_sentence_part_and_orders_by_step() -> None:
+    assert str(Version(50, 2)) == "step 50 (attempt 2)"
+    assert Version(40, 3) < Version(50, 1) < Version(50, 2)
