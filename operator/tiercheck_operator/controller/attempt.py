@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from tiercheck.protocol.report import Report
@@ -11,7 +12,7 @@ from tiercheck_operator.controller.adoption import adopted_history, last_attempt
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
 from tiercheck_operator.controller.failure_policy import GivenUp, budget_spent, hopeless
-from tiercheck_operator.controller.inventories import inventories, remote_inventory
+from tiercheck_operator.controller.inventories import inventories, remote_inventory, without_versions
 from tiercheck_operator.controller.membership import Membership
 from tiercheck_operator.controller.observation import Observation, SavedPlacement
 from tiercheck_operator.controller.placing import Placed, Unplaceable, place_members
@@ -25,6 +26,7 @@ from tiercheck_operator.controller.readiness import (
 from tiercheck_operator.controller.record import JobRecord, Recovery
 from tiercheck_operator.controller.status import Finding
 from tiercheck_operator.planning.inventory import RemoteInventory
+from tiercheck_operator.planning.recovery import Decision as Outcome
 from tiercheck_operator.planning.recovery import Recover, Refuse, Situation, StartFresh, Wait, decide_recovery
 
 _HISTORY_LIMIT = 1000
@@ -72,7 +74,8 @@ def begin_attempt(
             return _remote_unknown(remote, reports)
         history = adopted_history(remote, obs.job.spec.restore_step)
         number = last_attempt(remote) + 1
-    outcome = decide_recovery(_situation(obs, placed, history, reports, remote, first=first))
+    situation = _situation(obs, placed, history, reports, remote, first=first)
+    outcome = _decided(situation, recovery)
     if isinstance(outcome, (Wait, Refuse)):
         said = next((f" {report.remote.message}" for report in reports if report.remote.message), "")
         reason = conditions.REMOTE_UNREACHABLE if remote.undecided else conditions.NOTHING_TO_RESTORE_FROM
@@ -106,6 +109,16 @@ def _situation(
         # Later attempts go on from where the job is; the wish was about its beginning.
         target_step=spec.restore_step if first else None,
     )
+
+
+def _decided(situation: Situation, recovery: Recovery) -> Outcome:
+    """Without the versions that failed twice, if another one can be had; a failure alone never leads to a fresh start."""
+    hopeless_ones = {version for version, times in Counter(recovery.failed_versions).items() if times > 1}
+    if hopeless_ones:
+        outcome = decide_recovery(without_versions(situation, hopeless_ones))
+        if isinstance(outcome, Recover):
+            return outcome
+    return decide_recovery(situation)
 
 
 def _next_status(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
 from tiercheck.protocol.directive import Peer, Source, Tier
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.observation import JobSpec, PodView
 from tiercheck_operator.planning.inventory import Inventory, RemoteInventory, SourceChoice
+from tiercheck_operator.planning.recovery import Situation
 
 
 def inventories(reports: Iterable[Report]) -> list[Inventory]:
@@ -59,3 +61,21 @@ def to_sources(
         )
         for rank, entries in choices.items()
     }
+
+
+def without_versions(situation: Situation, bad: Collection[Version]) -> Situation:
+    """As if nobody held `bad`."""
+    return replace(
+        situation,
+        inventories=[
+            Inventory(entry.worker, _without(entry.own, bad), _without(entry.hosted, bad))
+            for entry in situation.inventories
+        ],
+        remote=replace(
+            situation.remote, versions=[version for version in situation.remote.versions if version not in bad]
+        ),
+    )
+
+
+def _without(held: Mapping[int, Collection[Version]], bad: Collection[Version]) -> dict[int, list[Version]]:
+    return {rank: [version for version in versions if version not in bad] for rank, versions in held.items()}

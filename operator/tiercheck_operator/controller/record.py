@@ -46,6 +46,8 @@ class Recovery:
     decided_at: float | None = None
     restored_at: float | None = None
     released_at: float | None = None
+    failed_versions: tuple[Version, ...] = ()
+    """Versions whose restore failed on the way back, once per failure, oldest first."""
 
     @property
     def version(self) -> Version | None:
@@ -190,6 +192,9 @@ def _parse_recovery(raw: Mapping[str, Any]) -> Recovery:
         decided_at=_float(raw.get("decidedAt")),
         restored_at=_float(raw.get("restoredAt")),
         released_at=_float(raw.get("releasedAt")),
+        failed_versions=tuple(
+            Version(int(entry["step"]), int(entry["attempt"])) for entry in raw.get("failedVersions") or []
+        ),
     )
 
 
@@ -208,6 +213,7 @@ def _render_recovery(recovery: Recovery) -> dict[str, Any]:
             "decidedAt": _rounded(recovery.decided_at, 3),
             "restoredAt": _rounded(recovery.restored_at, 3),
             "releasedAt": _rounded(recovery.released_at, 3),
+            "failedVersions": [{"step": v.step, "attempt": v.attempt} for v in recovery.failed_versions] or None,
         }
     )
 

@@ -12,6 +12,9 @@ from tiercheck_operator.controller.membership import Loss, Membership, trainer_f
 from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.record import Recovery
 
+_REMEMBERED = 16
+"""Failed restores kept in the status."""
+
 
 @dataclass(frozen=True)
 class Trigger:
@@ -84,6 +87,10 @@ def update_recovery(obs: Observation, trigger: Trigger | None) -> Recovery | Non
             return replace(current, message=trigger.message)
         return current
     # Something else went wrong on the way back: the job has been down since the first failure.
+    failed = current.failed_versions
+    if trigger.cause is Cause.RESTORE_FAILED and current.version is not None:
+        failed = (*failed, current.version)[-_REMEMBERED:]
+    fresh = replace(fresh, failed_versions=failed)
     return fresh if known.planned else replace(fresh, failed_at=min(current.failed_at, at))
 
 

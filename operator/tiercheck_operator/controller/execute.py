@@ -1,0 +1,110 @@
+"""Carries decisions out. Dull on purpose: no choice is made here, and everything may be done twice."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from tiercheck_operator.config import Config
+from tiercheck_operator.controller.actions import (
+    Action,
+    CreatePod,
+    DeleteJob,
+    DeletePod,
+    EnsureCredentials,
+    EnsureService,
+    Probe,
+    Push,
+    SavePlacement,
+)
+from tiercheck_operator.controller.belongings import Belongings
+from tiercheck_operator.controller.observation import JobView
+from tiercheck_operator.kube import CORE, JOBS, ApiFailure, Kube
+from tiercheck_operator.manifests.pod import build_pod
+from tiercheck_operator.sidecars import JobSidecars, SidecarError
+
+log = logging.getLogger(__name__)
+
+_AT_ONCE = 16
+
+
+class Executor:
+    """For one job. API failures are raised; a sidecar that cannot be told is told again by the next reconcile."""
+
+    def __init__(self, kube: Kube, config: Config, belongings: Belongings) -> None:
+        self._kube, self._config, self._belongings = kube, config, belongings
+
+    async def run(self, job: JobView, actions: Iterable[Action], sidecars: JobSidecars | None) -> None:
+        """In order, except that independent calls go out together. Raises ApiFailure, the first one."""
+        gate = asyncio.Semaphore(_AT_ONCE)
+        together = []
+        for action in actions:
+            if isinstance(action, (EnsureCredentials, EnsureService, SavePlacement)):
+                await self._one(job, action, sidecars, gate)
+            else:
+                together.append(self._one(job, action, sidecars, gate))
+        failures = [result for result in await asyncio.gather(*together, return_exceptions=True) if result is not None]
+        for failure in failures:
+            if isinstance(failure, BaseException):
+                raise failure
+
+    async def _one(self, job: JobView, action: Action, sidecars: JobSidecars | None, gate: asyncio.Semaphore) -> None:
+        async with gate:
+            match action:
+                case EnsureCredentials():
+                    await self._belongings.ensure_credentials(job)
+                case EnsureService():
+                    await self._belongings.ensure_service(job)
+                case SavePlacement(placement):
+                    await self._belongings.save_placement(job, placement)
+                case CreatePod():
+                    await self._create_pod(job, action)
+                case DeletePod():
+                    await self._delete_pod(job, action)
+                case DeleteJob():
+                    await self._kube.delete(
+                        JOBS + "/{name}",
+                        _only(job.uid, propagationPolicy="Background"),
+                        namespace=job.namespace,
+                        name=job.name,
+                    )
+                case Probe(uid):
+                    if sidecars is not None:
+                        sidecars.probe(uid)
+                case Push(uid, directive):
+                    if sidecars is not None:
+                        try:
+                            await sidecars.push(uid, directive)
+                        except SidecarError as error:
+                            log.warning(
+                                "%s/%s: directive for worker %s: %s", job.namespace, job.name, directive.worker, error
+                            )
+
+    async def _create_pod(self, job: JobView, action: CreatePod) -> None:
+        pod = build_pod(job, action.worker, action.incarnation, action.avoid, self._config.sidecar_image)
+        try:
+            await self._kube.create(CORE + "/pods", pod, namespace=job.namespace)
+        except ApiFailure as error:
+            # Our view of the pods may be a moment old: the pod that we miss is on its way to us.
+            if not error.conflict:
+                raise
+        else:
+            log.info("%s/%s: created pod %s", job.namespace, job.name, pod["metadata"]["name"])
+
+    async def _delete_pod(self, job: JobView, action: DeletePod) -> None:
+        options = _only(action.uid, gracePeriodSeconds=0) if action.force else _only(action.uid)
+        try:
+            await self._kube.delete(CORE + "/pods/{name}", options, namespace=job.namespace, name=action.name)
+        except ApiFailure as error:
+            if not error.conflict:  # another pod has the name by now
+                raise
+        else:
+            log.info(
+                "%s/%s: deleted pod %s%s", job.namespace, job.name, action.name, " by force" if action.force else ""
+            )
+
+
+def _only(uid: str, **options: Any) -> dict[str, Any]:
+    return {"preconditions": {"uid": uid}, **options}

@@ -1,0 +1,228 @@
+"""The life of one job in this process: wait until something changed, look, decide, execute, and again.
+
+It keeps no state that matters: credentials, reports and the placement are read back after a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tiercheck.protocol import names
+from tiercheck_operator.config import Config
+from tiercheck_operator.controller.actions import Decision
+from tiercheck_operator.controller.belongings import Belongings
+from tiercheck_operator.controller.decide import decide
+from tiercheck_operator.controller.execute import Executor
+from tiercheck_operator.controller.observation import JobView, NodeView, Observation, PodView, parse_job
+from tiercheck_operator.controller.record import render_record
+from tiercheck_operator.event_posting import EventPoster
+from tiercheck_operator.kube import JOBS, ApiFailure, Kube
+from tiercheck_operator.metrics import Metrics
+from tiercheck_operator.sidecars import JobSidecars
+
+log = logging.getLogger(__name__)
+
+_LEAST_PAUSE = 0.02
+"""Seconds between two reconciles of a job, so that a burst of changes is seen as one."""
+_ERROR_BACKOFF = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_PROGRESS = ("progress", "tiers")
+"""Parts of the status that change all the time while training goes well."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What all jobs share: the views of the cluster, kept up to date by the watches."""
+
+    pods: Callable[[str], Iterable[PodView]]
+    """By job UID."""
+    nodes: Callable[[], Mapping[str, NodeView]]
+    kube: Kube
+    config: Config
+    metrics: Metrics
+    clock: Callable[[], float] = time.time
+
+
+class JobLoop:
+    """Start with `start`, feed with `changed`, end with `stop`."""
+
+    def __init__(self, raw: Mapping[str, Any], around: Surroundings) -> None:
+        self._raw = raw
+        self._around = around
+        self._woken = asyncio.Event()
+        self._belongings = Belongings(around.kube)
+        self._known = False
+        self._executor = Executor(around.kube, around.config, self._belongings)
+        self._events = EventPoster(around.kube)
+        self._sidecars: JobSidecars | None = None
+        self._wrote_progress = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def uid(self) -> str:
+        return str(self._raw["metadata"]["uid"])
+
+    def start(self) -> None:
+        metadata = self._raw["metadata"]
+        self._task = asyncio.create_task(self._run(), name=f"job {metadata['namespace']}/{metadata['name']}")
+
+    def changed(self, raw: Mapping[str, Any]) -> None:
+        """A watch event; one that is older than what we wrote ourselves is ignored."""
+        if _version(raw) >= _version(self._raw):
+            self._raw = raw
+        self.wake()
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    async def stop(self) -> None:
+        """The job is gone, or the operator ends. The job's pods are left to their owner references."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        if self._sidecars is not None:
+            await self._sidecars.close()
+            self._sidecars = None
+
+    async def _run(self) -> None:
+        failures = 0
+        while True:
+            self._woken.clear()
+            began = self._around.clock()
+            try:
+                delay = await self._reconcile()
+                failures = 0
+            except ApiFailure as error:
+                self._around.metrics.reconcile_failed("conflict" if error.conflict else "api")
+                delay = await self._after_failure(error, failures)
+                failures += 1
+            except Exception:
+                # One job's trouble must not take the operator down; it is counted, logged and tried again.
+                self._around.metrics.reconcile_failed("bug")
+                log.exception("%s: reconcile failed", self._named())
+                delay = _ERROR_BACKOFF[min(failures, len(_ERROR_BACKOFF) - 1)]
+                failures += 1
+            self._around.metrics.reconciled(self._around.clock() - began)
+            await asyncio.sleep(delay if failures else _LEAST_PAUSE)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._woken.wait(), 0 if failures else delay)
+                continue
+            if delay >= self._around.config.resync_seconds:
+                self._known = False  # nothing happened for a while: look at everything again
+
+    async def _after_failure(self, error: ApiFailure, failures: int) -> float:
+        """Seconds to wait. A conflict means that somebody wrote the job since we read it."""
+        log.log(logging.DEBUG if error.conflict else logging.WARNING, "%s: %s", self._named(), error)
+        if error.conflict:
+            metadata = self._raw["metadata"]
+            with contextlib.suppress(ApiFailure):
+                fresh = await self._around.kube.get(
+                    JOBS + "/{name}", namespace=metadata["namespace"], name=metadata["name"]
+                )
+                if fresh is not None and fresh["metadata"]["uid"] == self.uid:
+                    self._raw = fresh
+        return _ERROR_BACKOFF[min(failures, len(_ERROR_BACKOFF) - 1)]
+
+    async def _reconcile(self) -> float:
+        """One look and what follows from it; seconds until the next look at the latest."""
+        around, raw = self._around, self._raw
+        job = parse_job(raw)
+        if job.deleting or job.spec.managed_by != names.CONTROLLER:
+            return around.config.resync_seconds
+        if not self._known:
+            await self._belongings.refresh(job)
+            self._known = True
+        observation = self._observe(job)
+        decision = decide(observation)
+        await self._executor.run(job, decision.before, self._sidecars)
+        delay = await self._write_status(job, raw, decision)
+        await self._executor.run(job, decision.after, self._sidecars)
+        around.metrics.job_seen(parse_job(self._raw))
+        wanted = [around.config.resync_seconds, decision.wake_after, delay]
+        return max(_LEAST_PAUSE, min(entry for entry in wanted if entry is not None))
+
+    def _observe(self, job: JobView) -> Observation:
+        around = self._around
+        pods = tuple(around.pods(job.uid))
+        credentials = self._belongings.credentials
+        if credentials is not None and self._sidecars is None:
+            config = around.config
+            self._sidecars = JobSidecars(
+                job.uid,
+                credentials,
+                self.wake,
+                poll_seconds=config.poll_seconds,
+                call_seconds=config.call_seconds,
+                clock=around.clock,
+            )
+        if self._sidecars is not None:
+            self._sidecars.follow({pod.uid: pod.ip for pod in pods if pod.ip and not pod.terminal})
+        return Observation(
+            now=around.clock(),
+            job=job,
+            pods=pods,
+            nodes=around.nodes(),
+            reports=self._sidecars.reports if self._sidecars is not None else {},
+            placement=self._belongings.placement,
+            patience=around.config.patience,
+            have_service=self._belongings.have_service,
+            have_credentials=self._belongings.have_secret,
+        )
+
+    async def _write_status(self, job: JobView, raw: Mapping[str, Any], decision: Decision) -> float | None:
+        """Raises ApiFailure if it could not be written; then nothing that depends on it may be done."""
+        if decision.status is None:
+            return None
+        old, new = raw.get("status") or {}, render_record(decision.status)
+        if old == new:
+            return None
+        now = self._around.clock()
+        if _without_progress(old) == _without_progress(new):
+            left = self._wrote_progress + self._around.config.progress_seconds - now
+            if left > 0:
+                return left
+        patch = {
+            "metadata": {"resourceVersion": job.resource_version, "uid": job.uid},
+            "status": merge_patch(old, new),
+        }
+        written = await self._around.kube.merge(JOBS + "/{name}/status", patch, namespace=job.namespace, name=job.name)
+        self._wrote_progress = now
+        if _version(written) >= _version(self._raw):
+            self._raw = written
+        self._around.metrics.status_written(job, decision.status)
+        await self._events.post(job, decision.notices, now)
+        return None
+
+    def _named(self) -> str:
+        metadata = self._raw["metadata"]
+        return f"{metadata['namespace']}/{metadata['name']}"
+
+
+def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON merge patch that turns `old` into `new`."""
+    patch: dict[str, Any] = {key: None for key in old if key not in new}
+    for key, value in new.items():
+        before = old.get(key)
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            inner = merge_patch(before, value)
+            if inner:
+                patch[key] = inner
+        elif key not in old or before != value:
+            patch[key] = value
+    return patch
+
+
+def _without_progress(status: Mapping[str, Any]) -> str:
+    return json.dumps({key: value for key, value in status.items() if key not in _PROGRESS}, sort_keys=True)
+
+
+def _version(raw: Mapping[str, Any]) -> int:
+    text = str(raw["metadata"].get("resourceVersion") or "0")
+    return int(text) if text.isdigit() else 0

@@ -1,0 +1,107 @@
+"""What Prometheus can ask the operator. A job's series go when the job goes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+import tiercheck
+from tiercheck_operator.controller import conditions
+from tiercheck_operator.controller.observation import JobView, parse_time
+from tiercheck_operator.controller.record import JobRecord
+
+_JOB = ["namespace", "job"]
+_PHASES = ("detect", "restore", "total")
+_SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
+
+
+class Metrics:
+    """One registry per operator, so that tests can run several in a process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def gauge(name: str, text: str, labels: list[str]) -> Gauge:
+            return Gauge(f"tiercheck_{name}", text, labels, registry=self.registry)
+
+        self._step = gauge("training_step", "Newest step that every worker has reported.", _JOB)
+        self._last_step = gauge("checkpoint_last_step", "Step of the newest complete version.", [*_JOB, "tier"])
+        self._lag = gauge("checkpoint_lag_steps", "Steps that training is ahead of that version.", [*_JOB, "tier"])
+        self._success = gauge(
+            "checkpoint_last_success_timestamp_seconds", "When that version was seen complete.", [*_JOB, "tier"]
+        )
+        self._unprotected = gauge("placement_unprotected_workers", "Workers without a copy elsewhere.", _JOB)
+        self._attempt = gauge("attempt", "The current attempt.", _JOB)
+        self._condition = gauge("job_condition", "1 if the condition is true.", [*_JOB, "type"])
+        self._watch = gauge("watch_last_event_timestamp_seconds", "Newest watch event.", ["kind"])
+        gauge("build_info", "The operator's version.", ["version"]).labels(tiercheck.__version__).set(1)
+        self._restores = Counter(
+            "tiercheck_restores", "Recoveries that ended, by cause.", [*_JOB, "cause"], registry=self.registry
+        )
+        self._ranks = Counter(
+            "tiercheck_restored_ranks", "Ranks restored, by tier.", [*_JOB, "tier"], registry=self.registry
+        )
+        self._lost = Counter("tiercheck_lost_steps", "Steps trained again.", _JOB, registry=self.registry)
+        self._duration = Histogram(
+            "tiercheck_recovery_duration_seconds", "Parts of a recovery.", [*_JOB, "phase"],
+            buckets=_SECONDS, registry=self.registry,
+        )  # fmt: skip
+        self._reconcile = Histogram(
+            "tiercheck_reconcile_duration_seconds", "One reconcile of one job.", registry=self.registry
+        )
+        self._errors = Counter(
+            "tiercheck_reconcile_errors", "Reconciles that failed.", ["reason"], registry=self.registry
+        )
+        self._per_job: tuple[Any, ...] = (
+            self._step, self._last_step, self._lag, self._success, self._unprotected, self._attempt, self._condition,
+            self._restores, self._ranks, self._lost, self._duration,
+        )  # fmt: skip
+
+    def text(self) -> bytes:
+        """In the exposition format."""
+        return generate_latest(self.registry)
+
+    def watched(self, kind: str) -> None:
+        """A watch event of this kind arrived: the operator is not deaf."""
+        self._watch.labels(kind).set(time.time())
+
+    def reconciled(self, seconds: float) -> None:
+        self._reconcile.observe(max(0.0, seconds))
+
+    def reconcile_failed(self, reason: str) -> None:
+        self._errors.labels(reason).inc()
+
+    def job_seen(self, job: JobView) -> None:
+        """Bring the job's gauges up to date."""
+        status, key = job.status, (job.namespace, job.name)
+        self._attempt.labels(*key).set(status.attempt)
+        if status.step is not None:
+            self._step.labels(*key).set(status.step)
+        for name, tier in status.tiers.items():
+            self._last_step.labels(*key, name).set(tier.step)
+            self._lag.labels(*key, name).set(tier.lag_steps)
+            self._success.labels(*key, name).set(parse_time(tier.time) or 0)
+        if status.placement is not None:
+            self._unprotected.labels(*key).set(status.placement.unprotected_workers)
+        for condition in status.conditions:
+            self._condition.labels(*key, condition.type).set(condition.status)
+        for kind in (conditions.COMPLETED, conditions.FAILED):
+            self._condition.labels(*key, kind).set(status.holds(kind))
+
+    def status_written(self, job: JobView, status: JobRecord) -> None:
+        """Count what this write has ended. `job` is as it was before."""
+        ended, key = status.last_recovery, (job.namespace, job.name)
+        if not ended or ended == job.status.last_recovery:
+            return
+        self._restores.labels(*key, str(ended.get("cause"))).inc()
+        self._lost.labels(*key).inc(int(ended.get("lostSteps") or 0))
+        for tier, ranks in (ended.get("tiers") or {}).items():
+            self._ranks.labels(*key, tier).inc(int(ranks))
+        for phase in _PHASES:
+            self._duration.labels(*key, phase).observe(float(ended.get(f"{phase}Seconds") or 0))
+
+    def job_gone(self, namespace: str, name: str) -> None:
+        for metric in self._per_job:
+            metric.remove_by_labels({"namespace": namespace, "job": name})

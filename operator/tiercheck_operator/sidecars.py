@@ -1,0 +1,192 @@
+"""Listens to the sidecars of one job and tells them what is wanted. The controller calls, the sidecar answers.
+
+One long poll per pod keeps the newest report at hand; news wakes the job. What a report means is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import ssl
+import time
+from collections.abc import Callable, Mapping
+
+import aiohttp
+import msgspec
+
+from tiercheck.protocol import names
+from tiercheck.protocol.directive import Directive
+from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.report import Report
+from tiercheck_operator.controller.observation import WorkerReport
+from tiercheck_operator.manifests.secret import Credentials
+
+log = logging.getLogger(__name__)
+
+_BREATH = 0.05
+"""Seconds between two answers of one sidecar, so that one with news at every step does not keep us busy."""
+_RETRY = 1.0
+"""Seconds between calls to a sidecar that does not answer."""
+
+
+class SidecarError(Exception):
+    """The sidecar did not answer, or not as one of ours; the message is a sentence."""
+
+
+class JobSidecars:
+    """The sidecars of one job. Use inside a running event loop; `close` ends all calls."""
+
+    def __init__(
+        self,
+        job_uid: str,
+        credentials: Credentials,
+        wake: Callable[[], None],
+        *,
+        poll_seconds: float = 5.0,
+        call_seconds: float = 3.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._job_uid = job_uid
+        self._wake = wake
+        self._poll, self._call, self._clock = poll_seconds, call_seconds, clock
+        self._tls = ssl.create_default_context(cadata=credentials.ca.decode())
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=self._tls, limit=0),
+            headers={"Authorization": f"Bearer {credentials.token}"},
+        )
+        self._hosts: dict[str, str] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._asked: dict[str, asyncio.Event] = {}
+        self._reports: dict[str, WorkerReport] = {}
+
+    @property
+    def reports(self) -> Mapping[str, WorkerReport]:
+        """By pod UID, of the pods that are followed."""
+        return dict(self._reports)
+
+    def follow(self, hosts: Mapping[str, str]) -> None:
+        """Listen to exactly these pods: UID to IP address."""
+        for uid in [uid for uid, host in self._hosts.items() if hosts.get(uid) != host]:
+            self._tasks.pop(uid).cancel()
+            for table in (self._hosts, self._asked, self._reports):
+                table.pop(uid, None)
+        for uid, host in hosts.items():
+            if uid not in self._hosts:
+                self._hosts[uid] = host
+                self._asked[uid] = asyncio.Event()
+                self._reports[uid] = WorkerReport(None, None, None)
+                self._tasks[uid] = asyncio.create_task(self._listen(uid, host), name=f"sidecar {host}")
+
+    def probe(self, uid: str) -> None:
+        """Ask now, whatever long poll is under way."""
+        if uid in self._asked:
+            self._asked[uid].set()
+
+    async def push(self, uid: str, directive: Directive) -> None:
+        """Tell the sidecar what is wanted. Raises SidecarError."""
+        host = self._hosts.get(uid)
+        if host is None:
+            raise SidecarError(f"pod {uid} is not followed")
+        self._heard(
+            uid,
+            await self._request("PUT", host, "/v1/directive", body=to_json(directive), query={}, seconds=self._call),
+        )
+
+    async def close(self) -> None:
+        """Stop listening."""
+        tasks = list(self._tasks.values())
+        self.follow({})
+        for task in tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        await self._session.close()
+
+    async def _listen(self, uid: str, host: str) -> None:
+        serial, wait = -1, 0.0
+        while True:
+            asked = self._asked[uid]
+            try:
+                report = await self._poll_unless(asked, host, serial, wait)
+                if report is not None:
+                    self._heard(uid, report)
+                    if wait == 0:
+                        self._wake()  # somebody waits for this very answer, even if it brings no news
+                    serial, wait = report.serial, self._poll
+                    pause = _BREATH
+                else:
+                    asked.clear()
+                    serial, wait, pause = -1, 0.0, 0.0
+            except SidecarError as error:
+                self._not_heard(uid, str(error))
+                serial, wait, pause = -1, 0.0, _RETRY
+            if pause:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(asked.wait(), pause)
+
+    async def _poll_unless(self, asked: asyncio.Event, host: str, serial: int, wait: float) -> Report | None:
+        """The next report; None if somebody asked for one at once in the meantime."""
+        query = {"after": str(serial), "wait": f"{wait:g}"}
+        call = asyncio.create_task(
+            self._request("GET", host, "/v1/report", body=None, query=query, seconds=wait + self._call)
+        )
+        if wait == 0:
+            asked.clear()
+        interrupt = asyncio.create_task(asked.wait())
+        try:
+            await asyncio.wait({call, interrupt}, return_when=asyncio.FIRST_COMPLETED)
+            if call.done() or wait == 0:
+                return await call
+            return None
+        finally:
+            for task in (call, interrupt):
+                task.cancel()
+            await asyncio.gather(call, interrupt, return_exceptions=True)
+
+    async def _request(
+        self, method: str, host: str, path: str, *, body: bytes | None, query: Mapping[str, str], seconds: float
+    ) -> Report:
+        url = f"https://{f'[{host}]' if ':' in host else host}:{names.CONTROL_PORT}{path}"
+        limits = aiohttp.ClientTimeout(total=seconds, sock_connect=self._call)
+        try:
+            async with self._session.request(
+                method,
+                url,
+                data=body,
+                params=query,
+                timeout=limits,
+                server_hostname=names.TLS_SERVER_NAME,
+                headers={"Content-Type": "application/json"} if body is not None else None,
+            ) as response:
+                text = await response.read()
+                if response.status != 200:
+                    raise SidecarError(f"{host} answered {response.status}: {text[:300].decode(errors='replace')}")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise SidecarError(f"{host} does not answer: {type(error).__name__} {error}") from error
+        try:
+            report = msgspec.json.decode(text, type=Report)
+        except msgspec.DecodeError as error:
+            raise SidecarError(f"{host} sent no report: {error}") from error
+        if report.job_uid != self._job_uid:
+            raise SidecarError(f"{host} belongs to another job")
+        return report
+
+    def _heard(self, uid: str, report: Report) -> None:
+        known = self._reports.get(uid)
+        if known is None:
+            return
+        if report.pod_uid != uid:
+            self._not_heard(uid, "another pod answers at this address")
+            return
+        self._reports[uid] = WorkerReport(report, self._clock(), None)
+        if known.report != report or known.silent_since is not None:
+            self._wake()
+
+    def _not_heard(self, uid: str, why: str) -> None:
+        known = self._reports.get(uid)
+        if known is None:
+            return
+        if known.silent_since is None:
+            log.info("sidecar of pod %s is silent: %s", uid, why)
+            self._reports[uid] = WorkerReport(known.report, known.answered_at, self._clock())
+            self._wake()
