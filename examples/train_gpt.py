@@ -13,6 +13,7 @@ the ranks with FSDP2. Rank 0 prints one JSON line per step, and at the end a dig
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import json
 import math
@@ -114,7 +115,8 @@ def digest(model: nn.Module, ranks: int) -> str:
     mine = hashlib.sha256()
     for name, value in model.state_dict().items():
         local = value.to_local() if hasattr(value, "to_local") else value
-        mine.update(name.encode() + local.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        local = local.detach().cpu().contiguous()
+        mine.update(name.encode() + ctypes.string_at(local.data_ptr(), local.nbytes))
     everyones = [mine.hexdigest()]
     if ranks > 1:
         everyones = [""] * ranks

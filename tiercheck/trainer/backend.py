@@ -66,7 +66,11 @@ class Backend(Protocol):
         ...
 
     def abandon(self, path: str, step: int) -> None:
-        """The file will not be completed; without a path: the snapshot after `step` was skipped. Never raises."""
+        """The file will not be completed. Never raises."""
+        ...
+
+    def pass_over(self, step: int) -> None:
+        """A snapshot was due after `step` and is not taken, so nobody should wait for it. Never raises."""
         ...
 
     def progress(self, step: int, loss: float | None, seconds: float | None) -> None:

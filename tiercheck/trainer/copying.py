@@ -38,7 +38,8 @@ class Snapshot:
     copied: threading.Event = field(default_factory=threading.Event)
     """No byte of the model is read any more."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _cancelled: bool = False
+    cancelled: bool = False
+    """The barrier gave it up, and has counted it."""
 
     def __post_init__(self) -> None:
         self.seen = versions(self.entries)
@@ -46,15 +47,15 @@ class Snapshot:
     def start(self) -> bool:
         """Thread: may the copy begin? False once the barrier has given up."""
         with self._lock:
-            if not self._cancelled:
+            if not self.cancelled:
                 self.granted.set()
-            return not self._cancelled
+            return not self.cancelled
 
     def cancel(self) -> bool:
         """Barrier: give up, unless the copy has begun."""
         with self._lock:
-            self._cancelled = not self.granted.is_set()
-            return self._cancelled
+            self.cancelled = not self.granted.is_set()
+            return self.cancelled
 
     def end(self) -> None:
         """Thread: whatever happened, the model is free."""

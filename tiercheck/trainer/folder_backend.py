@@ -45,6 +45,8 @@ class FolderBackend:
         for newer in self._held(self._rank):
             if version is None or newer > version:
                 self._remove(newer)
+        for unfinished in self._place(self._rank).glob("*.tmp"):
+            unfinished.unlink(missing_ok=True)
         return None if version is None else Offer(version, str(self._data(self._rank, version)))
 
     def restored(self, step: int) -> None:
@@ -82,8 +84,10 @@ class FolderBackend:
             raise Skipped("CannotWrite", f"{path}: {error.strerror}") from error
 
     def abandon(self, path: str, step: int) -> None:
-        if path:
-            Path(path).unlink(missing_ok=True)
+        Path(path).unlink(missing_ok=True)
+
+    def pass_over(self, step: int) -> None:
+        return
 
     def progress(self, step: int, loss: float | None, seconds: float | None) -> None:
         return

@@ -114,7 +114,7 @@ class Saver:
                 if isinstance(task, Snapshot):
                     self._save(task)
                 elif isinstance(task, _SkippedStep):
-                    self._backend.abandon("", task.step)
+                    self._backend.pass_over(task.step)
                 elif isinstance(task, int):
                     self._backend.reserve(task)
                 else:
@@ -123,13 +123,13 @@ class Saver:
             except _Cancelled:
                 pass  # counted by the barrier
             except Skipped as skipped:
-                if isinstance(task, Snapshot):
+                if isinstance(task, Snapshot) and not task.cancelled:
                     self.skip(task.step, skipped.kind, str(skipped))
                 else:
                     self.warn(skipped.kind, str(skipped))
             except Exception as error:  # invariant: no failure of ours stops training
                 kind = type(error).__name__
-                if isinstance(task, Snapshot):
+                if isinstance(task, Snapshot) and not task.cancelled:
                     self.skip(task.step, kind, repr(error))
                 else:
                     self.warn(kind, repr(error))

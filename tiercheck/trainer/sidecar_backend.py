@@ -12,7 +12,12 @@ from tiercheck.protocol.names import ENV_ATTEMPT, SOCKET_NAME
 from tiercheck.trainer.backend import Offer, RestoreError, Skipped, WarnOnce
 from tiercheck.trainer.sidecar_link import LinkBroken, SidecarLink
 
-_FIRST_CONNECT = 60.0  # seconds; without the sidecar nobody knows what to restore
+ANSWER_SECONDS = 2.0
+"""How long the sidecar may take to answer."""
+RESERVE_SECONDS = 60.0
+"""The same when it has to allocate and touch all slots."""
+FIRST_CONNECT_SECONDS = 60.0
+"""How long `restore` waits for the sidecar: without it nobody knows what to restore."""
 _BACKOFF = (0.5, 30.0)  # seconds between attempts to connect again: first, longest
 _PROGRESS_GAP = 0.05  # seconds between progress messages
 
@@ -22,14 +27,10 @@ class SidecarBackend:
 
     patience: float | None = 1.0
 
-    def __init__(
-        self, run_dir: Path, rank: int, world_size: int, *, answer_seconds: float = 2.0, reserve_seconds: float = 60.0
-    ) -> None:
+    def __init__(self, run_dir: Path, rank: int, world_size: int) -> None:
         self._path = run_dir / SOCKET_NAME
         self.attempt = int(os.environ.get(ENV_ATTEMPT, "0"))
         self._hello = Hello(role="rank", pid=os.getpid(), rank=rank, world_size=world_size, attempt=self.attempt)
-        self._answer_seconds = answer_seconds
-        self._reserve_seconds = reserve_seconds
         self.every = 50
         self.fenced = False
         """A newer attempt is on its way: nothing of this process is wanted any more."""
@@ -46,7 +47,7 @@ class SidecarBackend:
         self._told_at = 0.0
 
     def find(self) -> Offer | None:
-        deadline = time.monotonic() + _FIRST_CONNECT
+        deadline = time.monotonic() + FIRST_CONNECT_SECONDS
         while True:
             try:
                 self._connect()
@@ -67,7 +68,7 @@ class SidecarBackend:
     def restored(self, step: int) -> None:
         self._restored_step = step
         try:
-            self._ask(Request("restored", step=step), self._answer_seconds)
+            self._ask(Request("restored", step=step), ANSWER_SECONDS)
         except Skipped as skipped:
             self._warn(skipped.kind, str(skipped))
 
@@ -77,17 +78,33 @@ class SidecarBackend:
 
     def begin(self, step: int, size: int) -> str:
         self._wanted = size
-        self._reserve()
-        return self._ask(Request("begin", step=step, bytes=size), self._answer_seconds)
+        try:
+            self._reserve()
+        except Skipped as skipped:
+            if skipped.kind != "SidecarRefused":
+                raise
+            self._warn(
+                skipped.kind, str(skipped)
+            )  # asking all the same tells the others that this version will not come
+        return self._ask(Request("begin", step=step, bytes=size), ANSWER_SECONDS)
 
     def complete(self, path: str, step: int, size: int) -> None:
-        self._ask(Request("complete", step=step, bytes=size, path=path), self._answer_seconds)
+        self._ask(Request("complete", step=step, bytes=size, path=path), ANSWER_SECONDS)
 
     def abandon(self, path: str, step: int) -> None:
         try:
-            self._ask(Request("abandon", step=step, path=path), self._answer_seconds)
+            self._ask(Request("abandon", step=step, path=path), ANSWER_SECONDS)
         except Skipped as skipped:
             self._warn(skipped.kind, str(skipped))
+
+    def pass_over(self, step: int) -> None:
+        try:
+            # To ask for the slot and give it back is how the sidecar learns that this rank has come past `step`.
+            path = self._ask(Request("begin", step=step, bytes=self._wanted), ANSWER_SECONDS)
+        except Skipped as skipped:
+            self._warn(skipped.kind, str(skipped))
+        else:
+            self.abandon(path, step)
 
     def progress(self, step: int, loss: float | None, seconds: float | None) -> None:
         with self._owed_lock:
@@ -123,8 +140,9 @@ class SidecarBackend:
             self._warn("SidecarGone", str(error))
 
     def _reserve(self) -> None:
+        self._connected()  # a new connection forgets what was reserved
         if self._reserved != self._wanted:
-            self._ask(Request("reserve", bytes=self._wanted), self._reserve_seconds)
+            self._ask(Request("reserve", bytes=self._wanted), RESERVE_SECONDS)
             self._reserved = self._wanted
 
     def _ask(self, request: Request, timeout: float) -> str:
@@ -134,10 +152,12 @@ class SidecarBackend:
             reply = link.ask(request, timeout)
         except LinkBroken as error:
             raise Skipped("SidecarGone", f"{request.op}: {error}") from error
-        if reply.error or not reply.ok:
-            raise Skipped("SidecarRefused" if not reply.skip else "NoFreeSlot", reply.error or reply.skip or "refused")
         if reply.skip:
             raise Skipped("NoFreeSlot", reply.skip)
+        if not reply.ok:
+            if request.op != "reserve":
+                link.close()  # the next hello tells whether this attempt is over
+            raise Skipped("SidecarRefused", reply.error or f"{request.op} was refused")
         return reply.path
 
     def _connected(self) -> SidecarLink:
@@ -151,7 +171,7 @@ class SidecarBackend:
         try:
             link = self._connect()
             if self._restored_step is not None:
-                link.ask(Request("restored", step=self._restored_step), self._answer_seconds)
+                link.ask(Request("restored", step=self._restored_step), ANSWER_SECONDS)
         except LinkBroken as error:
             self._retry_at = time.monotonic() + self._backoff
             self._backoff = min(2 * self._backoff, _BACKOFF[1])
@@ -161,7 +181,7 @@ class SidecarBackend:
 
     def _connect(self) -> SidecarLink:
         """Raises LinkBroken, or Skipped if the sidecar refuses this rank."""
-        link = SidecarLink(self._path, self._hello, self._answer_seconds)
+        link = SidecarLink(self._path, self._hello, ANSWER_SECONDS)
         welcome = link.welcome
         if welcome.error:
             link.close()

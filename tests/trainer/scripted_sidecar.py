@@ -1,0 +1,105 @@
+"""A sidecar that does what a test tells it: it speaks the real protocol on a real socket, and misbehaves on order."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tiercheck.protocol.encoding import from_json, to_json
+from tiercheck.protocol.local import Hello, Reply, Request, Welcome
+
+DEADLINE = 30.0
+Script = Callable[[Request], Reply | None]
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for `condition`; fail after the deadline."""
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < end, f"never happened: {what}"
+        time.sleep(0.005)
+
+
+class ScriptedSidecar:
+    """Grants slots in `folder`, records every request. `answer` may be replaced; None means silence."""
+
+    def __init__(self, run_dir: Path, welcome: Welcome) -> None:
+        self.welcome = welcome
+        self.answer: Script = self.behave
+        self.hellos: list[Hello] = []
+        self.requests: list[Request] = []
+        self._folder = run_dir / "slots"
+        self._folder.mkdir(exist_ok=True)
+        self._path = run_dir / "sidecar.sock"
+        self._slot_bytes = 0
+        self._connections: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self.start()
+
+    def start(self) -> None:
+        self._path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(self._path))
+        self._listener.listen()
+        self._spawn(self._accept)
+
+    def stop(self) -> None:
+        """Gone, as after a crash: the socket file stays, nobody listens."""
+        for opened in (self._listener, *self._connections):
+            try:
+                opened.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+        for thread in self._threads:
+            thread.join(DEADLINE)
+        for opened in (self._listener, *self._connections):
+            opened.close()
+        self._connections.clear()
+        self._threads.clear()
+
+    def asked(self, op: str) -> list[Request]:
+        return [request for request in list(self.requests) if request.op == op]
+
+    def behave(self, request: Request) -> Reply | None:
+        """A healthy sidecar."""
+        if request.op == "progress":
+            return None
+        if request.op == "reserve":
+            self._slot_bytes = request.bytes
+        if request.op == "begin":
+            path = self._folder / f"slot-{request.step}"
+            with open(path, "wb") as file:
+                file.truncate(self._slot_bytes)
+            return Reply(True, path=str(path))
+        return Reply(True)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self._connections.append(connection)
+            self._spawn(lambda accepted=connection: self._serve(accepted))
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection.makefile("rb") as lines:
+                self.hellos.append(from_json(lines.readline(), Hello))
+                connection.sendall(to_json(self.welcome) + b"\n")
+                for line in lines:
+                    request = from_json(line, Request)
+                    self.requests.append(request)
+                    reply = self.answer(request)
+                    if reply is not None:
+                        connection.sendall(to_json(reply) + b"\n")
+        except (OSError, ValueError):
+            return
+
+    def _spawn(self, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, daemon=True)
+        self._threads.append(thread)
+        thread.start()

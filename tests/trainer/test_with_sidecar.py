@@ -1,0 +1,239 @@
+"""Promise: with the sidecar well, snapshots reach it complete; with the sidecar ill, training does not notice."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from scripted_sidecar import DEADLINE, ScriptedSidecar, until
+from small_runs import Run, adamw, same_bits
+
+from tiercheck.protocol.local import Reply, Request, Welcome
+from tiercheck.protocol.slot import read_header
+from tiercheck.protocol.version import Version
+from tiercheck.trainer import sidecar_backend
+from tiercheck.trainer.backend import RestoreError
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedSidecar]:
+    monkeypatch.setenv("TIERCHECK_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("TIERCHECK_ATTEMPT", "3")
+    monkeypatch.setattr(sidecar_backend, "_BACKOFF", (0.05, 0.1))
+    scripted = ScriptedSidecar(tmp_path, Welcome(attempt=3, snapshot_every=2))
+    yield scripted
+    scripted.stop()
+
+
+def trained(tmp_path: Path, steps: int = 4) -> Run:
+    run = Run(adamw, tmp_path / "unused", every=None)
+    run.checkpointer.restore()
+    for _ in range(steps):
+        run.train(1)
+        run.checkpointer.wait(DEADLINE)
+    return run
+
+
+def test_snapshots_arrive_complete_as_often_as_the_job_says(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    run.checkpointer.close()
+    assert not (tmp_path / "unused").exists()
+    assert [request.step for request in sidecar.asked("complete")] == [2, 4]
+    assert (run.checkpointer.captured, run.checkpointer.skipped) == (2, 0)
+    newest = sidecar.asked("complete")[-1].path
+    header = read_header(Path(newest).read_bytes())
+    assert (header.rank, header.version, header.world_size) == (0, Version(4, 3), 1)
+    state = {name: value for name, value in run.state().items() if name != "model/last.weight"}
+    same_bits({name: value for name, value in load_file(newest).items() if name in state}, state)
+
+
+def test_slots_are_reserved_before_the_first_snapshot_is_due(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+    run = trained(tmp_path, steps=1)
+    run.checkpointer.close()
+    (reserved,) = sidecar.asked("reserve")
+    assert reserved.bytes > 0
+    assert sidecar.asked("begin") == []
+
+
+def test_offered_version_is_restored_and_acknowledged(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+    first = trained(tmp_path)
+    expected = first.train(2)
+    first.checkpointer.close()
+    offered = tmp_path / "offered"
+    shutil.copy(sidecar.asked("complete")[1].path, offered)
+    offered.chmod(0o400)
+    sidecar.welcome = dataclasses.replace(sidecar.welcome, restore_version=Version(4, 3), restore_path=str(offered))
+    sidecar.requests.clear()
+    second = Run(adamw, tmp_path, seed=5, every=None)
+    assert second.checkpointer.restore() == 4
+    assert [request.step for request in sidecar.asked("restored")] == [4]
+    assert second.train(2) == expected
+    second.checkpointer.close()
+
+
+def test_slot_of_another_version_than_offered_is_refused(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+    first = trained(tmp_path)
+    first.checkpointer.close()
+    path = sidecar.asked("complete")[0].path  # holds step 2
+    sidecar.welcome = dataclasses.replace(sidecar.welcome, restore_version=Version(4, 3), restore_path=path)
+    with pytest.raises(RestoreError, match="holds step 2"):
+        Run(adamw, tmp_path).checkpointer.restore()
+
+
+def test_torn_slot_is_never_loaded(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+    torn = tmp_path / "torn"
+    torn.write_bytes(bytes(10_000))
+    sidecar.welcome = dataclasses.replace(sidecar.welcome, restore_version=Version(4, 3), restore_path=str(torn))
+    with pytest.raises(RestoreError, match="torn"):
+        Run(adamw, tmp_path).checkpointer.restore()
+
+
+def test_sidecar_dies_and_training_goes_on_and_saves_again_when_it_is_back(
+    sidecar: ScriptedSidecar, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = trained(tmp_path)
+    sidecar.stop()
+    assert len(run.train(6)) == 6
+    run.checkpointer.wait(DEADLINE)
+    assert run.checkpointer.skipped == 3
+    assert caplog.text.count("WARNING") <= 2  # one per kind of trouble
+    captured = run.checkpointer.captured
+    sidecar.start()
+
+    def saves_again() -> bool:
+        run.train(2)
+        run.checkpointer.wait(DEADLINE)
+        return run.checkpointer.captured > captured
+
+    until(saves_again, "a snapshot after the sidecar came back")
+    assert len(sidecar.asked("reserve")) == 2  # the new sidecar was told the size
+    run.checkpointer.close()
+
+
+def test_silent_sidecar_costs_training_a_bounded_wait(
+    sidecar: ScriptedSidecar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sidecar_backend.SidecarBackend, "patience", 0.05)
+    monkeypatch.setattr(sidecar_backend, "ANSWER_SECONDS", 0.5)
+    run = trained(tmp_path)
+    sidecar.answer = lambda request: None
+    assert len(run.train(6)) == 6
+    run.checkpointer.wait(DEADLINE)
+    assert run.checkpointer.captured == 2
+    assert run.checkpointer.skipped == 3
+    run.checkpointer.close()
+
+
+def test_slot_granted_too_late_is_given_back_and_never_completed(
+    sidecar: ScriptedSidecar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sidecar_backend.SidecarBackend, "patience", 0.05)
+    run = trained(tmp_path)
+    updated = threading.Event()
+
+    def late(request: Request) -> Reply | None:
+        if request.op == "begin":
+            assert updated.wait(DEADLINE)
+        return sidecar.behave(request)
+
+    sidecar.answer = late
+    run.train(3)
+    updated.set()
+    run.checkpointer.wait(DEADLINE)
+    assert [request.step for request in sidecar.asked("abandon")] == [6]
+    assert [request.step for request in sidecar.asked("complete")] == [2, 4]
+    assert run.checkpointer.skipped == 1
+    run.checkpointer.close()
+
+
+def test_no_free_slot_is_a_skipped_snapshot(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    sidecar.answer = lambda request: (
+        Reply(True, skip="all slots are needed") if request.op == "begin" else sidecar.behave(request)
+    )
+    run.train(2)
+    run.checkpointer.wait(DEADLINE)
+    sidecar.answer = sidecar.behave
+    run.train(2)
+    run.checkpointer.close()
+    assert [request.step for request in sidecar.asked("complete")] == [2, 4, 8]
+    assert run.checkpointer.skipped == 1
+
+
+def test_stale_attempt_stops_saving_for_good_but_not_training(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    sidecar.welcome = Welcome(attempt=4, snapshot_every=2, error="attempt 3 is over")
+    sidecar.answer = lambda request: None if request.op == "progress" else Reply(False, error="attempt 3 is over")
+    for _ in range(4):
+        run.train(2)
+        run.checkpointer.wait(DEADLINE)
+    until(lambda: len(sidecar.hellos) == 2, "the rank asked once whether it is still wanted")
+    sidecar.welcome = Welcome(attempt=4, snapshot_every=2)
+    sidecar.answer = sidecar.behave
+    for _ in range(4):
+        run.train(2)
+        run.checkpointer.wait(DEADLINE)
+    run.checkpointer.close()
+    assert len(sidecar.hellos) == 2
+    assert [request.step for request in sidecar.asked("complete")] == [2, 4]
+
+
+def test_stale_rank_does_not_begin_to_train(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+    sidecar.welcome = Welcome(attempt=4, snapshot_every=2, error="attempt 3 is over")
+    with pytest.raises(RestoreError, match="attempt 3 is over"):
+        Run(adamw, tmp_path).checkpointer.restore()
+
+
+def test_without_a_sidecar_nobody_starts_from_scratch_by_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERCHECK_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(sidecar_backend, "FIRST_CONNECT_SECONDS", 0.2)
+    with pytest.raises(RestoreError, match="does not answer"):
+        Run(adamw, tmp_path).checkpointer.restore()
+
+
+def test_rank_waits_until_the_sidecar_lets_it_in(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+    wanted = sidecar.welcome
+    sidecar.welcome = Welcome(attempt=3, snapshot_every=0, error="not every rank is restored yet")
+    run = Run(adamw, tmp_path, every=None)
+    restoring = threading.Thread(target=run.checkpointer.restore)
+    restoring.start()
+    until(lambda: len(sidecar.hellos) >= 2, "the rank asks again")
+    sidecar.welcome = wanted
+    restoring.join(DEADLINE)
+    assert not restoring.is_alive()
+    assert run.checkpointer.every == 2
+    run.checkpointer.close()
+
+
+def test_first_and_last_step_are_reported_though_not_every_one_is(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+    run = Run(adamw, tmp_path, every=1000)
+    run.checkpointer.restore()
+    run.train(1)
+    until(lambda: len(sidecar.asked("progress")) == 1, "the first step is reported at once")
+    losses = run.train(200)
+    run.checkpointer.wait(DEADLINE)
+    until(lambda: sidecar.requests[-1].step == 201, "the last step is reported though training pauses")
+    reported = sidecar.asked("progress")
+    assert reported[0].step == 1
+    assert reported[-1].loss is not None
+    assert reported[-1].loss.hex() == losses[-1]
+    assert reported[-1].step_seconds is not None
+    assert len(reported) < 150
+    run.checkpointer.close()
+
+
+def test_not_finite_snapshot_is_given_back(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+    run = trained(tmp_path, steps=3)
+    run.update()
+    run.checkpointer.step(float("inf"))
+    run.checkpointer.close()
+    assert [request.step for request in sidecar.asked("abandon")] == [4]
+    assert [request.step for request in sidecar.asked("complete")] == [2]
+    assert sidecar.asked("progress")[-1].loss is None
