@@ -1,0 +1,20 @@
+"""Times as the API writes them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+
+def timestamp() -> str:
+    """Now, to the second: metav1.Time."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def micro_timestamp() -> str:
+    """Now, to the microsecond: metav1.MicroTime."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def parse(text: str) -> datetime:
+    """Either form. Raises ValueError."""
+    return datetime.fromisoformat(text.replace("Z", "+00:00"))

@@ -1,0 +1,234 @@
+"""One container of a pod: its processes, its probes, and the state that is reported about it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from tiercheck_local import clock, markers
+from tiercheck_local.node import probes
+from tiercheck_local.node.process import CannotStart, HostProcess
+
+_BACK_OFF_FIRST, _BACK_OFF_MOST = 0.2, 5.0
+_BACK_OFF_FORGOTTEN = 30.0  # seconds of running after which the next crash counts as the first
+_TAIL = 2048
+
+NO_IMAGE = "no-such-image"
+"""An image with this in its name cannot be pulled."""
+
+
+class Kind(Enum):
+    INIT = "init"
+    SIDECAR = "sidecar"
+    MAIN = "main"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is needed to start it: resolved, expanded, translated."""
+
+    argv: list[str]
+    env: dict[str, str]
+    cwd: str
+    log: Path
+    termination_message: Path
+
+
+class Container:
+    """A call of `changed` is made after every change of state."""
+
+    def __init__(self, spec: Mapping[str, Any], kind: Kind, pod_ip: str, changed: Callable[[], None]) -> None:
+        self.spec, self.kind = spec, kind
+        self.name: str = spec["name"]
+        self.state: dict[str, Any] = {
+            "waiting": {"reason": "PodInitializing" if kind is Kind.MAIN else "ContainerCreating"}
+        }
+        self.last_state: dict[str, Any] = {}
+        self.restarts = 0
+        self.finished = False
+        """It has ended and will not be started again."""
+        self.started = asyncio.Event()
+        self.probed_ready = False
+        self._pod_ip, self._changed = pod_ip, changed
+        self._process: HostProcess | None = None
+        self._exec_numbers = itertools.count()
+        self._stopping = False
+
+    @property
+    def running(self) -> bool:
+        return "running" in self.state
+
+    @property
+    def ready(self) -> bool:
+        if self.kind is Kind.INIT:
+            return self.finished and self.exit_code == 0
+        return self.running and self.started.is_set() and (self.probed_ready or "readinessProbe" not in self.spec)
+
+    @property
+    def is_sidecar(self) -> bool:
+        return self.kind is Kind.SIDECAR
+
+    @property
+    def is_started(self) -> bool:
+        return self.running and self.started.is_set()
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.state["terminated"]["exitCode"] if "terminated" in self.state else None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None and self.running else None
+
+    def wait_with(self, reason: str, message: str = "") -> None:
+        """Show why it does not run."""
+        self.state = {"waiting": {"reason": reason, **({"message": message} if message else {})}}
+        self._changed()
+
+    async def run(self, recipe: Recipe, policy: str) -> int:
+        """Start it and restart it as `policy` (Always, OnFailure, Never) says; the last exit code.
+
+        Cancelling leaves a running process alone: `stop` ends it.
+        """
+        pause = _BACK_OFF_FIRST
+        while True:
+            began = time.monotonic()
+            code = await self._run_once(recipe)
+            if self._stopping or policy == "Never" or (policy == "OnFailure" and code == 0):
+                self.finished = True
+                self._changed()
+                return code
+            if time.monotonic() - began > _BACK_OFF_FORGOTTEN:
+                pause = _BACK_OFF_FIRST
+            self.last_state = self.state
+            self.wait_with("CrashLoopBackOff", f"back-off {pause:.1f}s restarting failed container={self.name}")
+            await asyncio.sleep(pause)
+            pause = min(_BACK_OFF_MOST, pause * 2)
+            self.restarts += 1
+
+    async def stop(self, grace: float) -> None:
+        """SIGTERM, SIGKILL after `grace` seconds; never restarted."""
+        self._stopping = True
+        if self._process is not None and not self._process.exited.done():
+            await self._pre_stop(grace)
+            await self._process.stop(grace)
+        self.finished = True
+        self._changed()
+
+    def lose(self, reason: str) -> None:
+        """Its process is dead already, and will not be started again."""
+        self._stopping = self.finished = True
+        if "terminated" not in self.state:
+            started = self.state.get("running", {}).get("startedAt")
+            self.state = _terminated(137, reason, started, "")
+
+    async def _run_once(self, recipe: Recipe) -> int:
+        self.started.clear()
+        self.probed_ready = False
+        recipe.termination_message.unlink(missing_ok=True)
+        try:
+            process = HostProcess(recipe.argv, recipe.env, recipe.cwd, recipe.log)
+        except CannotStart as error:
+            self.state = _terminated(128, "StartError", None, str(error))
+            self._changed()
+            return 128
+        self._process = process
+        started_at = clock.timestamp()
+        self.state = {"running": {"startedAt": started_at}}
+        if "startupProbe" not in self.spec:
+            self.started.set()
+        process.exited.add_done_callback(lambda exited: self._record_exit(exited, started_at, recipe))
+        self._changed()
+        watching = asyncio.create_task(self._watch_health(recipe))
+        try:
+            return await asyncio.shield(process.exited)
+        finally:
+            watching.cancel()
+
+    def _record_exit(self, exited: asyncio.Future[int], started_at: str, recipe: Recipe) -> None:
+        if exited.cancelled() or self.finished:
+            return
+        code = exited.result()
+        self.state = _terminated(
+            code, "Completed" if code == 0 else "Error", started_at, self._last_words(recipe, code)
+        )
+        self.probed_ready = False
+        self._changed()
+
+    def _last_words(self, recipe: Recipe, code: int) -> str:
+        with contextlib.suppress(OSError):
+            return recipe.termination_message.read_bytes()[-4096:].decode(errors="replace")
+        if code != 0 and self.spec.get("terminationMessagePolicy") == "FallbackToLogsOnError":
+            with contextlib.suppress(OSError):
+                return recipe.log.read_bytes()[-_TAIL:].decode(errors="replace")
+        return ""
+
+    async def _watch_health(self, recipe: Recipe) -> None:
+        def set_ready(good: bool) -> None:
+            if good != self.probed_ready:
+                self.probed_ready = good
+                self._changed()
+
+        def set_started(good: bool) -> None:
+            if good:
+                self.started.set()
+                self._changed()
+            else:
+                self._kill_softly()
+
+        def kill_if_dead(good: bool) -> None:
+            if not good:
+                self._kill_softly()
+
+        run, ports = self._exec(recipe), self._ports()
+        if "startupProbe" in self.spec:
+            await probes.watch(self.spec["startupProbe"], self._pod_ip, ports, run, report=set_started, once=True)
+        async with asyncio.TaskGroup() as group:
+            for name, report in (("readinessProbe", set_ready), ("livenessProbe", kill_if_dead)):
+                if name in self.spec:
+                    group.create_task(probes.watch(self.spec[name], self._pod_ip, ports, run, report=report))
+
+    def _kill_softly(self) -> None:
+        process = self._process
+        if process is not None and not process.exited.done():
+            process.signal(signal.SIGTERM)
+            asyncio.get_running_loop().call_later(2.0, process.signal, signal.SIGKILL)
+
+    async def _pre_stop(self, grace: float) -> None:
+        hook = (self.spec.get("lifecycle") or {}).get("preStop")
+        if hook and "sleep" in hook:
+            await asyncio.sleep(min(grace, float(hook["sleep"]["seconds"])))
+
+    def _ports(self) -> dict[str, int]:
+        return {port["name"]: port["containerPort"] for port in self.spec.get("ports") or [] if "name" in port}
+
+    def _exec(self, recipe: Recipe) -> probes.Exec:
+        async def run(command: list[str]) -> bool:
+            env = {**recipe.env, markers.POD: f"{recipe.env[markers.POD]}/exec-{next(self._exec_numbers)}"}
+            try:
+                process = HostProcess(command, env, recipe.cwd, recipe.log)
+            except CannotStart:
+                return False
+            try:
+                return await asyncio.shield(process.exited) == 0
+            finally:
+                process.kill()
+
+        return run
+
+
+def _terminated(code: int, reason: str, started_at: str | None, message: str) -> dict[str, Any]:
+    state: dict[str, Any] = {"exitCode": code, "reason": reason, "finishedAt": clock.timestamp()}
+    if started_at:
+        state["startedAt"] = started_at
+    if message:
+        state["message"] = message
+    return {"terminated": state}

@@ -1,0 +1,240 @@
+"""One pod on a node, from the moment it is bound until nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tiercheck_local import clock, markers
+from tiercheck_local.client import PODS, Client
+from tiercheck_local.node import environment, references, volumes
+from tiercheck_local.node.container import NO_IMAGE, Container, Kind, Recipe
+from tiercheck_local.node.environment import BadReference, PodFacts
+from tiercheck_local.node.paths import PathTranslation
+from tiercheck_local.node.process import base_environment
+from tiercheck_local.node.publisher import Publisher
+from tiercheck_local.node.settings import Settings
+from tiercheck_local.node.status import Situation, pod_status
+
+Object = Mapping[str, Any]
+log = logging.getLogger(__name__)
+
+_LAST_GRACE = 2.0  # what sidecars get even if the main containers used up the pod's grace period
+
+
+class Pod:
+    """Runs a pod's containers and keeps its status true. Made from the manifest as bound to this node."""
+
+    def __init__(
+        self, manifest: Object, ip: str, client: Client, settings: Settings, allocatable: Mapping[str, str]
+    ) -> None:
+        self.manifest, self.ip = manifest, ip
+        self.uid: str = manifest["metadata"]["uid"]
+        self.namespace: str = manifest["metadata"]["namespace"]
+        self.name: str = manifest["metadata"]["name"]
+        self._client, self._settings = client, settings
+        self._facts = PodFacts(manifest, settings.name, ip, settings.address, allocatable)
+        self._publisher = Publisher(client, manifest, self._status)
+        spec = manifest["spec"]
+        self._inits = [
+            Container(entry, Kind.SIDECAR if entry.get("restartPolicy") == "Always" else Kind.INIT, ip, self._changed)
+            for entry in spec.get("initContainers") or []
+        ]
+        self._mains = [Container(entry, Kind.MAIN, ip, self._changed) for entry in spec["containers"]]
+        self._started_at = clock.timestamp()
+        self._initialized = self._over = False
+        self._failure: tuple[str, str] | None = None
+        self._supervision: list[asyncio.Task[Any]] = []
+        self._ending: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin; everything else happens by itself."""
+        self._count_earlier_lives()
+        self._publisher.start()
+        self._spawn(self._live())
+
+    def seen(self, manifest: Object) -> None:
+        """A newer version of the API object."""
+        self._publisher.seen(manifest)
+
+    def terminate(self, grace: float) -> None:
+        """Graceful deletion: main containers, then sidecars, then the API object."""
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._terminate(grace))
+            _report_death(self._ending, f"end of pod {self.namespace}/{self.name}")
+
+    def vanish(self) -> None:
+        """The API object is gone: nothing of it may go on."""
+        self._abandon()
+        if self._ending is not None and self._ending is not asyncio.current_task():
+            self._ending.cancel()
+        markers.kill(markers.POD, self._place())
+        for container in self._containers:
+            container.lose("Error")
+        self._publisher.stop()
+        self._settings.roots.remove(self.uid)
+
+    def lose(self, reason: str, message: str) -> None:
+        """Everything of it is dead at once, memory included; the pod has failed."""
+        self._abandon()
+        markers.kill(markers.POD, self._place())
+        for container in self._containers:
+            container.lose("Error")
+        self._settings.roots.remove(self.uid)
+        if not self._over:
+            self._over, self._failure = True, (reason, message)
+        self._changed()
+
+    @property
+    def _containers(self) -> Sequence[Container]:
+        return [*self._inits, *self._mains]
+
+    def _place(self, container: str = "") -> str:
+        return markers.place(self._settings.cluster, self._settings.name, self.uid, container)
+
+    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        _report_death(task, f"pod {self.namespace}/{self.name}")
+        self._supervision.append(task)
+        return task
+
+    def _abandon(self) -> None:
+        for task in self._supervision:
+            task.cancel()
+
+    def _changed(self) -> None:
+        self._publisher.changed()
+
+    def _status(self, previous: Object) -> dict[str, Any]:
+        situation = Situation(
+            inits=self._inits,
+            mains=self._mains,
+            pod_ip=self.ip,
+            host_ip=self._settings.address,
+            started_at=self._started_at,
+            initialized=self._initialized,
+            over=self._over,
+            failure=self._failure,
+        )
+        return pod_status(situation, previous, clock.timestamp())
+
+    def _count_earlier_lives(self) -> None:
+        """After a restart of the node the containers begin anew, and their restart counts say so."""
+        status = self.manifest.get("status") or {}
+        counts = {
+            entry["name"]: entry["restartCount"] + 1
+            for entry in [*(status.get("containerStatuses") or []), *(status.get("initContainerStatuses") or [])]
+            if entry.get("containerID")
+        }
+        for container in self._containers:
+            container.restarts = counts.get(container.name, 0)
+
+    async def _live(self) -> None:
+        recipes = await self._recipes()
+        policy = self.manifest["spec"].get("restartPolicy", "Always")
+        for container in self._inits:
+            if container.kind is Kind.SIDECAR:
+                self._spawn(container.run(recipes[container.name], "Always"))
+                await container.started.wait()
+            elif await container.run(recipes[container.name], "Never" if policy == "Never" else "OnFailure") != 0:
+                await self._finish()
+                return
+        self._initialized = True
+        self._changed()
+        runs = [self._spawn(container.run(recipes[container.name], policy)) for container in self._mains]
+        await asyncio.gather(*runs)
+        await self._finish()
+
+    async def _finish(self) -> None:
+        """The pod has run its course: sidecars go, in reverse order, and the phase becomes final."""
+        await self._stop_sidecars(time.monotonic() + self._grace())
+        self._over = True
+        self._changed()
+
+    async def _terminate(self, grace: float) -> None:
+        self._abandon()
+        deadline = time.monotonic() + grace
+        active = [*self._mains, *(container for container in self._inits if container.kind is Kind.INIT)]
+        await asyncio.gather(*(container.stop(grace) for container in active))
+        await self._stop_sidecars(deadline)
+        self._over = True
+        self._changed()
+        await self._publisher.drained()
+        self._settings.roots.remove(self.uid)
+        await self._client.delete(PODS, self.namespace, self.name, uid=self.uid, grace=0)
+
+    async def _stop_sidecars(self, deadline: float) -> None:
+        for container in reversed(self._inits):
+            if container.kind is Kind.SIDECAR:
+                await container.stop(max(_LAST_GRACE, deadline - time.monotonic()))
+
+    def _grace(self) -> float:
+        return float(self.manifest["spec"].get("terminationGracePeriodSeconds", 30))
+
+    async def _recipes(self) -> dict[str, Recipe]:
+        """Resolve everything the manifest refers to; what is missing is shown and waited for, as a kubelet does."""
+        pause = 0.2
+        while True:
+            try:
+                self._refuse_missing_images()
+                lookup = await references.fetch(self._client, self.manifest)
+                folders = volumes.prepare(self._facts, self._settings.roots, lookup)
+                return {container.name: self._recipe(container, folders, lookup) for container in self._containers}
+            except _NoImage as error:
+                reason, message, first = "ErrImagePull", str(error), error.container
+            except BadReference as error:
+                reason, message, first = "CreateContainerConfigError", str(error), self._containers[0]
+            first.wait_with(reason, message)
+            await asyncio.sleep(pause)
+            pause = min(2.0, pause * 2)
+
+    def _refuse_missing_images(self) -> None:
+        for container in self._containers:
+            if NO_IMAGE in container.spec.get("image", ""):
+                raise _NoImage(container)
+
+    def _recipe(self, container: Container, folders: Mapping[str, Path], lookup: environment.Lookup) -> Recipe:
+        scratch = self._settings.roots.of_pod(self.uid)[1]
+        home = scratch / f"-{container.name}"
+        home.mkdir(parents=True, exist_ok=True)
+        last_words = home / "termination-log"
+        path_of_last_words = container.spec.get("terminationMessagePath") or "/dev/termination-log"
+        mounts = volumes.mounts(container.spec, folders)
+        translate = PathTranslation({**self._settings.image_paths, path_of_last_words: str(last_words), **mounts})
+        wanted = environment.environment(container.spec, self._facts, lookup)
+        argv = environment.command_line(container.spec, wanted)
+        env = {
+            **base_environment(),
+            "HOSTNAME": self.name,
+            **({"TMPDIR": translate("/tmp")} if translate("/tmp") != "/tmp" else {}),
+            **{name: translate(value) for name, value in wanted.items()},
+            markers.CLUSTER: self._settings.cluster,
+            markers.POD: self._place(container.name),
+        }
+        cwd = translate(container.spec.get("workingDir") or "")
+        if cwd and not Path(cwd).is_dir():
+            raise BadReference(
+                f"workingDir {container.spec['workingDir']!r} is in no volume and not a folder of this machine"
+            )
+        logs = self._settings.directory / "logs" / self.name / f"{container.name}.log"
+        return Recipe([translate(word) for word in argv], env, cwd or str(home), logs, last_words)
+
+
+class _NoImage(Exception):
+    def __init__(self, container: Container) -> None:
+        super().__init__(f'failed to pull image "{container.spec["image"]}": not found')
+        self.container = container
+
+
+def _report_death(task: asyncio.Task[Any], what: str) -> None:
+    """Log what kills a background task: nobody awaits it."""
+
+    def report(done: asyncio.Task[Any]) -> None:
+        if not done.cancelled() and done.exception() is not None:
+            log.error("%s: %s", what, done.exception(), exc_info=done.exception())
+
+    task.add_done_callback(report)

@@ -1,0 +1,118 @@
+"""One process on the host that cannot outlive its agent: the kernel kills it when the agent's main thread dies.
+
+That bond is per thread and is not inherited, so processes are started from the main thread only, and descendants are
+found by their markers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tiercheck_local import markers
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
+_INHERITED = (
+    "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "USER", "LOGNAME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "PYTHONPATH",
+    "SSL_CERT_FILE", "SSL_CERT_DIR",
+)  # fmt: skip
+_POLITENESS = 5  # agents and control plane must answer in time while the training takes every core
+
+
+class CannotStart(OSError):
+    """The command is not there or is not executable."""
+
+
+def base_environment() -> dict[str, str]:
+    """What every container gets before its manifest is looked at: the agent's interpreter comes first on PATH."""
+    kept = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+    interpreter = os.path.dirname(sys.executable)
+    return {
+        **kept,
+        "PATH": interpreter + os.pathsep + os.environ.get("PATH", os.defpath),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+class HostProcess:
+    """A running child. `exited` gives its exit code as a container runtime reports it (128 + signal)."""
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, log: Path) -> None:
+        """Start it, its output appended to `log`. Call from the main thread, in a running loop. Raises CannotStart."""
+        path = sys.executable if argv[0] in {"python", "python3"} else shutil.which(argv[0], path=env.get("PATH"))
+        if path is None:
+            raise CannotStart(f"exec: {argv[0]!r}: executable file not found in $PATH")
+        agent = os.getpid()
+
+        def bind_to_agent() -> None:
+            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != agent:  # it died in between
+                os._exit(137)
+            with contextlib.suppress(OSError):
+                os.nice(_POLITENESS)
+
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as output:
+            try:
+                self._child = subprocess.Popen(
+                    [path, *argv[1:]],
+                    env=dict(env),
+                    cwd=cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=bind_to_agent,  # noqa: PLW1509 - only system calls in there, no lock to inherit
+                )
+            except (OSError, subprocess.SubprocessError) as error:
+                raise CannotStart(str(error)) from error
+        self._marker = env[markers.POD]
+        self._loop = asyncio.get_running_loop()
+        self.exited: asyncio.Future[int] = self._loop.create_future()
+        self._watch = os.pidfd_open(self._child.pid)
+        self._loop.add_reader(self._watch, self._reap)
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def _reap(self) -> None:
+        self._loop.remove_reader(self._watch)
+        os.close(self._watch)
+        code = self._child.wait()
+        self.kill_rest()
+        if not self.exited.done():
+            self.exited.set_result(code if code >= 0 else 128 - code)
+
+    def signal(self, number: int) -> None:
+        """To the first process only, as a container runtime does."""
+        if not self.exited.done():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL to everything in the container."""
+        self.signal(signal.SIGKILL)
+        self.kill_rest()
+
+    def kill_rest(self) -> None:
+        """A container ends with its first process; what that one left behind dies too."""
+        markers.send(markers.POD, self._marker, signal.SIGKILL)
+
+    async def stop(self, grace: float) -> None:
+        """SIGTERM, then SIGKILL when `grace` seconds have passed."""
+        self.signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self.exited), grace)
+        self.kill()
+        await asyncio.shield(self.exited)
