@@ -1,4 +1,4 @@
-"""A bucket as remote tier: obstore moves the bytes (it costs a tenth of boto3's CPU), boto3 finds the credentials,
+"""A bucket as remote tier: obstore moves the bytes (for less CPU than boto3: `benchmarks/remote.py`), boto3 finds the credentials,
 lists, and creates the manifest with `If-None-Match: *`.
 
 Payloads are not signed (SHA-256 of every byte would cost more than sending it); where the server takes it, CRC64NVME
