@@ -15,7 +15,7 @@ _FAULTS = [
      {"local": 3, "peer": 1}, ["own memory", "own memory", "worker 0 (rack a)", "own memory"]),
     ("node", "a node dies", "node b-2 with worker 3", 71, 1, 2.4, 3.9, 4.2,
      {"local": 3, "peer": 1}, ["own memory", "own memory", "own memory", "worker 1 (rack a)"]),
-    ("rack", "a rack goes dark", "rack a: nodes a-1, a-2", 98, 4, 2.6, 4.8, 4.9,
+    ("rack", "a rack goes dark", "rack a: nodes a-1, a-2", 98, 3, 2.6, 4.8, 4.9,
      {"local": 2, "peer": 2}, ["worker 2 (rack b)", "worker 3 (rack b)", "own memory", "own memory"]),
     ("all pods", "every pod is lost at once", "all pods, with all memory", 127, 7, 0.5, 5.9, 5.0,
      {"remote": 4}, ["S3"] * 4),
