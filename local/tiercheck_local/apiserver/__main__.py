@@ -30,7 +30,6 @@ async def serve(port: int, directory: Path, history: int) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     await web.SockSite(runner, listener).start()
-    directory.mkdir(parents=True, exist_ok=True)
     write_kubeconfig(directory / "kubeconfig", f"http://127.0.0.1:{listener.getsockname()[1]}")
     await stop.wait()
     await runner.cleanup()
@@ -43,6 +42,7 @@ def main() -> None:
     parser.add_argument("--history", type=int, default=10_000, help="changes kept for watches to resume from")
     options = parser.parse_args()
     die_with_parent()
+    options.directory.mkdir(parents=True, exist_ok=True)
     asyncio.run(serve(options.port, options.directory, options.history))
 
 

@@ -88,7 +88,7 @@ def _pod_defaults(pod: Object) -> None:
 
 
 def _tolerates_no_execute(toleration: Object, key: str) -> bool:
-    return toleration.get("key", key) == key and toleration.get("effect", "NoExecute") == "NoExecute"
+    return bool(toleration.get("key", key) == key and toleration.get("effect", "NoExecute") == "NoExecute")
 
 
 def _quality(spec: Object) -> str:

@@ -13,20 +13,22 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-import celpy
-import celpy.celtypes
+from celpy import Environment
+from celpy.adapter import json_to_cel
+from celpy.celparser import CELParseError
+from celpy.evaluation import CELEvalError
 
 from tiercheck_local.apiserver.errors import Cause, Object
 
 _REASONS = {
-    "FieldValueInvalid": "Invalid value: {value}: {message}",
+    "FieldValueInvalid": "Invalid value: {message}",
     "FieldValueForbidden": "Forbidden: {message}",
     "FieldValueRequired": "Required value: {message}",
     "FieldValueDuplicate": "Duplicate value: {value}",
 }
 _REMEMBERED = 4096
 _lock = threading.Lock()
-_environment = celpy.Environment()
+_environment = Environment()
 
 
 class BadRule(ValueError):
@@ -38,7 +40,7 @@ def _program(rule: str) -> Any:
     try:
         with _lock:  # celpy's parser is shared and keeps state
             return _environment.program(_environment.compile(rule))
-    except celpy.CELParseError as error:
+    except CELParseError as error:
         raise BadRule(str(error)) from error
 
 
@@ -48,7 +50,7 @@ class Rules:
     def __init__(self, schema: Object) -> None:
         self._schema = schema
         self._answers: OrderedDict[tuple[str, str, str], str | None] = OrderedDict()
-        self._used = _uses_rules(schema)
+        self.any = _uses_rules(schema)
 
     @staticmethod
     def check(rule: Object) -> None:
@@ -59,7 +61,7 @@ class Rules:
 
     def faults(self, value: Object, old: Object | None) -> Iterator[Cause]:
         """One cause per broken rule, from the root down. Transition rules need an old value at the same place."""
-        if self._used:
+        if self.any:
             yield from self._walk(value, old, self._schema, "", root=True)
 
     def _walk(self, value: Any, old: Any, schema: Object, path: str, root: bool = False) -> Iterator[Cause]:
@@ -101,18 +103,18 @@ class Rules:
 
 def _problem(rule: Object, value: Any, old: Any) -> str | None:
     """None if the rule holds, else the sentence to show."""
-    known = {"self": celpy.json_to_cel(value)}
+    known = {"self": json_to_cel(value)}
     if old is not None:
-        known["oldSelf"] = celpy.json_to_cel(old)
+        known["oldSelf"] = json_to_cel(old)
     try:
         if bool(_program(rule["rule"]).evaluate(known)):
             return None
-    except celpy.CELEvalError as error:
+    except CELEvalError as error:
         return f"rule evaluation failed: {error}"
     if "messageExpression" in rule:
         try:
             return str(_program(rule["messageExpression"]).evaluate(known))
-        except celpy.CELEvalError:
+        except CELEvalError:
             pass  # the server falls back to the fixed message
     return rule.get("message") or f"failed rule: {rule['rule']}"
 

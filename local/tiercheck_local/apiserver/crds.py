@@ -13,6 +13,16 @@ from tiercheck_local.apiserver.errors import Cause, Object
 from tiercheck_local.apiserver.resources import Resource
 
 
+_BLOCKING = frozenset(
+    {"FieldValueRequired", "FieldValueNotSupported", "FieldValueTooLong", "FieldValueTooMany", "FieldValueTypeInvalid"}
+)
+_NOT_CHECKED = Cause(
+    "<nil>",
+    "Invalid value: null: some validation rules were not checked because the object was invalid; "
+    "correct the existing errors to complete validation",
+)
+
+
 @dataclass(frozen=True, eq=False)
 class CustomVersion:
     """What one version of a CRD says about its objects."""
@@ -36,7 +46,9 @@ class CustomVersion:
         """What is wrong with `value`. Rules run only on a value of the right shape, as they may assume it."""
         body = {k: v for k, v in value.items() if k not in ("apiVersion", "kind", "metadata")}
         found = structural.faults(body, self.schema)
-        return found or list(self.rules.faults(value, old))
+        if any(cause.reason in _BLOCKING for cause in found):
+            return [*found, _NOT_CHECKED] if self.rules.any else found
+        return found + list(self.rules.faults(value, old))
 
 
 def prepare(crd: Object) -> list[Cause]:

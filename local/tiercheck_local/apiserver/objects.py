@@ -35,6 +35,8 @@ class WriteOptions:
 
     dry_run: bool = False
     validation: str = "Warn"
+    patched: bool = False
+    """The object was made by applying a patch to the stored one."""
     warn: Callable[[str], None] = lambda _: None
 
 
@@ -115,7 +117,7 @@ class Objects:
         old = self.get(resource, *key)
         self._check_type(resource, value)
         metadata = value["metadata"] = dict(value.get("metadata") or {})
-        self._check_identity(resource, key, metadata, old)
+        self._check_identity(resource, key, metadata, old, options.patched)
         for field in _SERVER_FIELDS:
             metadata.pop(field, None)
             if field in old["metadata"]:
@@ -185,6 +187,12 @@ class Objects:
     def _check_type(self, resource: Resource, value: Any) -> None:
         if not isinstance(value, dict):
             raise errors.bad_request("the object provided is unrecognized (must be of type Object)")
+        for field, word in (("kind", "Kind"), ("apiVersion", "apiVersion")):
+            if resource.custom and not value.get(field):
+                why = f"Object '{word}' is missing in '{json.dumps(value)}'"
+                raise errors.bad_request(
+                    f"the object provided is unrecognized (must be of type {resource.kind}): {why}"
+                )
         value.setdefault("apiVersion", resource.api_version)
         value.setdefault("kind", resource.kind)
         if (value["apiVersion"], value["kind"]) != (resource.api_version, resource.kind):
@@ -200,7 +208,7 @@ class Objects:
         if not metadata.get("generateName"):
             cause = Cause("metadata.name", "Required value: name or generateName is required", "FieldValueRequired")
             raise errors.invalid(resource.kind, resource.group, "", [cause])
-        return metadata["generateName"] + "".join(secrets.choice(_SUFFIX_LETTERS) for _ in range(5))
+        return str(metadata["generateName"]) + "".join(secrets.choice(_SUFFIX_LETTERS) for _ in range(5))
 
     def _check_namespace(self, resource: Resource, namespace: str, name: str) -> None:
         if not resource.namespaced:
@@ -217,7 +225,7 @@ class Objects:
             }
             raise errors.forbidden(resource.plural, resource.group, name, why, [cause])
 
-    def _check_identity(self, resource: Resource, key: Key, metadata: Object, old: Object) -> None:
+    def _check_identity(self, resource: Resource, key: Key, metadata: Object, old: Object, patched: bool) -> None:
         if metadata.get("name", key[1]) != key[1]:
             raise errors.bad_request(
                 f"the name of the object ({metadata['name']}) does not match the name on the URL ({key[1]})"
@@ -228,13 +236,16 @@ class Objects:
             )
         uid, version = metadata.get("uid"), metadata.get("resourceVersion")
         if uid and uid != old["metadata"]["uid"]:
-            why = f"Precondition failed: UID in precondition: {uid}, UID in object meta: {old['metadata']['uid']}"
+            if patched:
+                cause = Cause("metadata.uid", f'Invalid value: "{uid}": field is immutable')
+                raise errors.invalid(resource.kind, resource.group, key[1], [cause])
+            why = f"StorageError: invalid object: Precondition failed: UID in precondition: {uid}, UID in object meta: {old['metadata']['uid']}"
             raise errors.conflict(resource.plural, resource.group, key[1], why)
         if version and version != old["metadata"]["resourceVersion"]:
             raise errors.conflict(resource.plural, resource.group, key[1])
         if not version and resource.custom:
             cause = Cause("metadata.resourceVersion", "Invalid value: 0: must be specified for an update")
-            raise errors.invalid(resource.kind, resource.group, key[1], [cause])
+            raise errors.invalid(resource.plural, resource.group, key[1], [cause])
 
     def _check_preconditions(self, resource: Resource, name: str, metadata: Object, options: DeleteOptions) -> None:
         wanted = (

@@ -12,6 +12,8 @@ from tiercheck_local.apiserver.storage import Key
 
 def bind(objects: Objects, key: Key, binding: Object) -> Object:
     """Give the pod its node, once. Raises ApiError 404, 409."""
+    if (binding.get("metadata") or {}).get("name") != key[1]:
+        raise errors.bad_request("name in URL does not match name in Binding object")
     pod = objects.get(PODS, *key)
     node = (binding.get("target") or {}).get("name", "")
     if not node:

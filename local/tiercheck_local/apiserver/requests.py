@@ -48,14 +48,12 @@ class Call:
                 return yaml.safe_load(self.body)
         except (ValueError, yaml.YAMLError) as error:
             raise errors.bad_request(f"the object provided is unrecognized: {error}") from error
-        raise errors.unsupported_media_type(
-            ["application/json", "application/yaml", "application/vnd.kubernetes.protobuf"]
-        )
+        raise errors.unsupported_media_type(["application/json", "application/yaml"])
 
     @property
     def options(self) -> WriteOptions:
         validation = self.query.get("fieldValidation") or "Warn"
-        return WriteOptions("dryRun" in self.query, validation, self.warnings.append)
+        return WriteOptions("dryRun" in self.query, validation, self.method == "PATCH", self.warnings.append)
 
 
 def selection(target: Target, query: Mapping[str, str]) -> Predicate:

@@ -106,11 +106,12 @@ def _faults(value: Any, schema: Object, path: str) -> Iterator[Cause]:
     wrong = _wrong_type(value, schema, path)
     if wrong:
         yield wrong
-        return
     if "enum" in schema and value not in schema["enum"]:
         supported = ", ".join(_shown(choice) for choice in schema["enum"])
         message = f"Unsupported value: {_shown(value)}: supported values: {supported}"
         yield Cause(path, message, "FieldValueNotSupported")
+    if wrong:
+        return
     if isinstance(value, str):
         yield from _string_faults(value, schema, path)
     elif isinstance(value, bool):
@@ -136,8 +137,7 @@ def _wrong_type(value: Any, schema: Object, path: str) -> Cause | None:
     if good:
         return None
     actual = _type_name(value)
-    shown = _shown(value) if actual == "string" else f'"{actual}"'
-    message = f'Invalid value: {shown}: {_in_body(path)} must be of type {kind}: "{actual}"'
+    message = f'Invalid value: "{actual}": {_in_body(path)} must be of type {kind}: "{actual}"'
     return Cause(path or "<nil>", message, "FieldValueTypeInvalid")
 
 
@@ -153,11 +153,11 @@ def _string_faults(value: str, schema: Object, path: str) -> Iterator[Cause]:
     if len(value) > schema.get("maxLength", len(value)):
         limit = schema["maxLength"]
         yield Cause(path, f"Too long: may not be more than {limit} bytes", "FieldValueTooLong")
-    if len(value) < schema.get("minLength", 0):
+    elif len(value) < schema.get("minLength", 0):
         limit = schema["minLength"]
         why = f"should be at least {limit} chars long"
         yield Cause(path, f"Invalid value: {_shown(value)}: {_in_body(path)} {why}")
-    if "pattern" in schema and not _pattern(schema["pattern"]).search(value):
+    elif "pattern" in schema and not _pattern(schema["pattern"]).search(value):
         why = f"should match '{schema['pattern']}'"
         yield Cause(path, f"Invalid value: {_shown(value)}: {_in_body(path)} {why}")
     if schema.get("format") == "date-time" and not _is_time(value):

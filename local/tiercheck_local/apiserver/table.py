@@ -101,7 +101,7 @@ def _pod_status(pod: Object) -> str:
     status = pod.get("status", {})
     for container in status.get("containerStatuses", []):
         state = container.get("state", {})
-        reason = (state.get("waiting") or state.get("terminated") or {}).get("reason")
+        reason = {**state.get("terminated", {}), **state.get("waiting", {})}.get("reason")
         if reason:
             return str(reason)
     return str(status.get("reason") or status.get("phase") or "Unknown")
@@ -113,8 +113,8 @@ def _restarts(pod: Object) -> str:
 
 
 def _node_status(node: Object) -> str:
-    ready = next((c for c in node.get("status", {}).get("conditions", []) if c["type"] == "Ready"), None)
-    words = ["Unknown" if ready is None else "Ready" if ready["status"] == "True" else "NotReady"]
+    ready = [c["status"] for c in node.get("status", {}).get("conditions", []) if c["type"] == "Ready"]
+    words = ["Unknown" if not ready else "Ready" if ready[0] == "True" else "NotReady"]
     if node.get("spec", {}).get("unschedulable"):
         words.append("SchedulingDisabled")
     return ",".join(words)
