@@ -236,4 +236,5 @@ def test_not_finite_snapshot_is_given_back(sidecar: ScriptedSidecar, tmp_path: P
     run.checkpointer.close()
     assert [request.step for request in sidecar.asked("abandon")] == [4]
     assert [request.step for request in sidecar.asked("complete")] == [2]
+    until(lambda: sidecar.asked("progress")[-1].step == 4, "the last step is reported")
     assert sidecar.asked("progress")[-1].loss is None

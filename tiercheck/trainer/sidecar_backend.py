@@ -125,6 +125,9 @@ class SidecarBackend:
             return self._owed is None
 
     def close(self) -> None:
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while not self.flush() and self._link is not None and not self._link.closed and time.monotonic() < deadline:
+            time.sleep(0.01)  # the sidecar is there but its socket is full
         if self._link is not None:
             self._link.close()
 

@@ -1,0 +1,251 @@
+"""Promise: the user's command runs exactly when the sidecar says so, leaves nothing behind, and its end is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from launcher_harness import Launched, alive, order, until
+
+from tiercheck.protocol.directive import Phase
+
+Launch = Callable[..., Launched]
+
+SLEEP = 'echo $$ "attempt $TIERCHECK_ATTEMPT"; exec sleep 600'
+STUBBORN = 'trap "" TERM; echo $$; while :; do sleep 600; done'
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    running: list[Launched] = []
+
+    def start(command: Sequence[str], **options: object) -> Launched:
+        running.append(Launched(tmp_path, command, **options))  # type: ignore[arg-type]
+        return running[-1]
+
+    yield start
+    for launched in running:
+        launched.end()
+
+
+def shell(script: str) -> list[str]:
+    return ["sh", "-c", script]
+
+
+def test_command_waits_for_release(launch: Launch) -> None:
+    launched = launch(shell(SLEEP))
+    assert launched.sidecar.hears("idle", 0)
+    assert launched.sidecar.hellos[0].role == "launcher"
+    launched.sidecar.say(order(1, Phase.HOLD))
+    assert launched.sidecar.hears("idle", 1)
+    assert not any(event.event == "started" for event in launched.sidecar.events)
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    assert launched.sidecar.hears("started", 1)
+    assert launched.line().endswith("attempt 1")
+
+
+def test_released_twice_is_started_once(launch: Launch) -> None:
+    launched = launch(shell("sleep 0.2"))
+    for _ in range(2):
+        launched.sidecar.say(order(1, Phase.RELEASE))
+    launched.sidecar.hears("exited", 1)
+    assert [event.event for event in launched.sidecar.events].count("started") == 1
+
+
+def test_newer_attempt_stops_the_command_and_starts_it_again_in_place(launch: Launch) -> None:
+    launched = launch(shell(SLEEP))
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    first = int(launched.line().split()[0])
+    launched.sidecar.say(order(2, Phase.HOLD))
+    launched.sidecar.hears("idle", 2)
+    assert not alive(first)
+    launched.sidecar.say(order(2, Phase.RELEASE))
+    launched.sidecar.hears("started", 2)
+    pid, said = launched.line().split(" ", 1)
+    assert said == "attempt 2"
+    assert int(pid) != first
+    assert launched.process.poll() is None
+    assert not any(event.event == "exited" for event in launched.sidecar.events)  # it was told to stop, it did not fail
+
+
+def test_order_of_an_older_attempt_is_ignored(launch: Launch) -> None:
+    launched = launch(shell(SLEEP))
+    launched.sidecar.say(order(2, Phase.RELEASE))
+    pid = int(launched.line().split()[0])
+    launched.sidecar.say(order(1, Phase.FINISH))
+    launched.sidecar.say(order(3, Phase.HOLD))
+    launched.sidecar.hears("idle", 3)  # so the order before it has been read, and the launcher still lives
+    assert not alive(pid)
+
+
+def test_command_that_ignores_the_signal_is_killed(launch: Launch) -> None:
+    launched = launch(shell(STUBBORN), TIERCHECK_STOP_SECONDS="0.2")
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    pid = int(launched.line())
+    launched.sidecar.say(order(2, Phase.HOLD))
+    launched.sidecar.hears("idle", 2)
+    assert not alive(pid)
+
+
+def test_everything_the_command_started_ends_with_it_even_in_another_session(launch: Launch) -> None:
+    launched = launch(shell("setsid sleep 600 & echo $!; exit 3"))
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    left = int(launched.line())
+    assert launched.sidecar.hears("exited", 1).exit_code == 3
+    assert not alive(left)
+
+
+def test_killed_launcher_takes_the_command_with_it(launch: Launch) -> None:
+    launched = launch(shell(SLEEP))
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    pid = int(launched.line().split()[0])
+    launched.signal(signal.SIGKILL)
+    until(lambda: not alive(pid), "the command dies with its launcher")
+
+
+def test_orphans_are_reaped_so_that_no_zombie_stays(launch: Launch) -> None:
+    launched = launch(shell("(sh -c 'exit 0' & echo $!); exec sleep 600"))
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    orphan = int(launched.line())
+    until(lambda: not Path(f"/proc/{orphan}").exists(), "the orphan is reaped")
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "reason"),
+    [
+        ("exit 0", 0, ""),
+        ("exit 7", 7, "Crashed"),
+        ("kill -9 $$", 137, "Signalled"),
+        ("kill -ABRT $$", 134, "Signalled"),
+    ],
+)
+def test_end_of_the_command_is_told_and_the_launcher_waits_for_orders(
+    launch: Launch, script: str, code: int, reason: str
+) -> None:
+    launched = launch(shell(script))
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    ended = launched.sidecar.hears("exited", 1)
+    assert (ended.exit_code, ended.reason) == (code, reason)
+    assert launched.process.poll() is None
+    launched.sidecar.say(order(2, Phase.RELEASE))  # straight to release, as after a crash in place
+    assert launched.sidecar.hears("exited", 2).exit_code == code
+    launched.sidecar.say(order(2, Phase.FINISH))
+    assert launched.exit_code() == 0
+
+
+def test_finish_stops_a_running_command_and_the_container_succeeds(launch: Launch) -> None:
+    launched = launch(shell(SLEEP))
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    pid = int(launched.line().split()[0])
+    launched.sidecar.say(order(1, Phase.FINISH))
+    assert launched.exit_code() == 0
+    assert not alive(pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_reaches_the_command_and_its_exit_code_is_the_containers(launch: Launch, number: signal.Signals) -> None:
+    launched = launch(shell('trap "exit 23" TERM INT; echo ready; while :; do sleep 0.05; done'))
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    assert launched.line() == "ready"
+    launched.signal(number)
+    assert launched.exit_code() == 23
+
+
+def test_signal_before_release_ends_the_launcher(launch: Launch) -> None:
+    launched = launch(shell(SLEEP))
+    launched.sidecar.hears("idle", 0)
+    launched.signal(signal.SIGTERM)
+    assert launched.exit_code() == 128 + signal.SIGTERM
+
+
+def test_launcher_waits_for_a_sidecar_that_comes_late(launch: Launch, tmp_path: Path) -> None:
+    launched = launch(shell(SLEEP), listen=False)
+    launched.sidecar.listen()
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    launched.sidecar.hears("started", 1)
+
+
+def test_sidecar_restarts_and_the_command_runs_on_and_is_told_again(launch: Launch) -> None:
+    launched = launch(shell(SLEEP))
+    launched.sidecar.say(order(4, Phase.RELEASE))
+    pid = int(launched.line().split()[0])
+    launched.sidecar.hears("started", 4)
+    launched.sidecar.vanish()
+    launched.sidecar.events.clear()
+    launched.sidecar.listen()
+    launched.sidecar.hears("started", 4)
+    assert alive(pid)
+    launched.sidecar.say(order(4, Phase.FINISH))
+    assert launched.exit_code() == 0
+
+
+def test_command_that_ends_while_the_sidecar_is_away_is_told_afterwards(launch: Launch, tmp_path: Path) -> None:
+    launched = launch(shell(f'while [ ! -e "{tmp_path}/go" ]; do sleep 0.02; done; exit 5'))
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    launched.sidecar.hears("started", 1)
+    launched.sidecar.vanish()
+    (tmp_path / "go").touch()
+    launched.sidecar.listen()
+    assert launched.sidecar.hears("exited", 1).exit_code == 5
+
+
+def test_restarted_container_does_not_run_the_same_attempt_twice(launch: Launch) -> None:
+    launched = launch(shell(SLEEP))
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    launched.sidecar.hears("started", 1)
+    launched.signal(signal.SIGKILL)
+    launched.exit_code()
+    launched.sidecar.vanish()
+    again = launch(shell(SLEEP))
+    again.sidecar.say(order(1, Phase.RELEASE))
+    assert again.sidecar.hears("exited", 1).reason == "ContainerRestarted"
+    again.sidecar.say(order(2, Phase.RELEASE))
+    again.sidecar.hears("started", 2)
+
+
+def test_image_without_torch_is_told_in_a_sentence(launch: Launch, tmp_path: Path) -> None:
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\nexec {sys._base_executable} -S -I "$@"\n')  # type: ignore[attr-defined]
+    python.chmod(0o755)
+    launched = launch([str(python), "-c", "print('must not run')"])
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    told = launched.sidecar.hears("exited", 1)
+    assert told.reason == "TorchMissing"
+    assert "use an image with torch" in told.message
+    assert launched.process.poll() is None
+
+
+def test_command_that_cannot_be_executed_is_told_in_a_sentence(launch: Launch) -> None:
+    launched = launch(["/no/such/program"])
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    told = launched.sidecar.hears("exited", 1)
+    assert (told.reason, told.exit_code) == ("CannotStart", 127)
+    assert "/no/such/program" in told.message
+    assert launched.process.poll() is None
+
+
+def test_command_finds_its_place_in_the_environment(launch: Launch) -> None:
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PET_NNODES", "PET_NODE_RANK"]
+    dump = f"import json, os; print(json.dumps({{name: os.environ.get(name) for name in {names}}}))"
+    launched = launch([sys.executable, "-c", dump])
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    assert json.loads(launched.line()) == {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.9",
+        "MASTER_PORT": "29400",
+        "PET_NNODES": "2",
+        "PET_NODE_RANK": "1",
+    }
+
+
+def test_both_spellings_of_the_command_line_are_understood(tmp_path: Path) -> None:
+    assert os.system(f"{sys.executable} -m tiercheck.launcher 2>/dev/null") >> 8 == 2
+    assert os.system(f"{sys.executable} -m tiercheck launch 2>/dev/null") >> 8 == 2
+    assert os.system(f"{sys.executable} -m tiercheck 2>/dev/null") >> 8 == 1
