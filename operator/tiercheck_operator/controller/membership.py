@@ -190,7 +190,7 @@ def _removals(obs: Observation, membership: Membership) -> list[Action]:
     keep = {pod.uid for pod in membership.members.values()}
     actions: list[Action] = []
     for pod in obs.pods:
-        if pod.uid in keep:
+        if pod.uid in keep or (_pause(obs, pod.worker) > 0 and not pod.deleting):
             continue
         node = obs.nodes.get(pod.node) if pod.node else None
         gone = pod.node is not None and bool(obs.nodes) and (node is None or bool(node.lost))

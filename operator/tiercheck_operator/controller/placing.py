@@ -11,7 +11,7 @@ from tiercheck_operator.controller.observation import Observation, PodView, Save
 from tiercheck_operator.controller.record import PlacementRecord
 from tiercheck_operator.planning.placement import Placement, PlacementPolicy, WorkerSite, place
 from tiercheck_operator.planning.placement import Unplaceable as Impossible
-from tiercheck_operator.planning.topology import Topology, levels_from_spec
+from tiercheck_operator.planning.topology import Topology, levels_from_spec, spread_level
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,12 @@ def place_members(obs: Observation, membership: Membership) -> Placed | Unplacea
     spec = obs.job.spec
     try:
         levels = levels_from_spec(spec.topology_preset, spec.topology_levels)
+        level = spread_level(levels, spec.spread_level).name
     except ValueError as error:
         return Unplaceable(conditions.INVALID_SPEC, f"spec.topology: {error}")
     nodes = tuple(membership.members[worker].node or "" for worker in range(spec.workers))
     labels = {name: obs.nodes[name].labels if name in obs.nodes else {} for name in {*nodes}}
     topology = Topology.build(labels, levels)
-    # The narrowest level above the host, as the API promises.
-    level = spec.spread_level or levels[max(0, len(levels) - 2)].name
     previous = obs.placement.holders() if obs.placement is not None else {}
     sites = [WorkerSite(worker, node) for worker, node in enumerate(nodes)]
     try:

@@ -1,0 +1,109 @@
+"""Any faults, in any order, with the operator dying at any action: what must hold through all of it."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from world_in_memory import REMOTE, World, make_spec
+
+from tiercheck.protocol.version import Version
+from tiercheck_operator.controller.record import render_record
+
+_FAULTS = st.tuples(
+    st.integers(0, 12),
+    st.sampled_from(["crash", "evict", "vanish", "node", "rack", "all", "silent", "remote", "revive"]),
+    st.integers(0, 3),
+)
+_KILLS = st.dictionaries(st.integers(0, 80), st.integers(0, 8), max_size=6)
+
+
+def _strike(world: World, fault: str, target: int) -> None:
+    nodes = sorted(world.nodes)
+    worker_pods = [uid for uid, pod in world.pods.items() if pod.worker == target]
+    match fault:
+        case "crash":
+            if world.crash(target):
+                world.crashes += 1
+        case "evict":
+            for uid in worker_pods:
+                world.evict(uid)
+        case "vanish":
+            for uid in worker_pods:
+                world._gone(uid)
+        case "node":
+            world.kill_node(nodes[target])
+        case "rack":
+            for name in nodes[:2] if target % 2 else nodes[2:]:
+                world.kill_node(name)
+        case "all":
+            for uid in list(world.pods):
+                world._gone(uid)
+        case "silent":
+            for uid in worker_pods:
+                if uid in world.sidecars:
+                    world.sidecars[uid].reachable = False
+        case "remote":
+            world.remote_up = not world.remote_up
+        case "revive":
+            world.revive_node(nodes[target])
+
+
+def _heal(world: World) -> None:
+    world.remote_up = True
+    for name in list(world.dead_nodes):
+        world.revive_node(name)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(faults=st.lists(_FAULTS, max_size=8), kills=_KILLS)
+def test_job_survives_any_faults_with_everything_committed(
+    faults: list[tuple[int, str, int]], kills: dict[int, int]
+) -> None:
+    world = World(make_spec(remote=REMOTE, max_restarts=1000))
+    moment = 0
+    kept: Version | None = None
+    attempt = 0
+
+    def tick() -> None:
+        nonlocal moment, kept, attempt
+        before = max((v for v in world.remote if world.status.history.accepts(v)), default=None)
+        world.tick(kills.get(moment))
+        moment += 1
+        if world.status.attempt != attempt:
+            assert world.status.attempt == attempt + 1, "attempts are counted one by one"
+            attempt = world.status.attempt
+            start = world.status.restored_version
+            # Committed is kept: never further back than the newest version complete in the remote tier.
+            assert before is None or (start is not None and start.step >= before.step)
+
+    for gap, fault, target in faults:
+        for _ in range(gap):
+            tick()
+        _strike(world, fault, target)
+    for _ in range(30):
+        tick()
+    _heal(world)
+    for _ in range(250):
+        tick()
+        if world.status.phase == "Running" and world.status.recovery is None:
+            break
+    status = world.status
+    assert status.phase == "Running", render_record(status)
+    assert status.recovery is None
+    # All or none: whoever started in an attempt started from one version (`World.started` checks each start).
+    assert set(world.starts[status.attempt]) == {0, 1, 2, 3}
+    # Only crashes spend the crash budget.
+    assert status.crashes <= world.crashes
+    assert len({pod.worker for pod in world.pods.values() if not pod.deleting}) == 4
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(kills=st.dictionaries(st.integers(0, 40), st.integers(0, 10), max_size=20))
+def test_operator_that_dies_all_the_time_still_starts_the_job_once(kills: dict[int, int]) -> None:
+    world = World()
+    for moment in range(60):
+        world.tick(kills.get(moment))
+    assert world.status.phase == "Running"
+    assert world.status.attempt == 1
+    assert world.starts == {1: dict.fromkeys(range(4))}
+    assert len(world.pods) == 4

@@ -1,0 +1,457 @@
+"""A cluster in memory for the operator's decisions: kubelets, scheduler, sidecars and trainers as plain objects, one tick at a time.
+
+It plays what the real parts promise, no more: pods get addresses, sidecars restore what they are told to and only from copies that exist,
+trainers go in lock-step. The controller under test is `decide` alone; its memory is the status, written through its API spelling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from tiercheck.protocol.directive import Directive, Phase, Tier
+from tiercheck.protocol.report import (
+    Holding,
+    MemoryReport,
+    Quarantined,
+    RankRestore,
+    RemoteReport,
+    Report,
+    RestoreReport,
+    RestoreState,
+    TrainerReport,
+    TrainerState,
+    Watermarks,
+)
+from tiercheck.protocol.version import Version
+from tiercheck_operator.controller.actions import (
+    Action,
+    CreatePod,
+    Decision,
+    DeleteJob,
+    DeletePod,
+    EnsureCredentials,
+    EnsureService,
+    Push,
+    SavePlacement,
+)
+from tiercheck_operator.controller.decide import decide
+from tiercheck_operator.controller.observation import (
+    JobSpec,
+    JobView,
+    NodeView,
+    Observation,
+    Patience,
+    PodView,
+    SavedPlacement,
+    WorkerReport,
+)
+from tiercheck_operator.controller.record import JobRecord, parse_record, render_record
+
+TEMPLATE = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["python", "train.py"]}]}}
+START = 1_800_000_000.0
+
+
+def make_spec(**changes: object) -> JobSpec:
+    """A job of four workers with one copy, a snapshot every two steps and no remote tier."""
+    spec = JobSpec(
+        workers=4,
+        procs_per_worker=1,
+        suspend=False,
+        managed_by="tiercheck.io/controller",
+        template=TEMPLATE,
+        topology_preset="generic",
+        topology_levels=None,
+        size_limit="1Gi",
+        copies=1,
+        spread_level=None,
+        spread_required=False,
+        snapshot_every=2,
+        remote=None,
+        restore_step=None,
+        max_restarts=10,
+        ttl_seconds=None,
+    )
+    return replace(spec, **changes)  # type: ignore[arg-type]
+
+
+REMOTE = {"directory": {"volume": {"emptyDir": {}}}, "everySteps": 4, "keep": 3}
+
+
+@dataclass
+class Sidecar:
+    """One pod's sidecar and trainer."""
+
+    world: World
+    pod: str
+    worker: int
+    directive: Directive | None = None
+    own: set[Version] = field(default_factory=set)
+    hosted: dict[int, set[Version]] = field(default_factory=dict)
+    restore: RestoreReport = RestoreReport(RestoreState.IDLE, None)
+    trainer: TrainerReport = TrainerReport(TrainerState.WAITING)
+    quarantined: tuple[Quarantined, ...] = ()
+    reachable: bool = True
+    serial: int = 0
+
+    def accept(self, directive: Directive) -> None:
+        old = self.directive
+        if old is not None and (
+            directive.attempt < old.attempt
+            or (directive.attempt == old.attempt and directive.phase.order < old.phase.order)
+        ):
+            return
+        if old is None or directive.attempt > old.attempt:
+            self.quarantined = ()
+            self.trainer = TrainerReport(TrainerState.WAITING)
+            self.restore = RestoreReport(RestoreState.RUNNING, directive.restore.version if directive.restore else None)
+        self.directive = directive
+
+    def tick(self) -> None:
+        directive = self.directive
+        if directive is None:
+            return
+        if self.restore.state is RestoreState.RUNNING:
+            self._restore(directive)
+        if directive.phase is Phase.RELEASE and self.trainer.state is TrainerState.WAITING:
+            version = directive.restore.version if directive.restore else None
+            self.world.started(directive.attempt, self.worker, version, directive)
+            step = version.step if version else 0
+            self.trainer = TrainerReport(TrainerState.RUNNING, started_at=self.world.now, step=None)
+            self.world.position[self.pod] = step
+        if directive.phase is Phase.FINISH:
+            self.world.finished(self.pod)
+
+    def _restore(self, directive: Directive) -> None:
+        if directive.restore is None:
+            self.restore = RestoreReport(RestoreState.READY, None)
+            return
+        version = directive.restore.version
+        assert directive.history.accepts(version), "told to restore what the history does not accept"
+        failures = []
+        for entry in directive.restore.ranks:
+            for source in entry.sources:
+                if self._has(source.tier, source.peer.worker if source.peer else None, entry.rank, version, failures):
+                    self.own.add(version)
+                    peer = source.peer.worker if source.peer else None
+                    self.restore = RestoreReport(
+                        RestoreState.READY, version, (RankRestore(entry.rank, source.tier, peer, 1, 0.1),)
+                    )
+                    return
+        self.restore = RestoreReport(
+            RestoreState.FAILED, version, (RankRestore(self.worker, None, None, 0, 0.1, tuple(failures)),)
+        )
+
+    def _has(self, tier: Tier, peer: int | None, rank: int, version: Version, failures: list[str]) -> bool:
+        world = self.world
+        if tier is Tier.LOCAL:
+            return version in self.own
+        if tier is Tier.REMOTE:
+            failures.append("remote")
+            return world.remote_up and version in world.remote and version not in world.bad_remote
+        holder = world.live_sidecar(peer)
+        if holder is None or version not in holder.hosted.get(rank, set()):
+            failures.append(f"worker {peer} has no copy")
+            return False
+        if (peer, rank, version) in world.bad_copies:
+            failures.append("digest mismatch")
+            self.quarantined = (*self.quarantined, Quarantined(rank, version, peer or 0, "digest mismatch"))
+            return False
+        return True
+
+    def report(self) -> Report:
+        world = self.world
+        self.serial += 1
+        directive = self.directive
+        holdings = [Holding(self.worker, version, Tier.LOCAL, 1) for version in sorted(self.own)]
+        holdings += [
+            Holding(rank, version, Tier.PEER, 1) for rank, held in self.hosted.items() for version in sorted(held)
+        ]
+        remote = world.job.spec.remote is not None
+        return Report(
+            job_uid=world.job.uid,
+            worker=self.worker,
+            pod_uid=self.pod,
+            instance="i",
+            serial=self.serial,
+            attempt=directive.attempt if directive else 0,
+            revision=directive.revision if directive else "",
+            phase=directive.phase if directive else None,
+            restore=self.restore,
+            trainer=self.trainer,
+            holdings=tuple(holdings),
+            remote=RemoteReport(
+                remote, world.remote_up if remote else None, "" if world.remote_up else "the bucket does not answer.",
+                tuple(sorted(world.remote)) if world.remote_up else (),
+            ),
+            watermarks=Watermarks(peer=world.committed, remote=max(world.remote, default=None)),
+            memory=MemoryReport(1, 0, 0),
+            quarantined=self.quarantined,
+        )  # fmt: skip
+
+
+class World:
+    """The whole. `tick` moves everything by one second and lets the controller look once."""
+
+    def __init__(
+        self, spec: JobSpec | None = None, racks: int = 2, nodes_per_rack: int = 2, steps: int = 10**6
+    ) -> None:
+        self.now = START
+        self.nodes = {
+            f"n{rack}{index}": NodeView(
+                f"n{rack}{index}",
+                {"kubernetes.io/hostname": f"n{rack}{index}", "topology.kubernetes.io/rack": f"r{rack}"},
+            )
+            for rack in range(racks)
+            for index in range(nodes_per_rack)
+        }
+        self.job = JobView("j", "ns", "job-uid", 1, "1", False, spec or make_spec(), JobRecord())
+        self.pods: dict[str, PodView] = {}
+        self.sidecars: dict[str, Sidecar] = {}
+        self.reports: dict[str, WorkerReport] = {}
+        self.placement: SavedPlacement | None = None
+        self.remote: set[Version] = set()
+        self.bad_remote: set[Version] = set()
+        self.bad_copies: set[tuple[int, int, Version]] = set()
+        self.remote_up = True
+        self.committed: Version | None = None
+        self.position: dict[str, int] = {}
+        self.total_steps = steps
+        self.dying: dict[str, float] = {}
+        self.dead_nodes: dict[str, float] = {}
+        self.starts: dict[int, dict[int, Version | None]] = {}
+        self.crashes = 0
+        self.notices: list[str] = []
+        self.created: list[CreatePod] = []
+        self.deleted: list[DeletePod] = []
+        self.deleted_job = False
+        self.last: Decision = Decision()
+        self.have_service = self.have_credentials = False
+        self.uids = 0
+
+    # The controller
+
+    @property
+    def status(self) -> JobRecord:
+        return self.job.status
+
+    def observe(self) -> Observation:
+        return Observation(
+            self.now, self.job, tuple(self.pods.values()), self.nodes, dict(self.reports), self.placement,
+            Patience(), self.have_service, self.have_credentials,
+        )  # fmt: skip
+
+    def reconcile(self, killed_after: int | None = None) -> None:
+        """One look. `killed_after`: the operator dies after so many actions (the status write counts as one)."""
+        decision = self.last = decide(self.observe())
+        work: list[Action | JobRecord] = [*decision.before]
+        if decision.status is not None:
+            work.append(decision.status)
+        work += decision.after
+        for done, item in enumerate(work):
+            if killed_after is not None and done >= killed_after:
+                self.forget()
+                return
+            self._do(item)
+        self.notices += [notice.reason for notice in decision.notices]
+
+    def forget(self) -> None:
+        """What a restarted operator knows of the sidecars: nothing yet."""
+        self.reports = {}
+
+    def _do(self, item: Action | JobRecord) -> None:
+        match item:
+            case JobRecord():
+                self.job = replace(self.job, status=parse_record(render_record(item)))
+            case CreatePod():
+                self.created.append(item)
+                self._create(item)
+            case DeletePod():
+                self.deleted.append(item)
+                self._delete(item)
+            case SavePlacement(placement):
+                self.placement = placement
+            case Push(uid, directive):
+                assert directive.attempt == self.status.attempt, "sent before it was written"
+                if uid in self.sidecars and self.sidecars[uid].reachable:
+                    self.sidecars[uid].accept(directive)
+            case EnsureService():
+                self.have_service = True
+            case EnsureCredentials():
+                self.have_credentials = True
+            case DeleteJob():
+                self.deleted_job = True
+
+    # Kubernetes
+
+    def _create(self, action: CreatePod) -> None:
+        name = f"j-{action.worker}-{action.incarnation}"
+        if any(pod.name == name for pod in self.pods.values()):
+            return
+        self.uids += 1
+        uid = f"pod-{self.uids}"
+        self.pods[uid] = PodView(
+            name, uid, self.job.uid, action.worker, action.incarnation, None, None, "Pending", self.now,
+            avoided=frozenset(action.avoid),
+        )  # fmt: skip
+
+    def _delete(self, action: DeletePod) -> None:
+        pod = self.pods.get(action.uid)
+        if pod is None:
+            return
+        if action.force:
+            self._gone(action.uid)
+        elif not pod.deleting:
+            self.pods[action.uid] = replace(pod, deleting=True, deleted_at=self.now)
+            self.dying[action.uid] = self.now + 2
+
+    def _gone(self, uid: str) -> None:
+        for table in (self.pods, self.sidecars, self.reports, self.dying, self.position):
+            table.pop(uid, None)
+
+    def _kubelets(self) -> None:
+        for uid in [uid for uid, at in self.dying.items() if at <= self.now]:
+            if self.pods[uid].node not in self.dead_nodes:
+                self._gone(uid)
+        for name, at in self.dead_nodes.items():
+            if name in self.nodes and at + 5 <= self.now and not self.nodes[name].lost:
+                self.nodes[name] = replace(self.nodes[name], lost="node is not ready (NodeStatusUnknown)")
+        for uid, pod in list(self.pods.items()):
+            if pod.deleting or pod.terminal:
+                continue
+            if pod.node is None:
+                fit = [n for n in self.nodes.values() if not n.lost and n.hostname not in pod.avoided and n.schedulable]
+                if not fit:
+                    since = pod.unschedulable_since or self.now
+                    self.pods[uid] = replace(pod, unschedulable_since=since, message="Unschedulable: 0 nodes fit")
+                    continue
+                used = [other.node for other in self.pods.values() if not other.deleting]
+                node = min(fit, key=lambda n: (used.count(n.name), n.name)).name
+                self.pods[uid] = replace(pod, node=node, unschedulable_since=None, message="")
+            elif pod.ip is None and pod.node not in self.dead_nodes:
+                self.pods[uid] = replace(pod, ip=f"127.0.0.{int(uid[4:])}", phase="Running", sidecar_started=True)
+                self.sidecars[uid] = Sidecar(self, uid, pod.worker)
+
+    def live_sidecar(self, worker: int | None) -> Sidecar | None:
+        """The reachable sidecar of the worker's newest pod."""
+        found = [s for uid, s in self.sidecars.items() if s.worker == worker and s.reachable and not self._dead(uid)]
+        return max(found, key=lambda s: int(s.pod[4:]), default=None)
+
+    def _dead(self, uid: str) -> bool:
+        pod = self.pods.get(uid)
+        return pod is None or pod.node in self.dead_nodes
+
+    # Faults
+
+    def kill_node(self, name: str) -> None:
+        self.dead_nodes.setdefault(name, self.now)
+
+    def revive_node(self, name: str) -> None:
+        if self.dead_nodes.pop(name, None) is not None:
+            self.nodes[name] = replace(self.nodes[name], lost="")
+            for uid, pod in list(self.pods.items()):
+                if pod.node == name:
+                    self._gone(uid)
+
+    def evict(self, uid: str) -> None:
+        pod = self.pods.get(uid)
+        if pod is not None and not pod.deleting:
+            self.pods[uid] = replace(pod, deleting=True, deleted_at=self.now, disruption="EvictionByEvictionAPI")
+            self.dying[uid] = self.now + 2
+
+    def crash(self, worker: int, code: int = 1, reason: str = "Crashed") -> bool:
+        sidecar = self.live_sidecar(worker)
+        if sidecar is None or sidecar.trainer.state is not TrainerState.RUNNING:
+            return False
+        sidecar.trainer = replace(
+            sidecar.trainer, state=TrainerState.FAILED, exit_code=code, reason=reason, ended_at=self.now
+        )
+        return True
+
+    def member(self, worker: int) -> str:
+        """UID of the worker's newest pod."""
+        return max((uid for uid, pod in self.pods.items() if pod.worker == worker), key=lambda uid: int(uid[4:]))
+
+    # Sidecars and trainers
+
+    def started(self, attempt: int, worker: int, version: Version | None, directive: Directive) -> None:
+        starts = self.starts.setdefault(attempt, {})
+        starts[worker] = version
+        assert len({*starts.values()}) == 1, f"attempt {attempt} started from different versions: {starts}"
+
+    def finished(self, uid: str) -> None:
+        self.pods[uid] = replace(self.pods[uid], phase="Succeeded")
+        self._vanish(uid)
+
+    def _vanish(self, uid: str) -> None:
+        for table in (self.sidecars, self.reports, self.position):
+            table.pop(uid, None)
+
+    def _training(self) -> None:
+        crew = [s for uid, s in self.sidecars.items() if not self._dead(uid) and s.reachable]
+        running = [s for s in crew if s.trainer.state is TrainerState.RUNNING and s.directive is not None]
+        attempt = max((s.directive.attempt for s in running if s.directive), default=0)
+        team = {s.worker: s for s in running if s.directive and s.directive.attempt == attempt}
+        if any(s.trainer.state is TrainerState.FAILED and s.directive and s.directive.attempt == attempt for s in crew):
+            for s in team.values():  # a broken collective brings the others down
+                s.trainer = replace(s.trainer, state=TrainerState.FAILED, exit_code=1, ended_at=self.now)
+            return
+        if len(team) < self.job.spec.workers:
+            return
+        step = min(self.position[s.pod] for s in team.values()) + 1
+        for s in team.values():
+            self.position[s.pod] = step
+            first = s.trainer.first_step_at or self.now
+            s.trainer = replace(s.trainer, step=step, first_step_at=first, step_seconds=1.0)
+            if step >= self.total_steps:
+                s.trainer = replace(s.trainer, state=TrainerState.SUCCEEDED, exit_code=0)
+        if step % self.job.spec.snapshot_every == 0:
+            self._snapshot(team, Version(step, attempt))
+
+    def _snapshot(self, team: dict[int, Sidecar], version: Version) -> None:
+        for sidecar in team.values():
+            sidecar.own.add(version)
+            for holder in sidecar.directive.holders if sidecar.directive else ():
+                if holder.worker in team:
+                    team[holder.worker].hosted.setdefault(sidecar.worker, set()).add(version)
+        self.committed = version
+        for sidecar in team.values():
+            sidecar.own = {v for v in sidecar.own if v.step >= version.step - 2}
+            sidecar.hosted = {r: {v for v in vs if v.step >= version.step - 2} for r, vs in sidecar.hosted.items()}
+        remote = self.job.spec.remote
+        if remote is not None and version.step % remote["everySteps"] == 0 and self.remote_up:
+            self.remote = set(sorted({*self.remote, version})[-remote["keep"] :])
+
+    def poll(self) -> None:
+        """The operator's long polls."""
+        for uid, pod in self.pods.items():
+            if pod.ip is None or pod.terminal:
+                continue
+            known = self.reports.get(uid, WorkerReport(None, None, None))
+            sidecar = self.sidecars.get(uid)
+            if sidecar is not None and sidecar.reachable and not self._dead(uid):
+                self.reports[uid] = WorkerReport(sidecar.report(), self.now, None)
+            elif known.silent_since is None:
+                self.reports[uid] = WorkerReport(known.report, known.answered_at, self.now)
+
+    def tick(self, killed_after: int | None = None) -> None:
+        self.now += 1
+        self._kubelets()
+        for sidecar in list(self.sidecars.values()):
+            if not self._dead(sidecar.pod):
+                sidecar.tick()
+        self._training()
+        self.poll()
+        self.reconcile(killed_after)
+
+    def until(self, what: str, limit: int = 200, attempt: int = 0) -> None:
+        """Tick until the phase is `what`, in that attempt or a later one."""
+        for _ in range(limit):
+            settled = what != "Running" or self.status.recovery is None
+            if self.status.phase == what and settled and self.status.attempt >= attempt:
+                return
+            self.tick()
+        raise AssertionError(f"never {what}: {render_record(self.status)}")
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.tick()
