@@ -11,19 +11,30 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from tiercheck.protocol.directive import Source
+from tiercheck.protocol.directive import Phase, Source, Tier
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar import metrics
 from tiercheck_sidecar.api import ControlApi, server_context
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.config import ConfigError, SidecarConfig
+from tiercheck_sidecar.coordinator import Coordinator
+from tiercheck_sidecar.exchange.fetch import fetch
+from tiercheck_sidecar.exchange.handshake import Identity, dial
+from tiercheck_sidecar.exchange.server import ExchangeServer
+from tiercheck_sidecar.offload import Offloader
 from tiercheck_sidecar.reclaim import Reclaimer
+from tiercheck_sidecar.replicate import Replicator
 from tiercheck_sidecar.report import Reporter
 from tiercheck_sidecar.restore import Restorer, SourceFailed
+from tiercheck_sidecar.tier_api import routes
+from tiercheck_sidecar.tiers import TierClient
 from tiercheck_sidecar.trainer_socket import TrainerSocket
 from tiercheck_sidecar.vault import Seal, Vault
 
 log = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 25.0
+"""How long an ending sidecar waits for the remote tier; within Kubernetes' usual grace of 30 s."""
 
 
 class Sidecar:
@@ -37,6 +48,12 @@ class Sidecar:
         self.socket = TrainerSocket(self.board, self.vault)
         self.restorer = Restorer(self.board, self.vault, self._fetch)
         self.reclaimer = Reclaimer(self.board, self.vault)
+        self.identity = Identity(config.job_uid, config.worker, config.token, config.pod_ip)
+        self.exchange = ExchangeServer(self.board, self.vault, self.identity, config.exchange_port)
+        self.replicator = Replicator(self.board, self.vault, self.identity, config.exchange_port)
+        self.coordinator = Coordinator(self.board)
+        self.offloader = Offloader(self.board, self.vault, self.coordinator)
+        self.tiers = TierClient(self.board, self.vault, self.replicator, self.offloader)
         self._runners: list[web.AppRunner] = []
 
     async def run(self) -> None:
@@ -48,24 +65,62 @@ class Sidecar:
         await self._serve(self._health(), self.config.metrics_port, secure=False)
         await asyncio.to_thread(self.vault.open)
         self.socket.start()
+        self.exchange.start()
         for name, loop_body in self._loops():
             threading.Thread(target=loop_body, name=name, daemon=True).start()
-        await self._serve(ControlApi(self.board, self.reporter).build(), self.config.control_port, secure=True)
+        api = ControlApi(self.board, self.reporter).build(*routes(self.board, self.coordinator))
+        await self._serve(api, self.config.control_port, secure=True)
         self._ready = True
         log.info("sidecar of worker %d is ready on %s", self.config.worker, self.config.pod_ip)
         await stop.wait()
+        await asyncio.to_thread(self._flush)
         self.board.stop()
         self.socket.stop()
+        self.exchange.stop()
+        self.offloader.close()
         for runner in self._runners:
             await runner.cleanup()
 
     _ready = False
 
     def _loops(self) -> list[tuple[str, Callable[[], None]]]:
-        return [("restore", self.restorer.run), ("reclaim", self.reclaimer.run)]
+        return [
+            ("restore", self.restorer.run),
+            ("reclaim", self.reclaimer.run),
+            ("replicate", self.replicator.run),
+            ("coordinate", self.coordinator.run),
+            ("offload", self.offloader.run),
+            ("tiers", self.tiers.run),
+        ]
 
     def _fetch(self, source: Source, rank: int, version: Version) -> Seal:
-        raise SourceFailed("not reachable from here")
+        """Copy an artifact from a peer or from the remote tier, as the restorer asks."""
+        if source.tier is Tier.REMOTE:
+            return self.offloader.fetch(rank, version)
+        peer = source.peer
+        if peer is None:
+            raise SourceFailed("the source names no worker")
+        attempt, port = self.board.attempt, self.config.exchange_port
+        return fetch(self.vault, rank, version, lambda: dial(self.identity, attempt, peer.host, port), str(peer.worker))
+
+    def _flush(self) -> None:
+        """At the end of a job, wait until its last complete version is in the remote tier."""
+        board = self.board
+
+        def settled() -> bool:
+            if board.directive is None or board.directive.phase is not Phase.FINISH or not self.config.remote:
+                return True
+            verdict = board.verdict
+            if verdict is None or not self.tiers.synced or self.vault.unfinished():
+                return False
+            return (
+                self.coordinator.announced
+                and verdict.upload is None
+                and verdict.watermarks.remote == verdict.watermarks.local
+            )
+
+        if not board.wait_until(settled, FLUSH_SECONDS):
+            log.error("the last version did not reach the remote tier within %.0f s", FLUSH_SECONDS)
 
     def _health(self) -> web.Application:
         async def healthz(_: web.Request) -> web.Response:

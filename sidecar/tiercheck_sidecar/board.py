@@ -144,6 +144,12 @@ class Board:
                 self._problems[reason] = Problem(reason, message)
         self.bump()
 
+    def withdraw(self, prefix: str) -> None:
+        """Withdraw every problem whose reason begins with `prefix`."""
+        for problem in self.problems:
+            if problem.reason.startswith(prefix):
+                self.problem(problem.reason, "")
+
     def quarantine(self, bad: Quarantined) -> None:
         with self.lock:
             self._quarantined[bad.rank, bad.version, bad.worker] = bad

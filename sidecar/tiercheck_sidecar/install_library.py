@@ -12,12 +12,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-import tiercheck
+from tiercheck import about
 
 
 def install(destination: Path) -> Path:
     """Copy the `tiercheck` package to `destination`/tiercheck, replacing an older copy. Raises OSError."""
-    source = Path(tiercheck.__file__).parent
+    source = Path(about.__file__).parent
     target = destination / "tiercheck"
     destination.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=".tiercheck-", dir=destination))

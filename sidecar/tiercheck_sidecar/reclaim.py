@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiercheck.protocol.directive import Directive, Phase, Tier
+from tiercheck.protocol.directive import Directive, Peer, Phase, Tier
 from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
@@ -16,6 +16,7 @@ class Reclaimer:
 
     def __init__(self, board: Board, vault: Vault) -> None:
         self._board, self._vault = board, vault
+        self._hosted: tuple[Peer, ...] = ()
 
     def run(self) -> None:
         seen = -1
@@ -23,7 +24,19 @@ class Reclaimer:
             seen = self._board.wait(seen, timeout=1.0)
             with self._board.lock:
                 self._board.trainer.tick(self._board.clock())
+            self._host()
             self.step()
+
+    def _host(self) -> None:
+        """Whose copies are kept here is part of the wanted state."""
+        directive = self._board.directive
+        if directive is None or directive.hosted == self._hosted:
+            return
+        procs = directive.procs_per_worker
+        self._hosted = directive.hosted
+        self._vault.host(
+            rank for peer in directive.hosted for rank in range(peer.worker * procs, (peer.worker + 1) * procs)
+        )
 
     def step(self) -> None:
         """Free what may be freed now."""

@@ -41,6 +41,8 @@ class TierReport:
     job_uid: str
     attempt: int
     worker: int
+    host: str
+    """Where verdicts are sent to."""
     ranks: tuple[RankTiers, ...]
 
 

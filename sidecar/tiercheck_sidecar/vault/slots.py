@@ -58,9 +58,9 @@ class Slot:
         try:
             yield view
         finally:
-            view.release()
             # A caller's slice may outlive the block by a frame of a traceback; the mapping then goes with it.
             with contextlib.suppress(BufferError):
+                view.release()
                 area.close()
 
 

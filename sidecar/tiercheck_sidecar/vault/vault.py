@@ -42,20 +42,25 @@ class Draft:
 
     def __init__(self, vault: Vault, slot: Slot, seal: Seal) -> None:
         self._vault, self._slot, self.seal = vault, slot, seal
+        self._over = False
         self._stack = contextlib.ExitStack()
         self.view = self._stack.enter_context(slot.mapped(write=True))
 
     def keep(self) -> None:
         """The caller has verified every chunk: seal. Raises NotASlot if the content is not the artifact it claims to be."""
         reason = header_fault(self.view, self.seal)
-        self._stack.close()
         if reason:
-            self._vault._drop(self._slot)
+            self.discard()
             raise NotASlot(reason)
+        self._stack.close()
         self._vault._seal(self._slot, self.seal)
+        self._over = True
 
     def discard(self) -> None:
         """Give the slot back. Harmless after `keep`."""
+        if self._over:
+            return
+        self._over = True
         self._stack.close()
         self._vault._drop(self._slot)
 

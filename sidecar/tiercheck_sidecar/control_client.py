@@ -1,0 +1,57 @@
+"""Calls another sidecar's control API, as one of the same job: its certificate is checked against the job's own CA."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import ssl
+
+from tiercheck.protocol import names
+from tiercheck_sidecar.config import SidecarConfig
+
+
+class CallFailed(Exception):
+    """No answer, or a refusal; the message is a sentence."""
+
+
+class ControlClient:
+    """One kept-alive connection. Used by one thread."""
+
+    def __init__(self, config: SidecarConfig, host: str, timeout: float = 3.0) -> None:
+        self.host = host
+        self._config, self._timeout = config, timeout
+        self._context = ssl.create_default_context(cafile=str(config.credentials_dir / "ca.crt"))
+        self._connection: http.client.HTTPConnection | None = None
+
+    def call(self, method: str, path: str, body: bytes) -> bytes:
+        """The body of a 200 answer. Raises CallFailed."""
+        try:
+            connection = self._connection or self._connect()
+            connection.request(method, path, body, {"Authorization": f"Bearer {self._config.token}"})
+            response = connection.getresponse()
+            text = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            self.close()
+            raise CallFailed(f"{self.host}: {error}") from error
+        if response.status != 200:
+            raise CallFailed(f"{self.host}: {response.status} {text[:300].decode(errors='replace')}")
+        return text
+
+    def close(self) -> None:
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.close()
+        self._connection = None
+
+    def _connect(self) -> http.client.HTTPConnection:
+        address = (self.host, self._config.control_port)
+        raw = socket.create_connection(address, self._timeout, (self._config.pod_ip, 0))
+        connection = http.client.HTTPConnection(*address, timeout=self._timeout)
+        try:
+            connection.sock = self._context.wrap_socket(raw, server_hostname=names.TLS_SERVER_NAME)
+        except OSError:
+            raw.close()
+            raise
+        self._connection = connection
+        return connection

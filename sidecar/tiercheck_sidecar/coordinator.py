@@ -1,0 +1,168 @@
+"""The coordinator: sidecar 0 hears which ranks have what where, and tells all of them what that adds up to.
+
+It keeps nothing that the sidecars would not tell it again, so losing it costs nothing: until a new one has heard every
+rank in the current attempt, nothing is freed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from tiercheck.protocol.directive import Directive, Phase
+from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.manifest import Manifest, RankArtifact
+from tiercheck.protocol.version import Version
+from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.control_client import CallFailed, ControlClient
+from tiercheck_sidecar.watermark import RankTiers, Standing, TierReport, Verdict, judge, next_upload
+
+log = logging.getLogger(__name__)
+
+_PUSHERS = 8
+
+
+class NotNow(Exception):
+    """A tier report that cannot be taken; the message is a sentence."""
+
+
+class StaleReport(NotNow):
+    """It is of an older attempt."""
+
+
+class Coordinator:
+    """Thread-safe. Idle unless this is worker 0."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._lock = threading.RLock()
+        self._dirty = threading.Condition(self._lock)
+        self._attempt = 0
+        self._ranks: dict[int, RankTiers] = {}
+        self._hosts: dict[int, str] = {}
+        self._standing = Standing()
+        self._stored: tuple[Version, ...] = ()
+        self._artifacts: dict[int, RankArtifact] = {}
+        self._verdict: Verdict | None = None
+        self._is_dirty = False
+        self._told: Verdict | None = None
+
+    @property
+    def announced(self) -> bool:
+        """Whether everybody who could be reached has been told the newest verdict."""
+        with self._lock:
+            return self._verdict is None or (self._told == self._verdict and not self._is_dirty)
+
+    def hear(self, report: TierReport) -> Verdict:
+        """Take a sidecar's word, and answer the newest verdict. Raises NotNow."""
+        directive = self._board.directive
+        if self._board.config.worker != 0:
+            raise NotNow("this sidecar is not the coordinator")
+        if directive is None or report.attempt > directive.attempt:
+            raise NotNow(f"attempt {report.attempt} is not known here yet")
+        if report.attempt < directive.attempt:
+            self._board.count(refused_stale=1)
+            raise StaleReport(f"attempt {report.attempt} is over, the job is at attempt {directive.attempt}")
+        with self._lock:
+            self._enter(directive)
+            self._hosts[report.worker] = report.host
+            for tiers in report.ranks:
+                before = self._ranks.get(tiers.rank)
+                if before is not None and before.holders != tiers.holders:
+                    self._standing = dataclasses.replace(self._standing, peer=None)  # protection begins anew
+                self._ranks[tiers.rank] = tiers
+                for artifact in tiers.uploaded:
+                    self._artifacts[tiers.rank] = artifact
+            self._is_dirty = True
+            if self._verdict is None or len(self._ranks) <= directive.procs_per_worker:
+                self._judge(directive)
+            self._dirty.notify_all()
+            assert self._verdict is not None
+            return self._verdict
+
+    def stored(self, versions: tuple[Version, ...]) -> None:
+        """What the remote tier holds."""
+        with self._lock:
+            self._stored = versions
+            self._is_dirty = True
+            self._dirty.notify_all()
+
+    def manifest(self) -> Manifest | None:
+        """The manifest to write now: every rank's object is uploaded and no manifest names the version yet."""
+        with self._lock:
+            directive, verdict = self._board.directive, self._verdict
+            if directive is None or verdict is None or verdict.attempt != directive.attempt or verdict.upload is None:
+                return None
+            world = directive.workers * directive.procs_per_worker
+            mine = {rank: each for rank, each in self._artifacts.items() if each.version == verdict.upload}
+            if set(mine) != set(range(world)) or verdict.upload in self._stored:
+                return None
+            return Manifest(
+                job=self._board.config.job,
+                job_uid=directive.job_uid,
+                version=verdict.upload,
+                world_size=world,
+                artifacts=tuple(mine[rank] for rank in sorted(mine)),
+                created=time.time(),
+            )
+
+    def run(self) -> None:
+        """Judge when something was heard, and tell everybody when the verdict changed."""
+        if self._board.config.worker != 0:
+            return
+        clients: dict[str, ControlClient] = {}
+        with ThreadPoolExecutor(_PUSHERS, thread_name_prefix="verdict") as pool:
+            while not self._board.stopping:
+                with self._dirty:
+                    self._dirty.wait_for(lambda: self._is_dirty or self._board.stopping, timeout=1.0)
+                    directive = self._board.directive
+                    if directive is None or not self._is_dirty:
+                        continue
+                    self._enter(directive)
+                    self._judge(directive)
+                    verdict, hosts = self._verdict, sorted(set(self._hosts.values()))
+                if verdict is None or verdict == self._told:
+                    continue
+                clients = {host: clients.get(host) or ControlClient(self._board.config, host) for host in hosts}
+                list(pool.map(lambda client, word=verdict: _tell(client, word), clients.values()))
+                self._told = verdict
+                self._board.bump()
+
+    def _enter(self, directive: Directive) -> None:
+        if directive.attempt != self._attempt:
+            self._attempt, self._ranks, self._hosts = directive.attempt, {}, {}
+            self._standing, self._verdict, self._artifacts = Standing(), None, {}
+
+    def _judge(self, directive: Directive) -> None:
+        self._is_dirty = False
+        world = directive.workers * directive.procs_per_worker
+        self._standing, verdict = judge(world, self._ranks, directive.history, self._standing)
+        stored = [version for version in self._stored if directive.history.accepts(version)]
+        upload = None
+        if self._board.config.remote is not None:
+            upload = next_upload(
+                self._standing,
+                directive.history,
+                self._ranks,
+                stored=stored,
+                every=directive.policy.remote_every,
+                current=self._verdict.upload if self._verdict else None,
+                finishing=directive.phase is Phase.FINISH,
+            )
+        received = tuple(sorted(rank for rank, each in self._artifacts.items() if each.version == upload))
+        self._verdict = dataclasses.replace(
+            verdict,
+            watermarks=dataclasses.replace(verdict.watermarks, remote=max(stored, default=None)),
+            upload=upload,
+            received=received,
+        )
+
+
+def _tell(client: ControlClient, verdict: Verdict) -> None:
+    try:
+        client.call("PUT", "/v1/watermarks", to_json(verdict))
+    except CallFailed as error:
+        log.debug("the verdict did not reach %s", error)  # it is asked for again within a second

@@ -1,0 +1,171 @@
+"""Offload: bring the versions that the coordinator names to the remote tier, at the rate the job allows.
+
+Worker 0 also writes the manifest, once every rank's object is there, and forgets what is older than the job keeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from tiercheck.protocol.directive import Directive, Tier
+from tiercheck.protocol.manifest import Manifest, RankArtifact
+from tiercheck.protocol.report import RestoreState
+from tiercheck.protocol.version import Version
+from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.restore import SourceCorrupt, SourceFailed
+from tiercheck_sidecar.vault import NotHeld, Seal, Vault
+from tiercheck_sidecar.watermark import Verdict
+
+if TYPE_CHECKING:
+    from tiercheck_sidecar.coordinator import Coordinator
+    from tiercheck_sidecar.remote import RemoteStore
+
+log = logging.getLogger(__name__)
+
+_LIST_EVERY = 30.0
+_BACKOFF = (0.5, 15.0)
+
+
+class Offloader:
+    """Thread-safe; `run` is one thread. Does nothing where the job has no remote tier."""
+
+    def __init__(self, board: Board, vault: Vault, coordinator: Coordinator) -> None:
+        self._board, self._vault, self._coordinator = board, vault, coordinator
+        self._lock = threading.Lock()
+        self._store: RemoteStore | None = None
+        self._uploaded: dict[int, RankArtifact] = {}
+        self._listed_at: float | None = None
+        self._listed_for: Version | None = None
+
+    def uploaded(self, rank: int, verdict: Verdict | None) -> tuple[RankArtifact, ...]:
+        """The rank's upload of the version that is wanted now, if it is done."""
+        with self._lock:
+            artifact = self._uploaded.get(rank)
+        return (artifact,) if artifact and verdict and artifact.version == verdict.upload else ()
+
+    def run(self) -> None:
+        from tiercheck_sidecar.remote import RemoteConfigError, RemoteError, open_store
+
+        config = self._board.config
+        if config.remote is None:
+            return
+        try:
+            self._store = open_store(config.remote, config.job)
+        except RemoteConfigError as error:
+            self._board.problem("RemoteMisconfigured", str(error))
+            self._publish(False, str(error))
+            return
+        seen, failures = -1, 0
+        while not self._board.stopping:
+            try:
+                self._step(self._store)
+            except RemoteError as error:
+                failures += 1
+                log.warning("remote tier: %s", error)
+                self._publish(False, f"{error.reason.value}: {error}")
+                self._board.problem(f"Remote{error.reason.value}", str(error))
+                self._listed_at = None
+                pause = min(_BACKOFF[1], _BACKOFF[0] * 2 ** min(failures, 8))
+                self._board.wait_until(lambda: False, pause)
+                continue
+            failures = 0
+            seen = self._board.wait(seen, timeout=1.0)
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+
+    def _step(self, store: RemoteStore) -> None:
+        with self._board.lock:
+            directive, verdict = self._board.directive, self._board.verdict
+            ready = self._board.restore.state is RestoreState.READY
+        self._list_when_due(store, verdict)
+        if directive is None or not ready:
+            return
+        if verdict is not None and verdict.upload is not None:
+            self._upload(store, directive, verdict.upload)
+        manifest = self._coordinator.manifest()
+        if manifest is not None:
+            self._commit(store, directive, manifest)
+
+    def _list_when_due(self, store: RemoteStore, verdict: Verdict | None) -> None:
+        now = time.monotonic()
+        mark = verdict.watermarks.remote if verdict else None
+        due = self._listed_at is None or mark != self._listed_for
+        if self._board.config.worker == 0:
+            due = due or now - (self._listed_at or 0.0) > _LIST_EVERY
+        if not due:
+            return
+        if self._listed_at is None:
+            store.check()
+        versions = tuple(store.versions())
+        self._listed_at, self._listed_for = now, mark
+        self._publish(True, "", versions)
+        self._coordinator.stored(versions)
+
+    def _publish(self, reachable: bool, message: str, versions: tuple[Version, ...] | None = None) -> None:
+        with self._board.lock:
+            before = self._board.remote
+            after = dataclasses.replace(before, reachable=reachable, message=message)
+            if versions is not None:
+                after = dataclasses.replace(after, versions=versions)
+            self._board.remote = after
+        if reachable:
+            self._board.withdraw("Remote")
+        if after != before:
+            self._board.bump()
+
+    def _upload(self, store: RemoteStore, directive: Directive, version: Version) -> None:
+        for rank in self._vault.ranks:
+            done = self._uploaded.get(rank)
+            if done is not None and done.version == version:
+                continue
+            try:
+                with self._vault.pin(rank, version, Tier.LOCAL) as slot:
+                    assert slot.seal is not None
+                    limit = directive.policy.remote_bandwidth
+                    artifact = store.put_artifact(rank, version, slot.path, slot.seal.digests, limit)
+            except NotHeld:
+                continue  # the coordinator learns that from our next report, and names another version
+            with self._lock:
+                self._uploaded[rank] = artifact
+            self._board.count(uploaded=1)
+            self._board.bump()
+
+    def _commit(self, store: RemoteStore, directive: Directive, manifest: Manifest) -> None:
+        if not store.commit(manifest):
+            log.error("%s is in the remote tier already, with other content", manifest.version)
+        versions = tuple(store.versions())
+        self._publish(True, "", versions)
+        self._coordinator.stored(versions)
+        self._board.bump()
+        store.retain(directive.policy.remote_keep, {manifest.version})
+
+    def fetch(self, rank: int, version: Version) -> Seal:
+        """Copy one rank's artifact from the remote tier into an own slot. Raises SourceFailed, SourceCorrupt, NoFreeSlot."""
+        from tiercheck_sidecar.remote import RemoteConfigError, RemoteCorrupt, RemoteError, open_store
+
+        config = self._board.config
+        if config.remote is None:
+            raise SourceFailed("the job has no remote tier")
+        try:
+            store = self._store or open_store(config.remote, config.job)
+            manifest = store.read_manifest(version)
+            artifact = next((each for each in manifest.artifacts if each.rank == rank), None)
+            if artifact is None:
+                raise SourceFailed(f"its manifest of {version} does not name rank {rank}")
+            draft = self._vault.draft(Seal(rank, version, manifest.world_size, Tier.LOCAL, artifact.digests))
+            try:
+                store.fetch(artifact, draft.view)
+                draft.keep()
+            finally:
+                draft.discard()
+            return draft.seal
+        except RemoteCorrupt as error:
+            raise SourceCorrupt(str(error)) from error
+        except (RemoteError, RemoteConfigError) as error:
+            raise SourceFailed(str(error)) from error

@@ -1,0 +1,42 @@
+"""The part of the control API that sidecars use among themselves: tier reports in, verdicts out."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from aiohttp import web
+
+from tiercheck_sidecar.api import answer, decode, sentence
+from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.coordinator import Coordinator, NotNow, StaleReport
+from tiercheck_sidecar.tiers import take
+from tiercheck_sidecar.watermark import TierReport, Verdict
+
+
+def routes(board: Board, coordinator: Coordinator) -> list[web.RouteDef]:
+    """`POST /v1/tiers` and `PUT /v1/watermarks`."""
+
+    async def tiers(request: web.Request) -> web.StreamResponse:
+        try:
+            report = decode(await request.read(), TierReport)
+        except msgspec.DecodeError as error:
+            return sentence(422, f"not a tier report: {error}")
+        if report.job_uid != board.config.job_uid:
+            return sentence(403, f"this sidecar belongs to job {board.config.job_uid}")
+        try:
+            return answer(await asyncio.to_thread(coordinator.hear, report))
+        except StaleReport as error:
+            return sentence(409, str(error))
+        except NotNow as error:
+            return sentence(503, str(error))
+
+    async def watermarks(request: web.Request) -> web.StreamResponse:
+        try:
+            verdict = decode(await request.read(), Verdict)
+        except msgspec.DecodeError as error:
+            return sentence(422, f"not a verdict: {error}")
+        reason = take(board, verdict)
+        return sentence(409, reason) if reason else answer(board.verdict)
+
+    return [web.post("/v1/tiers", tiers), web.put("/v1/watermarks", watermarks)]
