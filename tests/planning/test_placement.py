@@ -258,3 +258,51 @@ def test_open_level_takes_the_widest_that_protects_everyone() -> None:
     assert preferred(racks(2, 2, zones=[0, 1]), level=None).achieved_level == "zone"
     assert preferred(racks(2, 2, zones=[0, 0]), level=None).achieved_level == "rack"
     assert preferred(racks(3, 1), level=None).achieved_level == "host"
+
+
+def test_what_no_other_rack_can_take_is_left_evenly_and_still_finds_partners() -> None:
+    # Three workers on one node and one on the next share a rack; two of them must do without the other rack.
+    placement = preferred(uneven([[3, 1], [2]]))
+    assert placement.achieved_level == "host"
+    assert all(placement.holders[kept[0]] == (worker,) for worker, kept in enumerate(placement.holders))
+
+
+def test_odd_worker_out_is_taken_into_a_group_without_bringing_others_nearer() -> None:
+    cluster = racks(2, 1)
+    placement = preferred(cluster)
+    rack = cluster.domains("rack")
+    assert placement.unprotected == ()
+    assert sum(rack[kept[0]] != rack[worker] for worker, kept in enumerate(placement.holders)) == 2
+
+
+def test_job_with_fewer_workers_than_copies_gets_as_many_as_there_are() -> None:
+    placement = preferred(racks(1, 1), 2)
+    assert placement.holders == ((1,), (0,))
+    assert placement.unprotected == (0, 1)
+    assert placement.tolerates == ("any one rack", "any one host")
+
+
+def test_worker_on_a_suspect_node_keeps_its_copies_on_the_others() -> None:
+    placement = preferred(racks(3), suspects={"r0h0"})
+    assert placement.holders[0] in ((1,), (2,))
+    assert placement.hosted(0) == ()
+    assert placement.unprotected == ()
+    assert placement.achieved_level == "host"
+
+
+def test_required_spread_is_found_with_suspects_even_if_a_settled_pair_must_make_room() -> None:
+    cluster = uneven([[1], [1], [1, 2]])
+    policy = PlacementPolicy(1, "rack", required=True)
+    assert isinstance(place(cluster.sites, cluster.topology, policy, suspects={"r0h0", "r2h1"}), Placement)
+
+
+def test_copies_stay_in_their_zone_where_its_racks_can_cover_each_other() -> None:
+    cluster = racks(2, 2, 2, 2, zones=[0, 0, 1, 1])
+    placement = preferred(cluster)
+    zone = cluster.domains("zone")
+    assert placement.achieved_level == "rack"
+    assert all(zone[kept[0]] == zone[worker] for worker, kept in enumerate(placement.holders))
+
+
+def test_zone_with_a_single_rack_is_matched_across_zones() -> None:
+    assert preferred(racks(2, 2, 3, zones=[0, 0, 1])).achieved_level == "rack"

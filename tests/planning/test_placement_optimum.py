@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,18 +14,20 @@ from tests.planning.clusters import Cluster, racks, uneven
 from tiercheck_operator.planning.placement import Placement, PlacementPolicy, Unplaceable, place
 
 
-def most_protected(cluster: Cluster, level: str, copies: int, host_first: bool = False) -> int:
-    """How many workers can have all copies in other domains when nobody holds more than `copies`.
+def most_protected(cluster: Cluster, level: str, copies: int, suspects: Collection[str] = ()) -> int:
+    """How many workers can have all copies in other domains, nobody on a suspect node holds one, and load is shared.
 
     Variables: x[i, j] = worker j holds a copy of worker i; p[i] = worker i has all its copies.
     """
     where = cluster.domains(level)
     n = len(where)
+    able = [site.node not in suspects for site in cluster.sites]
+    share = -(-copies * n // sum(able))
     size = n * n + n
     upper = np.ones(size)
     for i in range(n):
         for j in range(n):
-            if where[i] == where[j]:
+            if where[i] == where[j] or not able[j]:
                 upper[i * n + j] = 0
     rows, lows, highs = [], [], []
     for j in range(n):  # load
@@ -31,7 +35,7 @@ def most_protected(cluster: Cluster, level: str, copies: int, host_first: bool =
         row[[i * n + j for i in range(n)]] = 1
         rows.append(row)
         lows.append(0)
-        highs.append(copies)
+        highs.append(share)
     for i in range(n):  # sum of x[i, :] >= copies * p[i]
         row = np.zeros(size)
         row[i * n : (i + 1) * n] = 1
@@ -80,6 +84,20 @@ def test_as_many_workers_as_possible_have_their_copy_off_their_node(seats: list[
     placement = place(cluster.sites, cluster.topology, PlacementPolicy(1, "rack", required=False))
     assert isinstance(placement, Placement)
     assert len(cluster.sites) - len(placement.unprotected) == most_protected(cluster, "host", 1)
+
+
+@given(layouts, st.data())
+@settings(deadline=None, max_examples=60)
+def test_suspect_nodes_cost_no_protection_that_the_others_could_give(
+    seats: list[list[int]], data: st.DataObject
+) -> None:
+    cluster = uneven(seats)
+    nodes = sorted({site.node for site in cluster.sites})
+    suspects = data.draw(st.sets(st.sampled_from(nodes), max_size=len(nodes) - 1))
+    policy = PlacementPolicy(1, "rack", required=False)
+    placement = place(cluster.sites, cluster.topology, policy, suspects=suspects)
+    assert isinstance(placement, Placement)
+    assert protected(cluster, placement, "rack", 1) == most_protected(cluster, "rack", 1, suspects)
 
 
 @given(layouts, st.integers(1, 3))
