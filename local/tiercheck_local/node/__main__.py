@@ -8,13 +8,11 @@ import logging
 import os
 from pathlib import Path
 
-from tiercheck_local import markers
+from tiercheck_local import markers, remains
 from tiercheck_local.client import Client
 from tiercheck_local.node.agent import Agent
 from tiercheck_local.node.settings import Settings
 from tiercheck_local.node.volumes import Roots
-
-MEMORY_FILE_SYSTEM = Path("/dev/shm")
 
 
 def parse(arguments: list[str] | None = None) -> tuple[Settings, bool]:
@@ -34,10 +32,10 @@ def parse(arguments: list[str] | None = None) -> tuple[Settings, bool]:
     parser.add_argument("--lease-seconds", type=float, default=0.5)
     parser.add_argument("--lifeline", action="store_true", help="end when standard input ends")
     given = parser.parse_args(arguments)
-    folder = Path(f"tiercheck-{given.cluster}") / given.name
+    memory, scratch = remains.folders(given.cluster)
     roots = Roots(
-        memory=given.memory or MEMORY_FILE_SYSTEM / folder,
-        scratch=given.scratch or Path("/tmp") / folder,
+        memory=given.memory or memory / given.name,
+        scratch=given.scratch or scratch / given.name,
         claims=given.claims or given.directory / "claims",
     )
     settings = Settings(

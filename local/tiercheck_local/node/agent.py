@@ -55,6 +55,7 @@ class Agent:
 
     def _read_lifeline(self) -> None:
         if not os.read(sys.stdin.fileno(), 1):
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
             self._stop.set()
 
     def _clear_node(self) -> None:

@@ -41,6 +41,7 @@ def base_environment() -> dict[str, str]:
         "PATH": interpreter + os.pathsep + os.environ.get("PATH", os.defpath),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",  # output is a file, and people follow it
     }
 
 

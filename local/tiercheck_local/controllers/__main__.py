@@ -1,0 +1,95 @@
+"""`python -m tiercheck_local.controllers`: scheduler, node life-cycle and garbage collection in one process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from tiercheck_local import markers, remains
+from tiercheck_local.cache import Cache
+from tiercheck_local.client import LEASES, NODES, PODS, Client, Object
+from tiercheck_local.controllers.garbage import DEPENDENTS, GarbageCollector
+from tiercheck_local.controllers.node_lifecycle import NodeLifecycle
+from tiercheck_local.controllers.scheduler import Scheduler
+from tiercheck_local.node.registration import LEASE_NAMESPACE
+
+
+async def serve(kubeconfig: Path, grace: float, lifeline: bool) -> bool:
+    """Until SIGTERM, SIGINT, or (with `lifeline`) the end of standard input; whether it was that."""
+    stop = asyncio.Event()
+    parent_died = False
+
+    def read_lifeline() -> None:
+        nonlocal parent_died
+        if not os.read(sys.stdin.fileno(), 1):
+            parent_died = True
+            loop.remove_reader(sys.stdin.fileno())
+            stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if lifeline:
+        loop.add_reader(sys.stdin.fileno(), read_lifeline)
+    async with Client.of(kubeconfig) as client:
+        running = asyncio.create_task(_control(client, grace))
+        stopping = asyncio.create_task(stop.wait())
+        done, _ = await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
+        for task in (running, stopping):
+            task.cancel()
+        if running in done:
+            running.result()
+    return parent_died
+
+
+async def _control(client: Client, grace: float) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        garbage = GarbageCollector(client, tasks)
+
+        def changed(kind: str, item: Object) -> None:
+            scheduler.wake()
+            if kind != "MODIFIED" or item["metadata"].get("deletionTimestamp"):
+                garbage.wake()
+
+        def synced() -> None:
+            scheduler.wake()
+            garbage.wake()
+
+        pods = Cache(client, PODS, changed, on_sync=synced)
+        nodes = Cache(client, NODES, changed, on_sync=synced)
+        scheduler = Scheduler(client, pods, nodes)
+        lifecycle = NodeLifecycle(client, nodes, pods, grace)
+        leases = Cache(client, LEASES, lifecycle.lease_changed, namespace=LEASE_NAMESPACE)
+        others = {
+            kind: Cache(client, kind, lambda *_: garbage.wake(), on_sync=garbage.wake)
+            for kind in DEPENDENTS
+            if kind != PODS
+        }
+        garbage.watch({PODS: pods, **others}, nodes)
+        for cache in (pods, nodes, leases, *others.values()):
+            tasks.create_task(cache.run())
+        for controller in (scheduler, lifecycle, garbage):
+            tasks.create_task(controller.run())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tiercheck_local.controllers", description=__doc__)
+    parser.add_argument("--kubeconfig", required=True, type=Path)
+    parser.add_argument("--grace", type=float, default=2.0, help="seconds without lease until a node is unreachable")
+    parser.add_argument(
+        "--lifeline", action="store_true", help="when standard input ends, end and take the whole cluster along"
+    )
+    given = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    parent_died = asyncio.run(serve(given.kubeconfig, given.grace, given.lifeline))
+    if parent_died and markers.CLUSTER in os.environ:
+        remains.remove(os.environ[markers.CLUSTER])
+
+
+if __name__ == "__main__":
+    main()

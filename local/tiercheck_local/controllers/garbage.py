@@ -1,0 +1,174 @@
+"""Deletes what has lost its owner, and pods that no node will ever remove.
+
+Dependents are Pods, Services, Secrets and ConfigMaps. An owner's kind is watched from when the first dependent names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+
+from tiercheck_local.cache import Cache
+from tiercheck_local.client import CONFIG_MAPS, NODES, PODS, SECRETS, SERVICES, ApiFailure, Client, Object, Resource
+
+log = logging.getLogger(__name__)
+
+DEPENDENTS = (PODS, SERVICES, SECRETS, CONFIG_MAPS)
+_FOREGROUND, _ORPHAN = "foregroundDeletion", "orphan"
+
+
+class GarbageCollector:
+    """`dependent_changed` and `node_changed` feed it; `run` does the work and never ends."""
+
+    def __init__(self, client: Client, tasks: asyncio.TaskGroup) -> None:
+        self._client, self._tasks = client, tasks
+        self._caches: dict[Resource, Cache] = {}
+        self._owners: dict[tuple[str, str], Cache | None] = {}
+        self._nodes: Cache | None = None
+        self._wake = asyncio.Event()
+
+    def watch(self, caches: dict[Resource, Cache], nodes: Cache) -> None:
+        """Which caches hold dependents and nodes."""
+        self._caches, self._nodes = caches, nodes
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if not self._nodes or not all(cache.synced for cache in (*self._caches.values(), self._nodes)):
+                continue
+            try:
+                await self._collect_pods(self._nodes)
+                for resource, item in list(self._owned()):
+                    await self._collect(resource, item)
+                await self._finish_deletions()
+            except (ApiFailure, aiohttp.ClientError, TimeoutError, OSError) as failure:
+                log.warning("garbage collection: %s", failure)
+                asyncio.get_running_loop().call_later(1.0, self._wake.set)
+
+    def _owned(self) -> Iterator[tuple[Resource, Object]]:
+        for resource, cache in self._caches.items():
+            for item in cache.objects.values():
+                if item["metadata"].get("ownerReferences"):
+                    yield resource, item
+
+    async def _collect(self, resource: Resource, item: Object) -> None:
+        metadata = item["metadata"]
+        if metadata.get("deletionTimestamp"):
+            return
+        for reference in metadata["ownerReferences"]:
+            if await self._lives(reference, metadata.get("namespace")):
+                return
+        log.info("%s %s/%s has lost its owner", resource.plural, metadata.get("namespace"), metadata["name"])
+        await self._client.delete(resource, metadata.get("namespace"), metadata["name"], uid=metadata["uid"])
+
+    async def _lives(self, reference: Object, namespace: str | None) -> bool:
+        cache = await self._owner_cache(reference)
+        if cache is None:  # a kind that the server does not know, perhaps not yet: not ours to judge
+            return True
+        if not cache.synced:
+            return True  # its first list wakes us
+        owner = cache.objects.get(reference["uid"])
+        if owner is not None:
+            waits = owner["metadata"].get("deletionTimestamp") and _FOREGROUND in owner["metadata"].get(
+                "finalizers", []
+            )
+            return not waits
+        # The dependent may be newer than what the owners' watch has shown: only the server knows.
+        found = await self._client.find(cache.resource, namespace, reference["name"])
+        return found is not None and found["metadata"]["uid"] == reference["uid"]
+
+    async def _owner_cache(self, reference: Object) -> Cache | None:
+        key = (reference["apiVersion"], reference["kind"])
+        if key not in self._owners or self._owners[key] is None:
+            resource = await resource_of(self._client, *key)
+            if resource is None:
+                self._owners[key] = None
+            elif resource in self._caches:
+                self._owners[key] = self._caches[resource]
+            else:
+                cache = Cache(self._client, resource, lambda *_: self.wake(), on_sync=self.wake)
+                self._owners[key] = cache
+                self._tasks.create_task(self._run_owner_cache(key, cache))
+        return self._owners[key]
+
+    async def _run_owner_cache(self, key: tuple[str, str], cache: Cache) -> None:
+        try:
+            await cache.run()
+        except ApiFailure as failure:
+            log.warning("owners of kind %s: %s", key, failure)
+            self._owners[key] = None
+
+    async def _finish_deletions(self) -> None:
+        """Owners deleted in the foreground go when no dependent is left; of orphaning ones the dependents are let go."""
+        for cache in list(self._owners.values()):
+            for owner in list(cache.objects.values()) if cache is not None else []:
+                finalizers = owner["metadata"].get("finalizers") or []
+                if not owner["metadata"].get("deletionTimestamp") or not {_FOREGROUND, _ORPHAN} & set(finalizers):
+                    continue
+                uid = owner["metadata"]["uid"]
+                left = [
+                    (r, item)
+                    for r, item in self._owned()
+                    if uid in {o["uid"] for o in item["metadata"]["ownerReferences"]}
+                ]
+                if _ORPHAN in finalizers:
+                    for resource, item in left:
+                        await self._disown(resource, item, uid)
+                elif left:
+                    continue
+                assert cache is not None
+                kept = [name for name in finalizers if name not in {_FOREGROUND, _ORPHAN}]
+                await self._write_metadata(cache.resource, owner, {"finalizers": kept})
+
+    async def _disown(self, resource: Resource, item: Object, uid: str) -> None:
+        kept = [reference for reference in item["metadata"]["ownerReferences"] if reference["uid"] != uid]
+        await self._write_metadata(resource, item, {"ownerReferences": kept})
+
+    async def _write_metadata(self, resource: Resource, item: Object, change: dict[str, Any]) -> None:
+        metadata = item["metadata"]
+        guard = {"uid": metadata["uid"], "resourceVersion": metadata["resourceVersion"]}
+        try:
+            await self._client.patch(
+                resource, metadata.get("namespace"), metadata["name"], {"metadata": {**guard, **change}}
+            )
+        except ApiFailure as failure:
+            if failure.code not in {404, 409}:
+                raise
+
+    async def _collect_pods(self, nodes: Cache) -> None:
+        names = {node["metadata"]["name"] for node in nodes.objects.values()}
+        for pod in list(self._caches[PODS].objects.values()):
+            metadata, node = pod["metadata"], pod["spec"].get("nodeName")
+            lost = node is not None and node not in names
+            never_bound = not node and metadata.get("deletionTimestamp")
+            if lost and await self._node_exists(node):
+                continue
+            if lost or never_bound:
+                log.info("pod %s/%s has no node", metadata["namespace"], metadata["name"])
+                await self._client.delete(PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"], grace=0)
+
+    async def _node_exists(self, name: str) -> bool:
+        return await self._client.find(NODES, None, name) is not None
+
+
+async def resource_of(client: Client, api_version: str, kind: str) -> Resource | None:
+    """The collection that holds objects of this kind, by discovery."""
+    root = Resource(api_version, "").root
+    try:
+        answer = await client.request("GET", root)
+    except ApiFailure as failure:
+        if failure.code == 404:
+            return None
+        raise
+    for entry in answer.get("resources") or []:
+        if entry["kind"] == kind and "/" not in entry["name"]:
+            return Resource(api_version, entry["name"], bool(entry["namespaced"]))
+    return None

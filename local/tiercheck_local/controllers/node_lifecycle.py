@@ -1,0 +1,180 @@
+"""Declares nodes unreachable when their lease is not renewed, and takes it back when it is.
+
+A lease's age is measured from when its last change was seen here, never from the time stamp in it: clocks may differ.
+If this process itself was held up, every lease gets a new start, because nobody could have been seen renewing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from tiercheck_local import clock
+from tiercheck_local.cache import Cache
+from tiercheck_local.client import NODES, PODS, ApiFailure, Client, Object
+from tiercheck_local.controllers.scheduling import is_finished, toleration
+
+log = logging.getLogger(__name__)
+
+UNREACHABLE = "node.kubernetes.io/unreachable"
+NOT_READY = "node.kubernetes.io/not-ready"
+"""The API server puts it on every new node."""
+OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
+
+
+class NodeLifecycle:
+    """`grace`: seconds without renewal until a node is unreachable. `run` never ends."""
+
+    def __init__(self, client: Client, nodes: Cache, pods: Cache, grace: float) -> None:
+        self._client, self._nodes, self._pods, self._grace = client, nodes, pods, grace
+        self._renewed: dict[str, tuple[str, float]] = {}
+
+    def lease_changed(self, kind: str, lease: Object) -> None:
+        name, renewal = lease["metadata"]["name"], lease["spec"].get("renewTime", "")
+        if kind == "DELETED":
+            self._renewed.pop(name, None)
+        elif self._renewed.get(name, ("", 0.0))[0] != renewal:
+            self._renewed[name] = (renewal, time.monotonic())
+
+    async def run(self) -> None:
+        tick = self._grace / 8
+        looked = time.monotonic()
+        while True:
+            await asyncio.sleep(tick)
+            held_up = time.monotonic() - looked - tick
+            looked = time.monotonic()
+            if held_up > self._grace / 4:
+                self._renewed = {name: (renewal, looked) for name, (renewal, _) in self._renewed.items()}
+            for node in list(self._nodes.objects.values()):
+                try:
+                    await self._judge(node)
+                except (ApiFailure, aiohttp.ClientError, TimeoutError, OSError) as failure:
+                    log.warning("node %s: %s", node["metadata"]["name"], failure)
+
+    async def _judge(self, node: Object) -> None:
+        name = node["metadata"]["name"]
+        _, seen = self._renewed.setdefault(name, ("", time.monotonic()))
+        late = time.monotonic() - seen > self._grace
+        ready = ready_status(node)
+        taints = {taint["key"] for taint in node["spec"].get("taints") or []}
+        if late and ready != "Unknown":
+            log.warning("node %s has not renewed its lease for %.1f s", name, self._grace)
+            await self._declare_unknown(node)
+        if late and UNREACHABLE not in taints:
+            await self._taint(node)
+        if not late and ready == "True" and taints & {UNREACHABLE, NOT_READY}:
+            log.info("node %s is ready", name)
+            await self._untaint(node)
+        if late:
+            await self._doubt_pods(name)
+        await self._evict(node)
+
+    async def _declare_unknown(self, node: Object) -> None:
+        now = clock.timestamp()
+        unknown = {
+            "type": "Ready",
+            "status": "Unknown",
+            "reason": "NodeStatusUnknown",
+            "message": "the node's agent stopped renewing its lease",
+            "lastHeartbeatTime": now,
+            "lastTransitionTime": now,
+        }
+        others = [c for c in (node.get("status") or {}).get("conditions") or [] if c["type"] != "Ready"]
+        await self._patch_node(node, {"status": {"conditions": [*others, unknown]}}, "status")
+
+    async def _taint(self, node: Object) -> None:
+        added = [
+            {"key": UNREACHABLE, "effect": effect, "timeAdded": clock.timestamp()}
+            for effect in ("NoSchedule", "NoExecute")
+        ]
+        kept = [taint for taint in node["spec"].get("taints") or [] if taint["key"] != UNREACHABLE]
+        await self._patch_node(node, {"spec": {"taints": [*kept, *added]}})
+
+    async def _untaint(self, node: Object) -> None:
+        kept = [taint for taint in node["spec"].get("taints") or [] if taint["key"] not in {UNREACHABLE, NOT_READY}]
+        await self._patch_node(node, {"spec": {"taints": kept or None}})
+
+    async def _patch_node(self, node: Object, patch: dict[str, Any], subresource: str = "") -> None:
+        guard = {"metadata": {"resourceVersion": node["metadata"]["resourceVersion"]}}
+        try:
+            changed = await self._client.patch(
+                NODES, None, node["metadata"]["name"], {**patch, **guard}, subresource=subresource
+            )
+        except ApiFailure as failure:
+            if failure.code not in {404, 409}:
+                raise
+            return  # somebody else changed it: judged again at the next look
+        if changed["metadata"]["uid"] in self._nodes.objects:
+            self._nodes.objects[changed["metadata"]["uid"]] = changed
+            node.clear()
+            node.update(changed)
+
+    async def _doubt_pods(self, node: str) -> None:
+        """Nobody can say that they are still ready."""
+        for pod in list(self._pods.objects.values()):
+            if pod["spec"].get("nodeName") != node or is_finished(pod):
+                continue
+            conditions = (pod.get("status") or {}).get("conditions") or []
+            if not any(c["type"] == "Ready" and c["status"] == "True" for c in conditions):
+                continue
+            doubted = [
+                {**c, "status": "False", "reason": "NodeLost", "lastTransitionTime": clock.timestamp()}
+                if c["type"] == "Ready"
+                else c
+                for c in conditions
+            ]
+            metadata = pod["metadata"]
+            guard = {"uid": metadata["uid"], "resourceVersion": metadata["resourceVersion"]}
+            try:
+                await self._client.patch(
+                    PODS,
+                    metadata["namespace"],
+                    metadata["name"],
+                    {"metadata": guard, "status": {"conditions": doubted}},
+                    subresource="status",
+                )
+            except ApiFailure as failure:
+                if failure.code not in {404, 409}:
+                    raise
+
+    async def _evict(self, node: Object) -> None:
+        """Pods whose toleration of a NoExecute taint is used up are deleted; on a node out of service, at once and by force."""
+        taints = [taint for taint in node["spec"].get("taints") or [] if taint["effect"] == "NoExecute"]
+        if not taints:
+            return
+        by_force = any(taint["key"] == OUT_OF_SERVICE for taint in taints)
+        for pod in list(self._pods.objects.values()):
+            if pod["spec"].get("nodeName") != node["metadata"]["name"]:
+                continue
+            metadata = pod["metadata"]
+            if by_force and metadata.get("deletionTimestamp"):
+                await self._client.delete(PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"], grace=0)
+            elif not metadata.get("deletionTimestamp") and not is_finished(pod) and _patience_is_over(pod, taints):
+                log.info(
+                    "pod %s/%s does not tolerate its node's taint any longer", metadata["namespace"], metadata["name"]
+                )
+                await self._client.delete(PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"])
+
+
+def _patience_is_over(pod: Object, taints: list[Mapping[str, Any]]) -> bool:
+    for taint in taints:
+        found = toleration(pod, taint)
+        if found is None:
+            return True
+        seconds = found.get("tolerationSeconds")
+        if seconds is not None and taint.get("timeAdded"):
+            age = (clock.parse(clock.timestamp()) - clock.parse(taint["timeAdded"])).total_seconds()
+            if age > seconds:
+                return True
+    return False
+
+
+def ready_status(node: Object) -> str:
+    """True, False or Unknown."""
+    conditions = (node.get("status") or {}).get("conditions") or []
+    return next((str(c["status"]) for c in conditions if c["type"] == "Ready"), "Unknown")

@@ -1,0 +1,227 @@
+"""Which node a pod goes to, and the sentence that says why it goes nowhere: pure, in the words of the real scheduler."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from tiercheck_local import quantity
+
+Object = Mapping[str, Any]
+
+SAME_JOB = ("tiercheck.io/job", "job-name", "batch.kubernetes.io/job-name")
+"""Labels whose pods are spread over the nodes, unless the pod says itself how it wants to be spread."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    node: str
+
+
+@dataclass(frozen=True)
+class Nowhere:
+    """`message` is for the PodScheduled condition."""
+
+    message: str
+
+
+def choose(pod: Object, nodes: Sequence[Object], pods: Sequence[Object]) -> Chosen | Nowhere:
+    """Of the nodes that admit `pod` the one that keeps its kind spread most evenly, then the one with the fewest pods.
+
+    `pods` are all that are bound or about to be; finished ones do not count.
+    """
+    present: dict[str, list[Object]] = {node["metadata"]["name"]: [] for node in nodes}
+    for other in pods:
+        if other["spec"].get("nodeName") in present and not is_finished(other):
+            present[other["spec"]["nodeName"]].append(other)
+    refusals: Counter[str] = Counter()
+    admitted = []
+    for node in nodes:
+        name = node["metadata"]["name"]
+        reasons = refusal(pod, node, present[name])
+        refusals.update(reasons)
+        if not reasons:
+            crowd = _crowd(pod, node, nodes, present) or [_same_job(pod, present[name])]
+            admitted.append((crowd, len(present[name]), name))
+    if admitted:
+        return Chosen(min(admitted)[2])
+    counted = ", ".join(f"{count} {reason}" for reason, count in sorted(refusals.items()))
+    if not nodes:
+        return Nowhere("no nodes available to schedule pods")
+    return Nowhere(f"0/{len(nodes)} nodes are available: {counted}.")
+
+
+def refusal(pod: Object, node: Object, present: Sequence[Object]) -> list[str]:
+    """Why this node does not take the pod; empty if it does."""
+    taint = _untolerated(pod, node)
+    if node["spec"].get("unschedulable") and not _tolerates(
+        pod, {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
+    ):
+        return ["node(s) were unschedulable"]
+    if taint is not None:
+        return [f"node(s) had untolerated taint {{{taint['key']}: {taint.get('value', '')}}}"]
+    if not _is_ready(node):
+        return ["node(s) were not ready"]
+    if not _selected(pod, node):
+        return ["node(s) didn't match Pod's node affinity/selector"]
+    return _lacking(pod, node, present)
+
+
+def is_finished(pod: Object) -> bool:
+    """Its containers will not run again, so it takes no room."""
+    return (pod.get("status") or {}).get("phase") in {"Succeeded", "Failed"}
+
+
+def requests(pod: Object) -> dict[str, Decimal]:
+    """What the pod asks for: main containers and sidecars together, or the largest init container if that is more."""
+    running: dict[str, Decimal] = {}
+    peak: dict[str, Decimal] = {}
+    spec = pod["spec"]
+    for container in spec.get("initContainers") or []:
+        wanted = _sum(running, _asked(container))
+        if container.get("restartPolicy") == "Always":
+            running = wanted
+        peak = _largest(peak, wanted)
+    for container in spec["containers"]:
+        running = _sum(running, _asked(container))
+    return _largest(running, peak)
+
+
+def _sum(one: Mapping[str, Decimal], other: Mapping[str, Decimal]) -> dict[str, Decimal]:
+    return {name: one.get(name, Decimal(0)) + other.get(name, Decimal(0)) for name in {*one, *other}}
+
+
+def _largest(one: Mapping[str, Decimal], other: Mapping[str, Decimal]) -> dict[str, Decimal]:
+    return {name: max(one.get(name, Decimal(0)), other.get(name, Decimal(0))) for name in {*one, *other}}
+
+
+def _asked(container: Object) -> dict[str, Decimal]:
+    resources = container.get("resources") or {}
+    wanted = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+    return {name: quantity.parse(amount) for name, amount in wanted.items()}
+
+
+def _lacking(pod: Object, node: Object, present: Sequence[Object]) -> list[str]:
+    room = {name: quantity.parse(amount) for name, amount in node["status"].get("allocatable", {}).items()}
+    reasons = []
+    if len(present) + 1 > room.get("pods", 110):
+        reasons.append("Too many pods")
+    used: dict[str, Decimal] = {}
+    for other in present:
+        used = _sum(used, requests(other))
+    for name, amount in sorted(requests(pod).items()):
+        if amount > 0 and used.get(name, Decimal(0)) + amount > room.get(name, Decimal(0)):
+            reasons.append(f"Insufficient {name}")
+    return reasons
+
+
+def _untolerated(pod: Object, node: Object) -> Object | None:
+    taints: Sequence[Object] = node["spec"].get("taints") or []
+    for taint in taints:
+        if taint["effect"] in {"NoSchedule", "NoExecute"} and not _tolerates(pod, taint):
+            return taint
+    return None
+
+
+def _tolerates(pod: Object, taint: Object) -> bool:
+    return toleration(pod, taint) is not None
+
+
+def toleration(pod: Object, taint: Object) -> Object | None:
+    """The pod's toleration of this taint; the one that lasts longest if there are several."""
+
+    def matches(entry: Object) -> bool:
+        if entry.get("effect") and entry["effect"] != taint["effect"]:
+            return False
+        if entry.get("key") and entry["key"] != taint["key"]:
+            return False
+        if entry.get("operator", "Equal") == "Exists":
+            return True
+        return bool(entry.get("key")) and (entry.get("value") or "") == (taint.get("value") or "")
+
+    found = [entry for entry in pod["spec"].get("tolerations") or [] if matches(entry)]
+    return max(found, key=lambda entry: entry.get("tolerationSeconds", float("inf")), default=None)
+
+
+def _is_ready(node: Object) -> bool:
+    conditions = (node.get("status") or {}).get("conditions") or []
+    return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
+
+
+def _selected(pod: Object, node: Object) -> bool:
+    labels = node["metadata"].get("labels") or {}
+    selector = pod["spec"].get("nodeSelector") or {}
+    if any(labels.get(key) != value for key, value in selector.items()):
+        return False
+    affinity = ((pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}).get(
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    )
+    if not affinity:
+        return True
+    return any(_term_holds(term, node) for term in affinity.get("nodeSelectorTerms") or [])
+
+
+def _term_holds(term: Object, node: Object) -> bool:
+    labels = node["metadata"].get("labels") or {}
+    fields = {"metadata.name": node["metadata"]["name"]}
+    expressions = term.get("matchExpressions") or []
+    of_fields = term.get("matchFields") or []
+    if not expressions and not of_fields:  # an empty term selects nothing
+        return False
+    return all(_holds(entry, labels) for entry in expressions) and all(_holds(entry, fields) for entry in of_fields)
+
+
+def _holds(expression: Object, labels: Mapping[str, str]) -> bool:
+    value = labels.get(expression["key"])
+    values = expression.get("values") or []
+    operator = expression["operator"]
+    if operator == "In":
+        return value in values
+    if operator == "NotIn":
+        return value not in values
+    if operator == "Exists":
+        return value is not None
+    if operator == "DoesNotExist":
+        return value is None
+    try:
+        return value is not None and (int(value) > int(values[0]) if operator == "Gt" else int(value) < int(values[0]))
+    except ValueError:
+        return False
+
+
+def _crowd(pod: Object, node: Object, nodes: Sequence[Object], present: Mapping[str, list[Object]]) -> list[int]:
+    """For each of the pod's topologySpreadConstraints, in order: how many matching pods the node's domain has already.
+
+    Pods that are being deleted do not count, as in the real scheduler.
+    """
+    counts = []
+    for constraint in pod["spec"].get("topologySpreadConstraints") or []:
+        key = constraint["topologyKey"]
+        wanted = (constraint.get("labelSelector") or {}).get("matchLabels") or {}
+        domain = (node["metadata"].get("labels") or {}).get(key)
+        counts.append(
+            sum(
+                wanted.items() <= (other["metadata"].get("labels") or {}).items()
+                and other["metadata"].get("namespace") == pod["metadata"].get("namespace")
+                and not other["metadata"].get("deletionTimestamp")
+                for peer in nodes
+                if (peer["metadata"].get("labels") or {}).get(key) == domain
+                for other in present[peer["metadata"]["name"]]
+            )
+        )
+    return counts
+
+
+def _same_job(pod: Object, present: Sequence[Object]) -> int:
+    labels = pod["metadata"].get("labels") or {}
+    for key in SAME_JOB:
+        if key in labels:
+            return sum(
+                (other["metadata"].get("labels") or {}).get(key) == labels[key]
+                and other["metadata"].get("namespace") == pod["metadata"].get("namespace")
+                for other in present
+            )
+    return 0

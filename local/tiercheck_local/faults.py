@@ -1,0 +1,197 @@
+"""Everything that can be made to go wrong in a laptop cluster, from one process to all of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tiercheck_local import markers
+from tiercheck_local.client import NODES, PODS, Object
+from tiercheck_local.node.agent import LOSE_EVERY_POD
+from tiercheck_local.nodespec import RACK
+
+if TYPE_CHECKING:
+    from tiercheck_local.cluster import LocalCluster
+
+
+class NothingToHit(LookupError):
+    """The target of the fault is not there; the message names it."""
+
+
+class Faults:
+    """Of one cluster. Each returns when the harm is done; that the cluster notices is for the caller to await."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._cluster = cluster
+
+    # Processes of a pod.
+
+    def kill_container_process(
+        self, pod: str, container: str = "trainer", number: int = signal.SIGKILL, namespace: str = "default"
+    ) -> int:
+        """Signal one process of the user's command: a leaf of the container's process tree, not its first process (the
+        launcher), unless that is alone. Returns its PID. Raises NothingToHit."""
+        found = self.container_processes(pod, container, namespace)
+        if not found:
+            raise NothingToHit(f"no process runs in container {container} of pod {pod}")
+        parents = {_parent(pid) for pid in found}
+        leaves = [pid for pid in found if pid not in parents]
+        target = max(leaves, key=_resident)  # the training process, not a helper that it started
+        os.kill(target, number)
+        return target
+
+    def container_processes(self, pod: str, container: str, namespace: str = "default") -> list[int]:
+        """Host PIDs of everything in the container, oldest first."""
+        return sorted(markers.pids(markers.POD, self._place(pod, namespace, container)))
+
+    def kill_container(self, pod: str, container: str, namespace: str = "default") -> None:
+        """SIGKILL everything in one container at once. Raises NothingToHit."""
+        if not markers.send(markers.POD, self._place(pod, namespace, container), signal.SIGKILL):
+            raise NothingToHit(f"no process runs in container {container} of pod {pod}")
+
+    # Pods.
+
+    def evict_pod(self, pod: str, namespace: str = "default") -> None:
+        """Through the Eviction API. Raises ApiFailure 429 if a disruption budget forbids it."""
+        eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
+        self._cluster.api.request("POST", PODS.path(namespace, pod, "eviction"), eviction)
+
+    def delete_pods(self, labels: str = "", namespace: str = "default", grace: int | None = 0) -> list[str]:
+        """Delete the selected pods (by default at once, without grace); their names."""
+        names = [pod["metadata"]["name"] for pod in self._cluster.pods(labels, namespace)]
+        for name in names:
+            self._cluster.api.delete(PODS, namespace, name, grace=grace)
+        return names
+
+    def kill_all_pods(self) -> None:
+        """All processes of all pods die at once, with their memory; the nodes live and report the pods as Failed."""
+        for name in self._cluster.nodes:
+            agent = self._cluster.agent(name)
+            if agent.poll() is None:
+                agent.send_signal(LOSE_EVERY_POD)
+        markers.kill(markers.POD, self._cluster.id)
+
+    # Nodes.
+
+    def kill_node(self, name: str) -> None:
+        """Power loss: the agent and every process of the node die at once, its memory is gone, nobody reports it."""
+        self.kill_nodes([name])
+
+    def kill_rack(self, value: str, label: str = RACK) -> list[str]:
+        """As `kill_node`, for all nodes with this label value at once; their names. Raises NothingToHit."""
+        names = self.nodes_with(label, value)
+        if not names:
+            raise NothingToHit(f"no node has {label}={value}")
+        self.kill_nodes(names)
+        return names
+
+    def kill_nodes(self, names: Iterable[str]) -> None:
+        names = list(names)
+        for name in names:
+            self._cluster.agent(name).kill()
+        for name in names:
+            markers.kill(markers.POD, markers.place(self._cluster.id, name))
+        for name in names:
+            self._cluster.agent(name).wait()
+            shutil.rmtree(self._cluster.memory_folder(name), ignore_errors=True)
+            shutil.rmtree(self._cluster.scratch_folder(name), ignore_errors=True)
+
+    def revive_node(self, name: str) -> None:
+        """Power back on after `kill_node`: empty, and Ready again soon."""
+        if self._cluster.agent(name).poll() is None:
+            raise NothingToHit(f"node {name} is not down")
+        self._cluster.start_agent(name)
+
+    def partition_node(self, name: str) -> None:
+        """Cut the node off from the API server: its agent is silent, its pods go on (and reach each other still)."""
+        self._cluster.agent(name).send_signal(signal.SIGSTOP)
+
+    def heal_node(self, name: str) -> None:
+        """End of `partition_node`."""
+        self._cluster.agent(name).send_signal(signal.SIGCONT)
+
+    def cordon_node(self, name: str, cordoned: bool = True) -> None:
+        """As `kubectl cordon` / `uncordon`."""
+        self._cluster.api.patch(NODES, None, name, {"spec": {"unschedulable": cordoned or None}})
+
+    def nodes_with(self, label: str, value: str) -> list[str]:
+        return [name for name, node in self._cluster.nodes.items() if node.labels.get(label) == value]
+
+    # The operator.
+
+    def pause_operator(self) -> None:
+        self._operator().send_signal(signal.SIGSTOP)
+
+    def resume_operator(self) -> None:
+        self._operator().send_signal(signal.SIGCONT)
+
+    def kill_operator(self) -> None:
+        """SIGKILL; start it again with `cluster.start_operator`."""
+        process = self._operator()
+        process.kill()
+        process.wait()
+
+    def _operator(self) -> subprocess.Popen[bytes]:
+        if self._cluster.operator is None:
+            raise NothingToHit("the operator was not started")
+        return self._cluster.operator
+
+    # Copies.
+
+    def sealed_slots(self, pod: str, rank: int | None = None, namespace: str = "default") -> list[Path]:
+        """Slots with a seal in the pod's memory (of one rank), newest first: own ones and hosted copies alike."""
+        from tiercheck.protocol.slot import NotASlot, read_header
+
+        found = self._pod(pod, namespace)
+        memory = self._cluster.memory_folder(found["spec"]["nodeName"], found["metadata"]["uid"])
+        slots = []
+        for seal in memory.rglob("*.seal"):
+            slot = seal.with_suffix("") if seal.with_suffix("").exists() else seal.with_suffix(".safetensors")
+            try:
+                with slot.open("rb") as file:
+                    header = read_header(file.read(2 * 1024 * 1024), slot.stat().st_size)
+            except (NotASlot, OSError):
+                continue
+            if rank is None or header.rank == rank:
+                slots.append((header.version, slot))
+        return [slot for _, slot in sorted(slots, key=lambda entry: entry[0], reverse=True)]
+
+    def flip_bit(self, pod: str, rank: int, namespace: str = "default") -> list[Path]:
+        """Flip one bit of the data in every sealed slot of `rank` in the pod's memory; the slots. Raises NothingToHit."""
+        slots = self.sealed_slots(pod, rank, namespace)
+        if not slots:
+            raise NothingToHit(f"pod {pod} holds no sealed slot of rank {rank}")
+        for slot in slots:
+            with slot.open("r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                last = file.read(1)[0]
+                file.seek(-1, os.SEEK_END)
+                file.write(bytes([last ^ 1]))
+        return slots
+
+    def _pod(self, name: str, namespace: str) -> Object:
+        return self._cluster.api.get(PODS, namespace, name)
+
+    def _place(self, pod: str, namespace: str, container: str) -> str:
+        found = self._pod(pod, namespace)
+        return markers.place(self._cluster.id, found["spec"].get("nodeName", ""), found["metadata"]["uid"], container)
+
+
+def _parent(pid: int) -> int:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(text.rpartition(")")[2].split()[1])
+
+
+def _resident(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0

@@ -1,0 +1,52 @@
+"""The nodes of a cluster as a list, in Python or in a YAML file shared by demo, tests and `tiercheck simulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+RACK = "topology.kubernetes.io/rack"
+ZONE = "topology.kubernetes.io/zone"
+
+
+class BadCluster(ValueError):
+    """The file is not a cluster definition; the message says what is wrong."""
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """One simulated node: its labels, how many pods fit, and allocatable resources beyond the defaults."""
+
+    name: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    pods: int = 8
+    resources: Mapping[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def load(path: Path | str) -> list[NodeSpec]:
+        """Nodes of a file `{nodes: [{name, labels, pods, resources}]}`. Raises BadCluster, OSError."""
+        content = yaml.safe_load(Path(path).read_text())
+        if not isinstance(content, dict) or not isinstance(content.get("nodes"), list):
+            raise BadCluster(f"{path}: expected a list under `nodes`")
+        nodes = []
+        for index, entry in enumerate(content["nodes"]):
+            if not isinstance(entry, dict) or not entry.get("name"):
+                raise BadCluster(f"{path}: nodes[{index}] has no name")
+            texts = {str(key): str(value) for key, value in (entry.get("labels") or {}).items()}
+            resources = {str(key): str(value) for key, value in (entry.get("resources") or {}).items()}
+            nodes.append(NodeSpec(str(entry["name"]), texts, int(entry.get("pods", 8)), resources))
+        names = [node.name for node in nodes]
+        if len(set(names)) != len(names):
+            raise BadCluster(f"{path}: node names must be unique")
+        return nodes
+
+    @staticmethod
+    def racks(nodes: int, racks: int) -> list[NodeSpec]:
+        """`nodes` nodes dealt over `racks` racks of one zone: node-0, node-1 ... in rack-0, rack-1 ..."""
+        per_rack = -(-nodes // racks)
+        return [
+            NodeSpec(f"node-{index}", {ZONE: "laptop", RACK: f"rack-{index // per_rack}"}) for index in range(nodes)
+        ]
