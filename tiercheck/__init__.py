@@ -6,7 +6,8 @@ before, and without, torch.
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from tiercheck.about import __version__
+
 __all__ = ["Checkpointer", "__version__"]
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tiercheck import __version__
+from tiercheck.about import __version__
 
 app = typer.Typer(
     name="tiercheck", no_args_is_help=True, add_completion=False, help="Keeps training alive on Kubernetes."

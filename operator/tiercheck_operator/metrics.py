@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-import tiercheck
+from tiercheck.about import __version__
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.observation import JobView, parse_time
 from tiercheck_operator.controller.record import JobRecord
@@ -36,7 +36,7 @@ class Metrics:
         self._attempt = gauge("attempt", "The current attempt.", _JOB)
         self._condition = gauge("job_condition", "1 if the condition is true.", [*_JOB, "type"])
         self._watch = gauge("watch_last_event_timestamp_seconds", "Newest watch event.", ["kind"])
-        gauge("build_info", "The operator's version.", ["version"]).labels(tiercheck.__version__).set(1)
+        gauge("build_info", "The operator's version.", ["version"]).labels(__version__).set(1)
         self._restores = Counter(
             "tiercheck_restores", "Recoveries that ended, by cause.", [*_JOB, "cause"], registry=self.registry
         )

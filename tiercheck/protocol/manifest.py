@@ -1,6 +1,6 @@
 """Manifest: the one small object whose existence makes a version exist in the remote tier.
 
-Layout under the job's prefix (`<prefix>/<namespace>-<job>/`):
+Layout under the job's prefix (`<prefix>/<namespace>/<job>/`):
 
     artifacts/<step, 12 digits>-<attempt>/rank-<rank>.safetensors
     artifacts/<step, 12 digits>-<attempt>/rank-<rank>.json       that rank's digests (RankArtifact)

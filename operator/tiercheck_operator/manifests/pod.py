@@ -14,6 +14,7 @@ from tiercheck.protocol import names
 from tiercheck_operator.controller.observation import ANNOTATION_AVOIDED, JobView
 from tiercheck_operator.manifests import owned, remote_settings
 from tiercheck_operator.manifests.quantity import parse_quantity
+from tiercheck_operator.planning.topology import levels_from_spec, spread_level
 
 HOSTNAME = "kubernetes.io/hostname"
 GROUP = 65532
@@ -189,13 +190,23 @@ def _probe(path: str, period: int, failures: int) -> dict[str, Any]:
 
 
 def _soft_spread(job: JobView) -> list[dict[str, Any]]:
+    """Workers in equal numbers over the spread level's domains and over nodes, as far as there is room.
+
+    A domain with more than half of the workers could not be matched, so a replacement belongs where the lost pod was.
+    """
+    try:
+        levels = levels_from_spec(job.spec.topology_preset, job.spec.topology_levels)
+        wanted = spread_level(levels, job.spec.spread_level).label
+    except ValueError:  # reported where the members are placed
+        wanted = HOSTNAME
     return [
         {
             "maxSkew": 1,
-            "topologyKey": HOSTNAME,
+            "topologyKey": label,
             "whenUnsatisfiable": "ScheduleAnyway",
             "labelSelector": {"matchLabels": {names.LABEL_JOB_UID: job.uid}},
         }
+        for label in dict.fromkeys((wanted, HOSTNAME))
     ]
 
 

@@ -24,8 +24,7 @@ def remote_environment(job: JobView) -> str | None:
         }
         return _compact({"s3": s3})
     if remote.get("directory"):
-        path = str(remote["directory"].get("subPath") or "").strip("/")
-        return _compact({"directory": {"path": f"{REMOTE_DIR}/{path}" if path else REMOTE_DIR}})
+        return _compact({"directory": {"path": REMOTE_DIR, "subPath": str(remote["directory"].get("subPath") or "")}})
     return None
 
 

@@ -67,6 +67,19 @@ def levels_from_spec(preset: str | None, levels: Sequence[Mapping[str, str]] | N
     return _checked(chosen)
 
 
+def spread_level(levels: Sequence[Level], wanted: str | None) -> Level:
+    """The level whose domains a worker's copies must not share: `wanted`, else the narrowest one above the host.
+
+    Raises ValueError if there is no level of that name.
+    """
+    if wanted is None:
+        return levels[max(0, len(levels) - 2)]
+    for level in levels:
+        if level.name == wanted:
+            return level
+    raise ValueError(f"no topology level is named {wanted!r}; there are {', '.join(level.name for level in levels)}")
+
+
 def _checked(levels: Sequence[Level]) -> tuple[Level, ...]:
     chosen = tuple(levels)
     if not chosen or chosen[-1].label != HOSTNAME_LABEL:

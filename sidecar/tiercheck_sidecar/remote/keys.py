@@ -19,7 +19,7 @@ def job_folder(prefix: str, job: str) -> str:
     namespace, slash, name = job.partition("/")
     if not (namespace and slash and name) or "/" in name:
         raise ValueError(f'a job is named "namespace/name", not {job!r}')
-    return "/".join([*(part for part in prefix.split("/") if part), f"{namespace}-{name}"])
+    return "/".join([*(part for part in prefix.split("/") if part), namespace, name])
 
 
 def artifacts_of(version: Version) -> str:

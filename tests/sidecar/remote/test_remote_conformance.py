@@ -23,7 +23,7 @@ from tiercheck_sidecar.remote import Reason, RemoteClosed, RemoteCorrupt, Remote
 from tiercheck_sidecar.remote.store import RemoteStore
 
 JOB = "research/gpt"
-FOLDER = "team/research-gpt"
+FOLDER = "team/research/gpt"
 CHUNK = 1024 * 1024
 FIRST, SECOND, THIRD = Version(100, 1), Version(200, 1), Version(300, 2)
 
@@ -246,7 +246,7 @@ def test_only_the_newest_are_retained(store: RemoteStore, slots: Slots, place: P
         save(store, slots, Version(step, 1))
     store.retain(2)
     assert store.versions() == [Version(30, 1), Version(40, 1)]
-    assert {key.split("/")[3] for key in place.names() if "artifacts" in key} == {f"{30:012d}-1", f"{40:012d}-1"}
+    assert {key.split("/")[4] for key in place.names() if "artifacts" in key} == {f"{30:012d}-1", f"{40:012d}-1"}
 
 
 def test_unreadable_old_manifest_does_not_stop_retention(store: RemoteStore, slots: Slots, place: Place) -> None:
@@ -344,7 +344,7 @@ def test_any_reasonable_prefix_works(place: Place, slots: Slots, prefix: str) ->
     assert store.versions() == [FIRST]
     assert fetched(store, manifest.artifacts[0]) == b"state"
     parts = [part for part in prefix.split("/") if part]
-    assert "/".join([*parts, "research-gpt", manifest.artifacts[0].key]) in place.names()
+    assert "/".join([*parts, "research/gpt", manifest.artifacts[0].key]) in place.names()
     store.retain(1)
     store.close()
 
@@ -359,26 +359,21 @@ def test_two_jobs_under_one_prefix_do_not_see_each_other(place: Place, slots: Sl
     theirs.close()
 
 
-def test_jobs_whose_folders_coincide_are_told_and_delete_nothing(place: Place, slots: Slots) -> None:
-
-    clash = open_store(place.settings(), "research/gpt-x")
-    other = open_store(place.settings(), "research-gpt/x")
+def test_jobs_whose_names_run_together_keep_apart(place: Place, slots: Slots) -> None:
+    one = open_store(place.settings(), "research-gpt/x")
+    other = open_store(place.settings(), "research/gpt-x")
+    assert one.location != other.location
     manifest = Manifest(
-        "research/gpt-x",
+        "research-gpt/x",
         "uid",
         FIRST,
         1,
-        (clash.put_artifact(0, FIRST, *slots.seal(b"state"), bandwidth=None),),
+        (one.put_artifact(0, FIRST, *slots.seal(b"state"), bandwidth=None),),
         created=1.0,
     )
-    assert clash.commit(manifest)
-    assert clash.location == other.location
-    with pytest.raises(RemoteError, match="another prefix"):
-        other.check()
-    with pytest.raises(RemoteError, match="another prefix"):
-        other.read_manifest(FIRST)
-    assert clash.versions() == [FIRST]
-    for opened in (clash, other):
+    assert one.commit(manifest)
+    assert other.versions() == []
+    for opened in (one, other):
         opened.close()
 
 

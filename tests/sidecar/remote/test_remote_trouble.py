@@ -263,7 +263,7 @@ def test_manifest_cannot_lead_outside_the_directory(tmp_path: Path) -> None:
 def test_error_in_one_range_stops_the_whole_fetch(s3_endpoint: str, s3_client: object, tmp_path: Path) -> None:
     store = open_store(S3Place(s3_endpoint, s3_client).settings(), JOB)
     artifact = store.put_artifact(0, VERSION, *sealed(tmp_path, bytes(1024)), None)
-    s3_client.delete_object(Bucket=BUCKET, Key=f"team/research-gpt/{artifact.key}")  # type: ignore[attr-defined]
+    s3_client.delete_object(Bucket=BUCKET, Key=f"team/research/gpt/{artifact.key}")  # type: ignore[attr-defined]
     with pytest.raises(RemoteCorrupt):
         store.fetch(artifact, memoryview(bytearray(1024)))
     store.close()
