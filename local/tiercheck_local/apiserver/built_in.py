@@ -6,40 +6,13 @@ Only the part of the real server's defaults and checks that clients of this proj
 from __future__ import annotations
 
 import base64
-import re
 from collections.abc import Callable
 from typing import Any
 
-from tiercheck_local.apiserver.errors import Cause, Object
-
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
-_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
-_SUBDOMAIN_RULE = (
-    "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', and must start and "
-    "end with an alphanumeric character (e.g. 'example.com', regex used for validation is "
-    "'[a-z0-9]([-a-z0-9]*[a-z0-9])?(\\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*')"
-)
-_LABEL_RULE = (
-    "a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start and end with an "
-    "alphanumeric character (e.g. 'my-name',  or '123-abc', regex used for validation is '[a-z0-9]([-a-z0-9]*[a-z0-9])?')"
-)
-_DNS_LABEL_NAMES = frozenset({"/namespaces", "/services"})
-STATUS_KEPT_ON_CREATE = frozenset({"/nodes", "/configmaps", "/secrets", "/events"})
-"""Everything else starts with the status that the server gives it."""
+from tiercheck_local.apiserver.errors import Cause, Object, bad_request
+from tiercheck_local.apiserver.metadata import DNS_LABEL, DNS_LABEL_RULE
 
 _NO_EXECUTE_SECONDS = 300
-
-
-def name_faults(collection: str, name: str, field: str = "metadata.name") -> list[Cause]:
-    """Why `name` cannot be the name of an object in this collection."""
-    if collection in _DNS_LABEL_NAMES:
-        limit, pattern, rule = 63, _LABEL, _LABEL_RULE
-    else:
-        limit, pattern, rule = 253, _SUBDOMAIN, _SUBDOMAIN_RULE
-    shown = f'Invalid value: "{name}": '
-    if len(name) > limit:
-        return [Cause(field, f"{shown}must be no more than {limit} characters")]
-    return [] if pattern.fullmatch(name) else [Cause(field, shown + rule)]
 
 
 def _pod_defaults(pod: Object) -> None:
@@ -115,8 +88,8 @@ def _pod_faults(pod: Object) -> list[Cause]:
                 faults.append(Cause(f"{at}.name", "Required value", "FieldValueRequired"))
             elif name in seen:
                 faults.append(Cause(f"{at}.name", f'Duplicate value: "{name}"', "FieldValueDuplicate"))
-            elif not _LABEL.fullmatch(name):
-                faults.append(Cause(f"{at}.name", f'Invalid value: "{name}": {_LABEL_RULE}'))
+            elif not DNS_LABEL.fullmatch(name):
+                faults.append(Cause(f"{at}.name", f'Invalid value: "{name}": {DNS_LABEL_RULE}'))
             seen.add(name)
             if not container.get("image"):
                 faults.append(Cause(f"{at}.image", "Required value", "FieldValueRequired"))
@@ -173,6 +146,36 @@ def _event_defaults(event: Object) -> None:
     event.setdefault("reportingInstance", "")
 
 
+def _event_faults(event: Object) -> list[Cause]:
+    about, own = (event.get("involvedObject") or {}).get("namespace"), event["metadata"]["namespace"]
+    if (about or "default") == own:
+        return []
+    return [Cause("involvedObject.namespace", f'Invalid value: "{about or ""}": does not match event.namespace')]
+
+
+def check_types(kind: str, value: Object) -> None:
+    """Refuse maps of strings that hold anything else. Raises ApiError 400."""
+    if kind not in ("ConfigMap", "Secret"):
+        return
+    for field in ("data", "stringData", "binaryData"):
+        for item in (value.get(field) or {}).values():
+            if not isinstance(item, str):
+                why = f"json: cannot unmarshal {type(item).__name__} into Go struct field {kind}.{field} of type string"
+                raise bad_request(f'{kind} in version "v1" cannot be handled as a {kind}: {why}')
+            if kind == "Secret" and field == "data" and not _is_base64(item):
+                raise bad_request(
+                    'Secret in version "v1" cannot be handled as a Secret: illegal base64 data at input byte 0'
+                )
+
+
+def _is_base64(text: str) -> bool:
+    try:
+        base64.b64decode(text, validate=True)
+    except ValueError:
+        return False
+    return True
+
+
 _ON_CREATE: dict[str, Callable[[Object], None]] = {
     "/pods": _pod_defaults,
     "/nodes": _node_defaults,
@@ -188,7 +191,11 @@ def prepare_new(collection: str, value: Object) -> list[Cause]:
     """Set in place what the server sets on a new built-in object. Returns what is wrong with it."""
     if collection in _ON_CREATE:
         _ON_CREATE[collection](value)
-    return _pod_faults(value) if collection == "/pods" else []
+    if collection == "/pods":
+        return _pod_faults(value)
+    if collection == "/events":
+        return _event_faults(value)
+    return []
 
 
 def prepare_update(collection: str, new: Object, old: Object) -> list[Cause]:

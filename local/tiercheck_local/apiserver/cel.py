@@ -7,6 +7,7 @@ remembered by rule and by the values it was given.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -83,6 +84,7 @@ class Rules:
 
     def _apply(self, rule: Object, value: Any, old: Any, path: str) -> Iterator[Cause]:
         text = rule["rule"]
+        value, old = _needed(rule, value), _needed(rule, old)
         transition = "oldSelf" in text
         if transition and old is None and not rule.get("optionalOldSelf"):
             return
@@ -99,6 +101,21 @@ class Rules:
             reason = rule.get("reason", "FieldValueInvalid")
             shown = _REASONS[reason].format(value=_shown(value), message=problem)
             yield Cause(at or "<nil>", shown, reason)
+
+
+def _needed(rule: Object, value: Any) -> Any:
+    """The fields of `value` that the rule can look at; with the others left out, more answers are known already."""
+    if not isinstance(value, dict):
+        return value
+    fields = _fields_read(rule["rule"] + "\n" + rule.get("messageExpression", ""))
+    return value if fields is None else {key: value[key] for key in fields if key in value}
+
+
+@lru_cache(maxsize=1024)
+def _fields_read(text: str) -> tuple[str, ...] | None:
+    """None: it uses `self` as a whole."""
+    words = re.findall(r"\b(?:self|oldSelf)\b(?:\.(\w+)\b(?!\s*\())?", text)
+    return None if "" in words else tuple(sorted(set(words)))
 
 
 def _problem(rule: Object, value: Any, old: Any) -> str | None:

@@ -12,7 +12,6 @@ from tiercheck_local.apiserver.clock import now
 from tiercheck_local.apiserver.errors import Cause, Object
 from tiercheck_local.apiserver.resources import Resource
 
-
 _BLOCKING = frozenset(
     {"FieldValueRequired", "FieldValueNotSupported", "FieldValueTooLong", "FieldValueTooMany", "FieldValueTypeInvalid"}
 )

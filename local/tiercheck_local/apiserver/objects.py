@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck_local.apiserver import built_in, crds, errors
+from tiercheck_local.apiserver import metadata as metadata_rules
 from tiercheck_local.apiserver.clock import now
 from tiercheck_local.apiserver.errors import Cause, Object
 from tiercheck_local.apiserver.resources import CRDS, NAMESPACES, PODS, Registry, Resource
@@ -27,6 +28,7 @@ _SERVER_FIELDS = (
     "generation",
     "managedFields",
 )
+_ETERNAL = ("default", "kube-system", "kube-public")
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,13 @@ class Objects:
             metadata["namespace"] = namespace
         for field in (*_SERVER_FIELDS, "selfLink"):
             metadata.pop(field, None)
+        _drop_empty(metadata)
         metadata.update(uid=str(uuid.uuid4()), creationTimestamp=now())
         if _has_generation(resource):
             metadata["generation"] = 1
         value = self._prepared(resource, value, options)
-        found = built_in.name_faults(resource.collection, name) + self._faults(resource, value, None)
+        found = metadata_rules.name_faults(resource.collection, name)
+        found += metadata_rules.metadata_faults(metadata) + self._faults(resource, value, None)
         if found:
             raise errors.invalid(resource.kind, resource.group, name, found)
         key = (namespace, name)
@@ -123,6 +127,7 @@ class Objects:
             if field in old["metadata"]:
                 metadata[field] = old["metadata"][field]
         metadata["resourceVersion"] = old["metadata"]["resourceVersion"]
+        _drop_empty(metadata)
         metadata.setdefault("name", key[1])
         if resource.namespaced:
             metadata.setdefault("namespace", key[0])
@@ -130,7 +135,7 @@ class Objects:
             value = self._custom_accepted(resource, value, options)
         value = _restricted(resource, value, old, part)
         metadata = value["metadata"]
-        found = _finalizer_faults(value, old)
+        found = _finalizer_faults(value, old) + metadata_rules.metadata_faults(metadata)
         if not part:
             found += self._update_faults(resource, value, old)
         found += self._faults(resource, value, old)
@@ -147,6 +152,8 @@ class Objects:
     def delete(self, resource: Resource, key: Key, options: DeleteOptions) -> tuple[Object, bool]:
         """The object's last state, and whether it is gone (else it waits for its grace period or its finalizers)."""
         old = self.get(resource, *key)
+        if resource.collection == "/namespaces" and key[1] in _ETERNAL:
+            raise errors.forbidden("namespaces", "", key[1], "this namespace may not be deleted")
         metadata = dict(old["metadata"])
         self._check_preconditions(resource, key[1], metadata, options)
         finalizers = _with_propagation(list(metadata.get("finalizers") or []), options.propagation)
@@ -201,6 +208,9 @@ class Objects:
                 if value["apiVersion"] != resource.api_version
                 else f'{value["kind"]} in version "{resource.version}" cannot be handled as a {resource.kind}'
             )
+
+        if not resource.custom:
+            built_in.check_types(resource.kind, value)
 
     def _new_name(self, resource: Resource, metadata: Object) -> str:
         if metadata.get("name"):
@@ -297,6 +307,13 @@ class Objects:
 
     def _faults(self, resource: Resource, value: Object, old: Object | None) -> list[Cause]:
         return resource.custom.faults(value, old) if resource.custom else []
+
+
+def _drop_empty(metadata: Object) -> None:
+    """No labels and an empty map of labels are the same, and written as the former."""
+    for field in ("labels", "annotations", "finalizers", "ownerReferences"):
+        if field in metadata and not metadata[field]:
+            del metadata[field]
 
 
 def _has_generation(resource: Resource) -> bool:

@@ -15,6 +15,7 @@ from tiercheck_local.apiserver.errors import Object
 from tiercheck_local.apiserver.objects import DeleteOptions, Objects, WriteOptions
 from tiercheck_local.apiserver.patch import json_patch, merge
 from tiercheck_local.apiserver.paths import Target
+from tiercheck_local.apiserver.resources import EVENTS, Resource
 from tiercheck_local.apiserver.selectors import Predicate, field_predicate, label_predicate
 from tiercheck_local.apiserver.strategic import strategic_merge
 from tiercheck_local.apiserver.wire import View
@@ -72,23 +73,24 @@ def selection(target: Target, query: Mapping[str, str]) -> Predicate:
 
 def carry_out(objects: Objects, target: Target, call: Call, view: View) -> tuple[int, Object]:
     """Raises ApiError."""
+    resource = EVENTS if target.resource.collection == EVENTS.collection else target.resource
     verb = (call.method, bool(target.name), target.subresource)
     if call.method == "POST" and target.subresource in ("binding", "eviction"):
         return 201, _pod_verb(objects, target, call)
     match verb:
         case ("GET", True, "" | "status"):
-            return 200, view.one(objects.get(target.resource, target.namespace, target.name))
+            return 200, view.one(objects.get(resource, target.namespace, target.name))
         case ("GET", False, ""):
             return 200, _list(objects, target, call, view)
         case ("POST", False, ""):
             value = _stored_form(target, call.parsed())
-            return 201, view.one(objects.create(target.resource, target.namespace, value, call.options))
+            return 201, view.one(objects.create(resource, target.namespace, value, call.options))
         case ("PUT", True, part):
             key = (target.namespace, target.name)
             value = _stored_form(target, call.parsed())
-            return 200, view.one(objects.replace(target.resource, key, value, part, call.options))
+            return 200, view.one(objects.replace(resource, key, value, part, call.options))
         case ("PATCH", True, "" | "status"):
-            return 200, view.one(_patch(objects, target, call))
+            return 200, view.one(_patch(objects, resource, target, call))
         case ("DELETE", True, ""):
             return _delete(objects, target, call, view)
         case ("DELETE", False, ""):
@@ -136,8 +138,8 @@ def _opened(token: str) -> tuple[str, tuple[str, str]]:
     return version, (namespace, name)
 
 
-def _patch(objects: Objects, target: Target, call: Call) -> Object:
-    resource, key = target.resource, (target.namespace, target.name)
+def _patch(objects: Objects, resource: Resource, target: Target, call: Call) -> Object:
+    key = (target.namespace, target.name)
     apply = _PATCHES.get(call.content_type)
     if apply is None or (resource.custom and apply is strategic_merge):
         accepted = [kind for kind in _PATCHES if not (resource.custom and "strategic" in kind)]
@@ -149,7 +151,7 @@ def _patch(objects: Objects, target: Target, call: Call) -> Object:
     if apply is not json_patch and not isinstance(patch, dict):
         raise errors.bad_request("error decoding patch: it is not an object")
     old = objects.get(resource, *key)
-    if resource.group == "events.k8s.io":
+    if target.resource.group == "events.k8s.io":
         old = events.to_new(old)
     patched = apply(old, patch)
     if isinstance(patched, dict):

@@ -60,6 +60,7 @@ BUILT_IN: tuple[Resource, ...] = (
     ),
 )  # fmt: skip
 
+EVENTS = BUILT_IN[6]
 NAMESPACES, NODES, PODS = BUILT_IN[0], BUILT_IN[1], BUILT_IN[2]
 CRDS = BUILT_IN[-1]
 PDBS = BUILT_IN[-2]

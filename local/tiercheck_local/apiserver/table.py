@@ -132,7 +132,7 @@ def _node_address(node: Object) -> str:
 
 
 def _event_object(event: Object) -> str:
-    about = event.get("involvedObject", event.get("regarding", {}))
+    about = event.get("involvedObject") or event.get("regarding") or {}
     return f"{about.get('kind', '').lower()}/{about.get('name', '')}"
 
 

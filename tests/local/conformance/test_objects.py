@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from api_client import Api, Refused
 from builders import config_map, pod
@@ -102,6 +104,12 @@ def test_replacing_under_another_name_is_refused(api: Api, core: str) -> None:
 def test_change_of_nothing_costs_no_version(api: Api, core: str) -> None:
     made = api.create(f"{core}/configmaps", config_map("a", x="1"))
     assert api.merge(f"{core}/configmaps/a", {"data": {"x": "1"}}) == made
+
+
+def test_empty_metadata_is_no_metadata(api: Api, core: str) -> None:
+    body = config_map("a") | {"metadata": {"name": "a", "labels": {}, "annotations": {}, "finalizers": []}}
+    made = api.create(f"{core}/configmaps", body)
+    assert not {"labels", "annotations", "finalizers"} & set(made["metadata"])
 
 
 def test_server_owned_fields_cannot_be_written(api: Api, core: str) -> None:
@@ -241,3 +249,62 @@ def test_namespace_waits_for_its_finalizer(api: Api, namespace: str) -> None:
     assert (refused.value.code, refused.value.reason) == (403, "Forbidden")
     api.replace(f"{path}/finalize", {**api.get(path), "spec": {"finalizers": []}})
     assert api.call("GET", path)[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("metadata", "sentence"),
+    [
+        ({"labels": {"a": "not valid!"}}, 'metadata.labels: Invalid value: "not valid!": a valid label must be'),
+        ({"labels": {"a": "x" * 64}}, "metadata.labels: Invalid value: "),
+        ({"labels": {"a b": "x"}}, 'metadata.labels: Invalid value: "a b": name part must consist of'),
+        ({"annotations": {"A_/b": "x"}}, 'metadata.annotations: Invalid value: "A_/b": prefix part a lowercase RFC 1123'),
+        ({"ownerReferences": [{"kind": "X"}]}, 'metadata.ownerReferences.uid: Invalid value: "": must not be empty'),
+    ],
+)  # fmt: skip
+def test_bad_metadata_is_invalid(api: Api, core: str, metadata: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(Refused) as refused:
+        api.create(f"{core}/configmaps", {"metadata": {"name": "a", **metadata}})
+    assert refused.value.code == 422
+    assert sentence in refused.value.message
+
+
+def test_event_is_posted_through_the_newer_api(api: Api, core: str, namespace: str) -> None:
+    path = f"/apis/events.k8s.io/v1/namespaces/{namespace}/events"
+    body = {
+        "apiVersion": "events.k8s.io/v1",
+        "kind": "Event",
+        "metadata": {"name": "e"},
+        "eventTime": "2026-01-01T00:00:00.000000Z",
+        "regarding": {"kind": "Pod", "namespace": namespace, "name": "p"},
+        "reason": "Why",
+        "note": "what",
+        "action": "Doing",
+        "type": "Normal",
+        "reportingController": "conformance.test/suite",
+        "reportingInstance": "one",
+    }
+    assert api.create(path, body)["note"] == "what"
+    seen = api.get(f"{core}/events/e")
+    assert (seen["message"], seen["involvedObject"]["name"]) == ("what", "p")
+    assert (
+        api.merge(f"{path}/e", {"series": {"count": 2, "lastObservedTime": "2026-01-01T00:00:01.000000Z"}})["series"][
+            "count"
+        ]
+        == 2
+    )
+
+
+def test_event_belongs_into_the_namespace_of_its_object(api: Api, core: str) -> None:
+    with pytest.raises(Refused) as refused:
+        api.create(f"{core}/events", {"metadata": {"name": "e"}, "involvedObject": {"namespace": "other", "name": "x"}})
+    assert 'involvedObject.namespace: Invalid value: "other": does not match event.namespace' in refused.value.message
+
+
+def test_values_of_the_wrong_type_are_bad_requests(api: Api, core: str) -> None:
+    assert api.call("POST", f"{core}/configmaps", {"metadata": {"name": "a"}, "data": {"x": 1}})[0] == 400
+    assert api.call("POST", f"{core}/secrets", {"metadata": {"name": "a"}, "data": {"x": "!!"}})[0] == 400
+
+
+def test_the_first_namespaces_cannot_be_deleted(api: Api) -> None:
+    code, answer = api.call("DELETE", "/api/v1/namespaces/default")
+    assert (code, answer["message"]) == (403, 'namespaces "default" is forbidden: this namespace may not be deleted')
