@@ -16,7 +16,7 @@ class Stage(Protocol):
     def nodes_in(self, rack: str) -> list[str]: ...
     def kill_training_process(self, pod: str) -> None: ...
     def evict(self, pod: str) -> None: ...
-    def kill_node(self, node: str) -> None: ...
+    def kill_nodes(self, nodes: list[str]) -> None: ...
     def revive_node(self, node: str) -> None: ...
     def lose_every_pod(self) -> None: ...
 
@@ -53,7 +53,7 @@ class _NodeLoss:
 
     def inflict(self, stage: Stage) -> str:
         self._nodes = [stage.node_of(3)]
-        stage.kill_node(self._nodes[0])
+        stage.kill_nodes(self._nodes)
         return f"node {self._nodes[0]} with worker 3"
 
     def repair(self, stage: Stage) -> None:
@@ -67,8 +67,7 @@ class _RackLoss(_NodeLoss):
     def inflict(self, stage: Stage) -> str:
         rack = stage.rack_of(0)
         self._nodes = stage.nodes_in(rack)
-        for node in self._nodes:
-            stage.kill_node(node)
+        stage.kill_nodes(self._nodes)
         return f"rack {rack}: nodes {', '.join(self._nodes)}"
 
 

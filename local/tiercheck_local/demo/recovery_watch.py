@@ -11,7 +11,7 @@ import http.client
 import json
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,14 +35,15 @@ class RecoveryWatch:
     """`look()` takes one look at the job; the newest attempt's Recovery grows with every look."""
 
     get_job: Callable[[], Mapping[str, Any]]
-    get_pods: Callable[[], list[Mapping[str, Any]]]
+    get_pods: Callable[[], Sequence[Mapping[str, Any]]]
     get_secret: Callable[[], Mapping[str, Any]]
     attempts: dict[int, Recovery] = field(default_factory=dict)
 
     def look(self) -> Mapping[str, Any]:
         """The job's status now."""
         status: Mapping[str, Any] = self.get_job().get("status") or {}
-        if in_flight := status.get("recovery"):
+        in_flight = status.get("recovery") or {}
+        if "attempt" in in_flight:  # it has none before its version is chosen
             self._of(int(in_flight["attempt"])).in_flight.update(in_flight)
         if finished := status.get("lastRecovery"):
             self._of(int(finished["attempt"])).finished = dict(finished)

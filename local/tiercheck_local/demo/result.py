@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import RankRestore
-from tiercheck_cli.report import FaultRecord, RunRecord, StepRecord
+from tiercheck_cli.report import FaultRecord, RunRecord, StepRecord, WatermarkSample
 from tiercheck_local.demo.scenario import Outcome
 from tiercheck_local.demo.training_log import Digest, Step
 from tiercheck_local.demo.verdict import Verdict
@@ -55,6 +55,7 @@ def run_record(
     reference_digest: Digest | None,
     faults: Sequence[FaultRecord],
     verdict: Verdict,
+    samples: Sequence[WatermarkSample] = (),
 ) -> RunRecord:
     digests = {"run": run_digest, "reference": reference_digest}
     return RunRecord(
@@ -73,4 +74,5 @@ def run_record(
         bitwise_equal=verdict.equal,
         first_difference=verdict.first_difference,
         verdict=verdict.sentence,
+        samples=list(samples),
     )

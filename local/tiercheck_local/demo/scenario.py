@@ -9,6 +9,7 @@ from typing import Any
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import RankRestore
+from tiercheck_cli.report import WatermarkSample
 from tiercheck_local.demo.failures import Failure, Stage
 from tiercheck_local.demo.recovery_watch import RecoveryWatch
 from tiercheck_local.demo.training_log import TrainingLog
@@ -60,6 +61,8 @@ class Story:
     patience: float = 90.0
     """Seconds before one wait is given up."""
     outcomes: list[Outcome] = field(default_factory=list)
+    samples: list[WatermarkSample] = field(default_factory=list)
+    """How the watermark of each tier moved."""
 
     def wait_for(self, what: str, condition: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any]:
         """Look at the job until `condition` of its status holds. Raises StoryFailed."""
@@ -67,6 +70,7 @@ class Story:
         while True:
             status = self.watch.look()
             self.log.poll()
+            self._sample(status)
             self.tick(status)
             if condition(status):
                 return status
@@ -115,6 +119,12 @@ class Story:
         durable = "step" in (tiers.get("remote") or {})
         whole = condition_is(status, "Running") and self._trains_in(attempt)
         return self.step >= at_step and whole and copied and (durable or not failure.needs_remote)
+
+    def _sample(self, status: Mapping[str, Any]) -> None:
+        known = {sample.tier: sample.step for sample in self.samples}
+        for tier, state in (status.get("tiers") or {}).items():
+            if "step" in state and state["step"] != known.get(tier):
+                self.samples.append(WatermarkSample(time.time(), tier, int(state["step"])))
 
     def _trains_in(self, attempt: int) -> bool:
         return self.log.last is not None and self.log.last.attempt == attempt

@@ -1,0 +1,136 @@
+"""`make demo`: the whole of TierCheck on one machine, hit by five sizes of failure, compared with a run that was not."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from tiercheck_cli.report import RunRecord, faults_table, render, verdict_line
+from tiercheck_local.cluster import LocalCluster
+from tiercheck_local.demo import job as demo_job
+from tiercheck_local.demo.failures import failures
+from tiercheck_local.demo.live import Live
+from tiercheck_local.demo.object_store import ObjectStore
+from tiercheck_local.demo.reference import ReferenceFailed, run_uninterrupted
+from tiercheck_local.demo.result import fault_record, run_record
+from tiercheck_local.demo.scenario import Story, StoryFailed
+from tiercheck_local.demo.stage import LaptopStage
+from tiercheck_local.demo.training_log import TrainingLog
+from tiercheck_local.demo.verdict import compare
+from tiercheck_local.nodespec import NodeSpec
+
+ROOT = Path(__file__).resolve().parents[3]
+BUCKET = "demo-checkpoints"
+FIRST_FAILURE = 12
+"""Step of the first failure; the others follow at equal distances."""
+BETWEEN = 16
+STEPS = FIRST_FAILURE + 5 * BETWEEN + 12
+
+OPERATOR_ENV = {"TIERCHECK_SETTLE_SECONDS": "0.5", "TIERCHECK_SUSPECT_SECONDS": "5"}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 if the run is bitwise equal to the reference, 1 if not, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="python -m tiercheck_local.demo", description=__doc__)
+    parser.add_argument("--keep", action="store_true", help="leave the cluster up afterwards, until Ctrl-C")
+    parser.add_argument("--report", type=Path, default=Path("demo-report"), help="folder for the report")
+    parser.add_argument("--directory", type=Path, help="folder for logs (default: a new temporary one)")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    console = Console()
+    directory = options.directory or Path(tempfile.mkdtemp(prefix="tiercheck-demo-"))
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        return _run(console, directory, options.report, options.keep)
+    except KeyboardInterrupt:
+        console.print("stopped; nothing is left running")
+        return 130
+    except (StoryFailed, ReferenceFailed) as error:
+        console.print(f"[bold red]demo failed:[/] {error}", highlight=False)
+        console.print(f"logs: {directory / 'logs'}", highlight=False, soft_wrap=True)
+        return 1
+
+
+def _run(console: Console, directory: Path, report: Path, keep: bool) -> int:
+    started = time.time()
+    nodes = NodeSpec.load(ROOT / "examples" / "clusters" / "two-racks.yaml")
+    command = ["python3", str(ROOT / "examples" / "train_gpt.py"), "--steps", str(STEPS)]
+    console.print("[bold]TierCheck demo[/]: 4 workers on 4 nodes in 2 racks, a small GPT, five failures")
+    console.print("starting a laptop cluster, a local S3 server and the operator ...")
+    with ObjectStore(directory / "s3.log", BUCKET) as store, LocalCluster(directory, nodes, lease_grace=3.0) as cluster:
+        cluster.apply_crds(ROOT / "crds")
+        cluster.start_operator(OPERATOR_ENV)
+        stage = LaptopStage(cluster, demo_job.NAMESPACE, demo_job.NAME)
+        log = TrainingLog(cluster.logs, f"{demo_job.NAME}-0-*/trainer.log")
+        cluster.apply(demo_job.credentials())
+        cluster.apply(demo_job.job(command, store.endpoint, store.bucket))
+        with Live(console, STEPS, log) as live:
+            record = _tell(stage, log, live, started, [sys.executable, *command[1:]])
+        _show(console, record, report)
+        console.print(f"logs: {cluster.logs}", highlight=False, soft_wrap=True)
+        if keep:
+            _explore(console, cluster)
+    return 0 if record.bitwise_equal else 1
+
+
+def _tell(stage: LaptopStage, log: TrainingLog, live: Live, started: float, command: list[str]) -> RunRecord:
+    workers = demo_job.WORKERS
+    story = Story(stage, stage.watch(), log, workers, narrate=lambda sentence: live.say(f"  ✗ {sentence}"))
+    story.tick = live.follow
+    faults = []
+    for number, failure in enumerate(failures()):
+        outcome = story.play(failure, at_step=FIRST_FAILURE + number * BETWEEN)
+        fault = fault_record(outcome, stage.worker_racks(workers))
+        faults.append(fault)
+        live.say(
+            f"  ✓ back at step {fault.restored_step} after {fault.total_seconds:.1f} s, {fault.lost_steps} steps lost: "
+            + ", ".join(f"rank {rank} from {source}" for rank, source in enumerate(fault.rank_sources))
+        )
+    story.finish()
+    live.say("  ✓ the job is complete; now the same training without any failure, to compare ...")
+    reference, digest = run_uninterrupted(
+        command, workers, deadline=120.0, on_step=lambda step: live.count("reference", step.step)
+    )
+    return run_record(
+        machine=f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        started=started,
+        ended=time.time(),
+        workers=workers,
+        nodes=stage.racks(),
+        run=log.steps,
+        run_digest=log.digest,
+        reference=reference,
+        reference_digest=digest,
+        faults=faults,
+        verdict=compare(log.steps, log.digest, reference, digest),
+        samples=story.samples,
+    )
+
+
+def _show(console: Console, record: RunRecord, folder: Path) -> None:
+    rendered = render(record, folder)
+    console.print(faults_table(record))
+    console.print(verdict_line(record))
+    console.print(f"report: {rendered.page}", highlight=False, soft_wrap=True)
+    console.print(f"took {record.ended - record.started:.0f} s", highlight=False)
+
+
+def _explore(console: Console, cluster: LocalCluster) -> None:
+    console.print(
+        f"the cluster is still up:\n  export KUBECONFIG={cluster.kubeconfig}", highlight=False, soft_wrap=True
+    )
+    console.print("  kubectl get tcj,pods,nodes\nCtrl-C ends it", highlight=False)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""The laptop cluster as the story sees it: workers, nodes and racks instead of processes and folders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tiercheck.protocol import names
+from tiercheck_local.client import PODS, SECRETS, Object, Resource
+from tiercheck_local.cluster import LocalCluster
+from tiercheck_local.demo.recovery_watch import RecoveryWatch
+from tiercheck_local.nodespec import RACK
+
+JOBS = Resource(f"{names.API_GROUP}/{names.API_VERSION}", names.PLURAL)
+
+
+@dataclass
+class LaptopStage:
+    """One job in a LocalCluster."""
+
+    cluster: LocalCluster
+    namespace: str
+    job: str
+
+    def watch(self) -> RecoveryWatch:
+        return RecoveryWatch(self.get_job, self.pods, self._get_secret)
+
+    def get_job(self) -> Mapping[str, Any]:
+        return self.cluster.api.get(JOBS, self.namespace, self.job)
+
+    def pods(self) -> list[Object]:
+        """All pods of the job, those that are being deleted included."""
+        return self.cluster.pods(f"{names.LABEL_JOB}={self.job}", self.namespace)
+
+    def pod(self, worker: int) -> Object:
+        """The worker's newest pod."""
+        pods = [pod for pod in self.pods() if pod["metadata"]["labels"][names.LABEL_WORKER] == str(worker)]
+        return max(pods, key=lambda pod: int(pod["metadata"]["labels"][names.LABEL_INCARNATION]))
+
+    def pod_of(self, worker: int) -> str:
+        return str(self.pod(worker)["metadata"]["name"])
+
+    def node_of(self, worker: int) -> str:
+        return str(self.pod(worker)["spec"]["nodeName"])
+
+    def rack_of(self, worker: int) -> str:
+        return self.racks()[self.node_of(worker)]
+
+    def nodes_in(self, rack: str) -> list[str]:
+        return self.cluster.faults.nodes_with(RACK, rack)
+
+    def racks(self) -> dict[str, str]:
+        """Rack of each node."""
+        return {name: node.labels[RACK] for name, node in self.cluster.nodes.items()}
+
+    def worker_racks(self, workers: int) -> dict[int, str]:
+        return {worker: self.rack_of(worker) for worker in range(workers)}
+
+    def kill_training_process(self, pod: str) -> None:
+        self.cluster.faults.kill_container_process(pod, names.TRAINER_CONTAINER, namespace=self.namespace)
+
+    def evict(self, pod: str) -> None:
+        self.cluster.faults.evict_pod(pod, self.namespace)
+
+    def kill_nodes(self, nodes: list[str]) -> None:
+        self.cluster.faults.kill_nodes(nodes)
+
+    def revive_node(self, node: str) -> None:
+        self.cluster.faults.revive_node(node)
+
+    def lose_every_pod(self) -> None:
+        for pod in self.pods():
+            self.cluster.api.delete(PODS, self.namespace, pod["metadata"]["name"], grace=0)
+
+    def _get_secret(self) -> Mapping[str, Any]:
+        return self.cluster.api.get(SECRETS, self.namespace, f"{self.job}-credentials")
