@@ -80,12 +80,12 @@ class Operator:
         def login(**_: Any) -> kopf.ConnectionInfo:
             return _connection(self._configuration)
 
-        @kopf.index("v1", "pods", labels={names.LABEL_JOB_UID: kopf.PRESENT}, registry=registry)
+        @kopf.index("v1", "pods", id="pods_by_job", labels={names.LABEL_JOB_UID: kopf.PRESENT}, registry=registry)
         def pods_by_job(body: kopf.Body, **_: Any) -> dict[str, PodView] | None:
             pod = parse_pod(body)
             return None if pod is None else {pod.job_uid: pod}
 
-        @kopf.index("v1", "nodes", registry=registry)
+        @kopf.index("v1", "nodes", id="nodes_by_name", registry=registry)
         def nodes_by_name(body: kopf.Body, **_: Any) -> dict[str, NodeView]:
             node = parse_node(body)
             return {node.name: node}

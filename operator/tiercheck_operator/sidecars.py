@@ -27,7 +27,9 @@ log = logging.getLogger(__name__)
 _BREATH = 0.05
 """Seconds between two answers of one sidecar, so that one with news at every step does not keep us busy."""
 _RETRY = 1.0
-"""Seconds between calls to a sidecar that does not answer."""
+"""Seconds between calls to a sidecar that does not answer any more."""
+_FIRST_RETRY = 0.2
+"""The same for one that has never answered: it is probably starting, and somebody waits for it."""
 
 
 class SidecarError(Exception):
@@ -119,7 +121,9 @@ class JobSidecars:
                     serial, wait, pause = -1, 0.0, 0.0
             except SidecarError as error:
                 self._not_heard(uid, str(error))
-                serial, wait, pause = -1, 0.0, _RETRY
+                known = self._reports.get(uid)
+                never = known is None or known.answered_at is None
+                serial, wait, pause = -1, 0.0, _FIRST_RETRY if never else _RETRY
             if pause:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(asked.wait(), pause)
@@ -187,6 +191,6 @@ class JobSidecars:
         if known is None:
             return
         if known.silent_since is None:
-            log.info("sidecar of pod %s is silent: %s", uid, why)
+            log.log(logging.INFO if known.answered_at else logging.DEBUG, "sidecar of pod %s is silent: %s", uid, why)
             self._reports[uid] = WorkerReport(known.report, known.answered_at, self._clock())
             self._wake()

@@ -87,8 +87,8 @@ class Sidecar:
     directive: Directive | None = None
     own: set[Version] = field(default_factory=set)
     hosted: dict[int, set[Version]] = field(default_factory=dict)
-    restore: RestoreReport = RestoreReport(RestoreState.IDLE, None)
-    trainer: TrainerReport = TrainerReport(TrainerState.WAITING)
+    restore: RestoreReport = field(default_factory=lambda: RestoreReport(RestoreState.IDLE, None))
+    trainer: TrainerReport = field(default_factory=lambda: TrainerReport(TrainerState.WAITING))
     quarantined: tuple[Quarantined, ...] = ()
     reachable: bool = True
     serial: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from decimal import Decimal
 
@@ -22,4 +23,4 @@ def parse_quantity(text: str | int) -> int:
         value = Decimal(match[1]) * Decimal(10) ** int(match[2] or 0) * _FACTOR[match[3]]
     except ArithmeticError as error:
         raise ValueError(f"not a quantity: {text!r}") from error
-    return -int(-value // 1)
+    return math.ceil(value)

@@ -1,0 +1,239 @@
+"""The pod that a job's template becomes: what Kubernetes accepts, what restricted Pod Security demands, what the user wrote."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from tiercheck.protocol import names
+from tiercheck_operator.controller.observation import JobView, SavedMember, SavedPlacement, parse_job, parse_pod
+from tiercheck_operator.manifests.placement import build_placement, parse_placement
+from tiercheck_operator.manifests.pod import build_pod
+from tiercheck_operator.manifests.quantity import parse_quantity
+from tiercheck_operator.manifests.service import build_service
+from tiercheck_operator.manifests.template import template_problem
+
+
+def make_job(**spec: Any) -> JobView:
+    template = {
+        "metadata": {"labels": {"team": "a"}, "annotations": {"note": "b"}},
+        "spec": {
+            "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+            "containers": [
+                {
+                    "name": "trainer",
+                    "image": "train:1",
+                    "command": ["torchrun"],
+                    "args": ["train.py", "--lr=1"],
+                    "env": [{"name": "PYTHONPATH", "value": "/app"}, {"name": "LR", "value": "1"}],
+                    "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+                },
+                {
+                    "name": "logger",
+                    "image": "l",
+                    "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+                },
+            ],
+            "initContainers": [
+                {
+                    "name": "fetch",
+                    "image": "f",
+                    "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+                }
+            ],
+        },
+    }
+    raw = {
+        "metadata": {"name": "gpt", "namespace": "ml", "uid": "u-1", "generation": 1, "resourceVersion": "7"},
+        "spec": {
+            "workers": 2,
+            "template": template,
+            "tiers": {
+                "local": {"sizeLimit": "2Gi"},
+                "remote": {"s3": {"bucket": "b", "prefix": "p", "credentialsSecretName": "aws"}},
+            },
+            **spec,
+        },
+    }
+    return parse_job(raw)
+
+
+def container(pod: dict[str, Any], name: str) -> dict[str, Any]:
+    spec = pod["spec"]
+    return next(entry for entry in [*spec["initContainers"], *spec["containers"]] if entry["name"] == name)
+
+
+def env(entry: dict[str, Any]) -> dict[str, Any]:
+    return {item["name"]: item.get("value", item.get("valueFrom")) for item in entry["env"]}
+
+
+@pytest.mark.parametrize("avoid", [(), ("n1", "n2")])
+def test_kubernetes_accepts_pod_and_service(avoid: tuple[str, ...]) -> None:
+    for manifest in (build_pod(make_job(), 1, 3, avoid, "sidecar:1"), build_service(make_job())):
+        kubernetes_validate.validate(manifest, "1.33", strict=True)
+
+
+def test_pod_passes_restricted_pod_security_if_the_template_does() -> None:
+    pod = build_pod(make_job(), 0, 0, (), "sidecar:1")
+    spec = pod["spec"]
+    assert not any(key in spec for key in ("hostNetwork", "hostPID", "hostIPC"))
+    allowed = {
+        "configMap",
+        "csi",
+        "downwardAPI",
+        "emptyDir",
+        "ephemeral",
+        "persistentVolumeClaim",
+        "projected",
+        "secret",
+    }
+    for volume in spec["volumes"]:
+        assert set(volume) - {"name"} <= allowed
+    shared = spec["securityContext"]
+    for entry in [*spec["initContainers"], *spec["containers"]]:
+        own = entry["securityContext"]
+        assert own["allowPrivilegeEscalation"] is False, entry["name"]
+        assert own["capabilities"]["drop"] == ["ALL"]
+        assert own.get("runAsNonRoot", shared.get("runAsNonRoot")) is True
+        assert own.get("seccompProfile", shared.get("seccompProfile")) == {"type": "RuntimeDefault"}
+        assert own.get("runAsUser", shared.get("runAsUser")) != 0
+    for name in (names.SIDECAR_CONTAINER, names.LIBRARY_CONTAINER):
+        assert container(pod, name)["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+def test_sidecar_of_a_pod_that_runs_as_root_does_not_run_as_root() -> None:
+    job = make_job()
+    spec = {**job.spec.template["spec"], "securityContext": {"runAsUser": 0}}
+    job = replace(job, spec=replace(job.spec, template={"spec": spec}))
+    pod = build_pod(job, 0, 0, (), "sidecar:1")
+    assert container(pod, names.SIDECAR_CONTAINER)["securityContext"]["runAsUser"] != 0
+    assert pod["spec"]["securityContext"] == {"fsGroup": 65532, "runAsUser": 0}
+
+
+def test_sidecar_starts_first_is_native_and_owns_the_memory() -> None:
+    pod = build_pod(make_job(), 1, 3, (), "sidecar:1")
+    assert [entry["name"] for entry in pod["spec"]["initContainers"]] == [
+        "tiercheck-library",
+        "tiercheck-sidecar",
+        "fetch",
+    ]
+    sidecar = container(pod, names.SIDECAR_CONTAINER)
+    assert sidecar["restartPolicy"] == "Always"
+    assert {"startupProbe", "livenessProbe", "readinessProbe"} <= set(sidecar)
+    memory = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "tiercheck-memory")
+    assert memory["emptyDir"] == {"medium": "Memory", "sizeLimit": "2Gi"}
+    assert int(sidecar["resources"]["limits"]["memory"]) >= 2 * 2**30 + 256 * 2**20
+    assert env(sidecar)[names.ENV_MEMORY_LIMIT] == str(2 * 2**30)
+    assert env(sidecar)[names.ENV_JOB] == "ml/gpt"
+    assert json.loads(env(sidecar)[names.ENV_REMOTE]) == {"s3": {"bucket": "b", "prefix": "p"}}
+    assert sidecar["envFrom"] == [{"secretRef": {"name": "aws", "optional": True}}]
+
+
+def test_trainer_runs_the_users_command_under_the_launcher_and_sees_no_credentials() -> None:
+    trainer = container(build_pod(make_job(), 1, 3, (), "sidecar:1"), names.TRAINER_CONTAINER)
+    assert trainer["command"] == ["python3", "-m", "tiercheck.launcher", "--", "torchrun", "train.py", "--lr=1"]
+    assert "args" not in trainer
+    assert env(trainer)["PYTHONPATH"] == "/tiercheck/lib:/app"
+    assert env(trainer)["LR"] == "1"
+    assert env(trainer)[names.ENV_WORKER] == "1"
+    mounts = {mount["name"] for mount in trainer["volumeMounts"]}
+    assert mounts == {"tiercheck-memory", "tiercheck-run", "tiercheck-library"}
+    assert names.ENV_REMOTE not in env(trainer)
+    assert "envFrom" not in trainer
+
+
+def test_pod_holds_no_api_token_and_ends_when_its_command_has() -> None:
+    spec = build_pod(make_job(), 1, 3, (), "sidecar:1")["spec"]
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["restartPolicy"] == "OnFailure"
+    assert (spec["hostname"], spec["subdomain"]) == ("gpt-1-3", "gpt")
+
+
+def test_pod_is_found_by_its_labels_and_goes_with_its_job() -> None:
+    pod = build_pod(make_job(), 1, 3, (), "sidecar:1")
+    owner = pod["metadata"]["ownerReferences"][0]
+    assert (owner["kind"], owner["uid"], owner["controller"]) == ("TierCheckJob", "u-1", True)
+    assert pod["metadata"]["labels"]["team"] == "a"
+    assert pod["metadata"]["annotations"] == {"note": "b"}
+    view = parse_pod(pod)
+    assert view is not None
+    assert (view.job_uid, view.worker, view.incarnation, view.phase) == ("u-1", 1, 3, "Pending")
+
+
+def test_avoided_nodes_are_refused_by_every_alternative_of_the_users_affinity() -> None:
+    job = make_job()
+    terms = [{"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}, {"matchFields": []}]
+    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}}
+    spec = {**job.spec.template["spec"], "affinity": affinity}
+    job = replace(job, spec=replace(job.spec, template={"spec": spec}))
+    pod = build_pod(job, 0, 1, ("n2", "n1"), "sidecar:1")
+    required = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    refusal = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["n1", "n2"]}
+    assert len(required["nodeSelectorTerms"]) == 2
+    assert all(refusal in term["matchExpressions"] for term in required["nodeSelectorTerms"])
+    assert len(terms[0]["matchExpressions"]) == 1, "the job's own template is not touched"
+    view = parse_pod(pod)
+    assert view is not None
+    assert view.avoided == {"n1", "n2"}
+
+
+def test_pod_without_affinity_avoids_nodes_too() -> None:
+    pod = build_pod(make_job(), 0, 1, ("n1",), "sidecar:1")
+    required = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert required["nodeSelectorTerms"] == [
+        {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["n1"]}]}
+    ]
+
+
+def test_shared_directory_is_mounted_in_the_sidecar_only() -> None:
+    directory = {"volume": {"persistentVolumeClaim": {"claimName": "c"}}, "subPath": "runs"}
+    pod = build_pod(make_job(tiers={"remote": {"directory": directory}}), 0, 0, (), "sidecar:1")
+    kubernetes_validate.validate(pod, "1.33", strict=True)
+    sidecar = container(pod, names.SIDECAR_CONTAINER)
+    assert json.loads(env(sidecar)[names.ENV_REMOTE]) == {"directory": {"path": "/tiercheck/remote/runs"}}
+    assert {"name": "tiercheck-remote", "mountPath": "/tiercheck/remote"} in sidecar["volumeMounts"]
+    assert {"name": "tiercheck-remote", "persistentVolumeClaim": {"claimName": "c"}} in pod["spec"]["volumes"]
+    trainer = container(pod, names.TRAINER_CONTAINER)
+    assert "tiercheck-remote" not in {mount["name"] for mount in trainer["volumeMounts"]}
+
+
+@pytest.mark.parametrize(
+    ("template", "word"),
+    [
+        ({}, "no container named 'trainer'"),
+        ({"spec": {"containers": [{"name": "x"}]}}, "no container named 'trainer'"),
+        ({"spec": {"containers": [{"name": "trainer"}]}}, "has no command"),
+        ({"spec": {"containers": [{"name": "trainer", "command": ["x"]}, {"name": "tiercheck-sidecar"}]}}, "reserved"),
+    ],
+)
+def test_template_that_cannot_work_is_explained(template: dict[str, Any], word: str) -> None:
+    assert word in template_problem(template)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("2Gi", 2**31), ("1.5Ki", 1536), ("100M", 10**8), ("1e3", 1000), ("500m", 1), ("2E", 2 * 10**18)],
+)
+def test_quantities_are_read_as_kubernetes_does(text: str, size: int) -> None:
+    assert parse_quantity(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "Gi", "1Zi", "1 Gi", "1.2.3", "-1"])
+def test_what_is_no_quantity_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not a quantity"):
+        parse_quantity(text)
+
+
+def test_placement_survives_its_config_map() -> None:
+    placement = SavedPlacement(
+        4, (SavedMember(0, "gpt-0-0", "a", 0, "n1", (1, 2)), SavedMember(1, "gpt-1-2", "b", 2, "n2", ()))
+    )
+    manifest = build_placement(make_job(), placement)
+    kubernetes_validate.validate(manifest, "1.33", strict=True)
+    assert parse_placement(manifest) == placement
+    with pytest.raises(ValueError, match="not a placement"):
+        parse_placement({"data": {"attempt": "1", "workers": "[1,2]"}})
