@@ -15,6 +15,7 @@ from tiercheck_local.apiserver.errors import Object
 from tiercheck_local.apiserver.objects import DeleteOptions, Objects, WriteOptions
 from tiercheck_local.apiserver.patch import json_patch, merge
 from tiercheck_local.apiserver.paths import Target
+from tiercheck_local.apiserver.protobuf import decode
 from tiercheck_local.apiserver.resources import EVENTS, Resource
 from tiercheck_local.apiserver.selectors import Predicate, field_predicate, label_predicate
 from tiercheck_local.apiserver.strategic import strategic_merge
@@ -47,6 +48,8 @@ class Call:
                 return json.loads(self.body)
             if self.content_type in ("application/yaml", "application/apply-patch+yaml"):
                 return yaml.safe_load(self.body)
+            if self.content_type == "application/vnd.kubernetes.protobuf":
+                return decode(self.body)
         except (ValueError, yaml.YAMLError) as error:
             raise errors.bad_request(f"the object provided is unrecognized: {error}") from error
         raise errors.unsupported_media_type(["application/json", "application/yaml"])
