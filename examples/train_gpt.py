@@ -131,10 +131,11 @@ def say(**line: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small GPT under TierCheck.")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step")
     parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=int, help="steps between snapshots; default: as the job says")
     parser.add_argument("--folder", default="checkpoints", help="for snapshots outside a cluster")
@@ -153,10 +154,10 @@ def main() -> None:
 
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         for block in model.blocks:
-            fully_shard(block)
+            fully_shard(block, reshard_after_forward=False)  # so small that gathering twice costs more than memory
         fully_shard(model)
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda step: min(1.0, (step + 1) / 20) * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, step / args.steps)))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -80,10 +81,8 @@ class SidecarEnd:
     def vanish(self) -> None:
         for opened in (self._connection, self._listener):
             if opened is not None:
-                try:
+                with contextlib.suppress(OSError):
                     opened.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass
         self._thread.join(DEADLINE)
         for opened in (self._connection, self._listener):
             if opened is not None:
