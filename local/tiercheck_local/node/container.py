@@ -40,6 +40,8 @@ class Recipe:
     cwd: str
     log: Path
     termination_message: Path
+    translate: Callable[[str], str]
+    """For commands that are run in the container later: probes."""
 
 
 class Container:
@@ -214,7 +216,7 @@ class Container:
         async def run(command: list[str]) -> bool:
             env = {**recipe.env, markers.POD: f"{recipe.env[markers.POD]}/exec-{next(self._exec_numbers)}"}
             try:
-                process = HostProcess(command, env, recipe.cwd, recipe.log)
+                process = HostProcess([recipe.translate(word) for word in command], env, recipe.cwd, recipe.log)
             except CannotStart:
                 return False
             try:

@@ -221,7 +221,7 @@ class Pod:
                 f"workingDir {container.spec['workingDir']!r} is in no volume and not a folder of this machine"
             )
         logs = self._settings.directory / "logs" / self.name / f"{container.name}.log"
-        return Recipe([translate(word) for word in argv], env, cwd or str(home), logs, last_words)
+        return Recipe([translate(word) for word in argv], env, cwd or str(home), logs, last_words, translate)
 
 
 class _NoImage(Exception):

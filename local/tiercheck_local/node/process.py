@@ -59,8 +59,6 @@ class HostProcess:
             _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != agent:  # it died in between
                 os._exit(137)
-            with contextlib.suppress(OSError):
-                os.nice(_POLITENESS)
 
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as output:
@@ -77,6 +75,9 @@ class HostProcess:
                 )
             except (OSError, subprocess.SubprocessError) as error:
                 raise CannotStart(str(error)) from error
+        # Not before exec: until then the agent waits for the child.
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self._child.pid, _POLITENESS)
         self._marker = env[markers.POD]
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[int] = self._loop.create_future()

@@ -1,0 +1,201 @@
+"""A node runs pods as a kubelet would, as far as a job can tell."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Bench, condition
+from pod_builder import PodBuilder
+
+from tiercheck_local.client import PODS
+
+pytestmark = pytest.mark.cluster
+
+
+def test_init_sidecar_environment_secret_and_volumes_work_together(each_bench: Bench) -> None:
+    bench = each_bench
+    secret = {
+        "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys", "namespace": "default"},
+        "stringData": {"token": "s3cret"},
+    }  # fmt: skip
+    bench.cluster.apply(secret)
+    server = "import http.server as h, os; h.HTTPServer((os.environ['IP'], 8470), h.SimpleHTTPRequestHandler).serve_forever()"
+    address = {"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+    builder = (
+        PodBuilder()
+        .first("echo prepared > /memory/note")
+        .beside(
+            "",
+            command=["python3", "-S", "-c", server],
+            env=[address],
+            startupProbe={"httpGet": {"path": "/", "port": 8470}},
+        )
+        .runs(
+            "cat $NOTE /keys/token; echo; echo token=$TOKEN ip=$IP $(python3 -c 'import sys; print(sys.prefix)')",
+            env=[
+                {"name": "NOTE", "value": "/memory/note"},
+                {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "token"}}},
+                address,
+            ],
+        )
+        .memory()
+        .volume("keys", "/keys", secret={"secretName": "keys"})
+    )
+    name = bench.run(builder)
+    pod = bench.phase(name, "Succeeded", "Failed")
+    assert pod["status"]["phase"] == "Succeeded", bench.cluster.explain()
+    ip = pod["status"]["podIP"]
+    assert ip.startswith("127.")
+    assert bench.log(name).splitlines()[:2] == ["prepared", "s3cret"]
+    assert f"token=s3cret ip={ip}" in bench.log(name)
+    assert bench.log(name).split()[-1] == sys.prefix  # "python3" is the interpreter that runs the agent
+    init, sidecar = pod["status"]["initContainerStatuses"]
+    assert init["state"]["terminated"]["exitCode"] == 0
+    assert "terminated" in sidecar["state"]
+    assert condition(pod, "Initialized") == "True"
+
+
+def test_main_container_waits_for_the_sidecars_startup_probe(bench: Bench) -> None:
+    started = {"exec": {"command": ["test", "-e", "/memory/go"]}, "periodSeconds": 1, "failureThreshold": 60}
+    builder = PodBuilder().beside("sleep 60", startupProbe=started).runs("sleep 60").memory()
+    name = bench.run(builder)
+    bench.wait("the sidecar to run", lambda: "running" in _state(bench, name, "sidecar"))
+    pod = bench.pod(name)
+    assert pod["status"]["phase"] == "Pending"
+    assert condition(pod, "Initialized") == "False"
+    memory = bench.cluster.memory_folder(pod["spec"]["nodeName"], pod["metadata"]["uid"])
+    (memory / "memory" / "go").touch()
+    bench.ready(name)
+    bench.faults.delete_pods(f"test={name}")
+
+
+def test_crashing_container_is_restarted_and_never_means_never(bench: Bench) -> None:
+    always = bench.run(PodBuilder().runs("exit 3").policy("OnFailure"))
+    never = bench.run(PodBuilder().runs("exit 3", terminationMessagePolicy="FallbackToLogsOnError"))
+    assert bench.phase(never, "Failed")["status"]["containerStatuses"][0]["restartCount"] == 0
+    bench.wait("two restarts", lambda: bench.pod(always)["status"]["containerStatuses"][0]["restartCount"] >= 2)
+    last = bench.pod(always)["status"]["containerStatuses"][0]["lastState"]
+    assert last["terminated"]["exitCode"] == 3
+    bench.faults.delete_pods(f"test={always}")
+
+
+def test_restarted_container_finds_its_memory_again(bench: Bench) -> None:
+    script = "test -e /memory/x && exec sleep 60; touch /memory/x; exit 1"
+    name = bench.run(PodBuilder().runs(script).policy("Always").memory())
+    bench.wait("the second life", lambda: _restarts(bench, name) == 1 and "running" in _state(bench, name, "main"))
+    bench.faults.delete_pods(f"test={name}")
+
+
+def test_sidecar_ends_after_the_main_container_on_deletion(bench: Bench, tmp_path: Path) -> None:
+    def until_term(word: str, seconds: float) -> str:
+        return f"trap 'sleep {seconds}; echo {word} >> /out/order; exit 0' TERM; echo up; while :; do sleep 0.05; done"
+
+    builder = (
+        PodBuilder()
+        .beside(until_term("sidecar", 0))
+        .runs(until_term("main", 0.5))
+        .volume("out", "/out", hostPath={"path": str(tmp_path)})
+        .memory()
+    )
+    name = bench.run(builder)
+    bench.logged(name, "up")
+    bench.logged(name, "up", "sidecar")
+    pod = bench.ready(name)
+    bench.faults.delete_pods(f"test={name}", grace=None)
+    bench.gone(name)
+    assert (tmp_path / "order").read_text().split() == ["main", "sidecar"]
+    assert not bench.cluster.memory_folder(pod["spec"]["nodeName"], pod["metadata"]["uid"]).exists()
+
+
+def test_process_that_ignores_sigterm_is_killed_after_the_grace_period(bench: Bench) -> None:
+    builder = PodBuilder().runs("trap '' TERM; echo up; while :; do sleep 0.1; done")
+    builder.spec["terminationGracePeriodSeconds"] = 1
+    name = bench.run(builder)
+    bench.logged(name, "up")
+    bench.faults.delete_pods(f"test={name}", grace=None)
+    bench.gone(name)
+
+
+def test_everything_a_container_left_behind_dies_with_it(bench: Bench) -> None:
+    name = bench.run(PodBuilder().runs("setsid sleep 300 & sleep 0.3; exit 0"))
+    bench.phase(name, "Succeeded")
+    assert bench.faults.container_processes(name, "main") == []
+
+
+def test_pod_is_ready_when_its_probe_says_so(bench: Bench) -> None:
+    probe = {"exec": {"command": ["cat", "/memory/ready"]}, "periodSeconds": 1, "failureThreshold": 1}
+    name = bench.run(PodBuilder().runs("echo up; sleep 60", readinessProbe=probe).memory())
+    bench.logged(name, "up")
+    pod = bench.phase(name, "Running")
+    assert condition(pod, "Ready") == "False"
+    file = bench.cluster.memory_folder(pod["spec"]["nodeName"], pod["metadata"]["uid"]) / "memory" / "ready"
+    file.touch()
+    bench.ready(name)
+    file.unlink()
+    bench.wait("unready", lambda: condition(bench.pod(name), "Ready") == "False")
+    bench.faults.delete_pods(f"test={name}")
+
+
+def test_container_that_fails_its_liveness_probe_is_restarted(bench: Bench) -> None:
+    probe = {"exec": {"command": ["false"]}, "periodSeconds": 1, "failureThreshold": 1}
+    name = bench.run(PodBuilder().runs("exec sleep 60", livenessProbe=probe).policy("Always"))
+    bench.wait("a restart", lambda: _restarts(bench, name) >= 1)
+    bench.faults.delete_pods(f"test={name}")
+
+
+def test_missing_image_and_missing_command_are_said(bench: Bench) -> None:
+    image = bench.run(PodBuilder().runs("sleep 1", image="registry/no-such-image:1"))
+    bench.wait("ErrImagePull", lambda: _waiting(bench, image).get("reason") == "ErrImagePull")
+    program = bench.run(PodBuilder().runs("", command=["no-such-program"]))
+    ended = bench.phase(program, "Failed")["status"]["containerStatuses"][0]["state"]["terminated"]
+    assert (ended["exitCode"], ended["reason"]) == (128, "StartError")
+    assert "no-such-program" in ended["message"]
+    bench.faults.delete_pods(f"test={image}")
+
+
+def test_pod_waits_for_a_missing_secret_and_starts_when_it_comes(bench: Bench) -> None:
+    builder = PodBuilder().runs("cat /late/k; sleep 60").volume("late", "/late", secret={"secretName": "late"})
+    name = bench.run(builder)
+    bench.wait("the reason", lambda: "late" in _waiting(bench, name).get("message", ""))
+    late = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "late"}, "stringData": {"k": "here"}}
+    bench.cluster.apply(late)
+    bench.logged(name, "here")
+    bench.faults.delete_pods(f"test={name}")
+
+
+def test_pods_on_one_node_have_addresses_of_their_own(bench: Bench) -> None:
+    names = [bench.run(PodBuilder().runs("sleep 60").on("node-1")) for _ in range(2)]
+    pods = [bench.ready(name) for name in names]
+    assert len({pod["status"]["podIP"] for pod in pods}) == 2
+    assert {pod["status"]["hostIP"] for pod in pods} == {pods[0]["status"]["podIP"].rsplit(".", 1)[0] + ".1"}
+    for name in names:
+        bench.faults.delete_pods(f"test={name}")
+
+
+def test_status_keeps_conditions_of_others(bench: Bench) -> None:
+    name = bench.run(PodBuilder().runs("trap 'sleep 0.5; exit 0' TERM; echo up; while :; do sleep 0.1; done"))
+    bench.logged(name, "up")
+    conditions = bench.ready(name)["status"]["conditions"]
+    foreign = {"type": "Foreign", "status": "True", "reason": "Test", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    bench.api.patch(PODS, "default", name, {"status": {"conditions": [*conditions, foreign]}}, subresource="status")
+    bench.faults.kill_container(name, "main")
+    assert condition(bench.phase(name, "Failed"), "Foreign") == "True"
+
+
+def _state(bench: Bench, name: str, container: str) -> dict[str, object]:
+    status = bench.pod(name).get("status", {})
+    entries = [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]
+    return next((entry["state"] for entry in entries if entry["name"] == container), {})
+
+
+def _waiting(bench: Bench, name: str) -> dict[str, str]:
+    waiting = _state(bench, name, "main").get("waiting", {})
+    assert isinstance(waiting, dict)
+    return waiting
+
+
+def _restarts(bench: Bench, name: str) -> int:
+    entries = bench.pod(name).get("status", {}).get("containerStatuses") or [{"restartCount": -1}]
+    return int(entries[0]["restartCount"])
