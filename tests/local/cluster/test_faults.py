@@ -1,0 +1,178 @@
+"""Each fault does its harm and no more, and the cluster reports it as a real one would."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+from pathlib import Path
+
+import pytest
+from conftest import Bench, condition
+from pod_builder import PodBuilder
+
+from tiercheck_local import markers
+from tiercheck_local.client import NODES, PODS, ApiFailure
+from tiercheck_local.faults import NothingToHit
+from tiercheck_local.nodespec import RACK
+
+pytestmark = pytest.mark.cluster
+
+LASTING = "trap 'echo asked to stop; exit 0' TERM; echo up; while :; do sleep 0.1; done"
+
+
+def up(bench: Bench, builder: PodBuilder) -> str:
+    name = bench.run(builder)
+    bench.logged(name, "up")
+    bench.ready(name)
+    return name
+
+
+def node_ready(bench: Bench, node: str, status: str) -> None:
+    bench.wait(f"{node} Ready={status}", lambda: condition(bench.api.get(NODES, None, node), "Ready") == status)
+
+
+def usable(bench: Bench, node: str) -> None:
+    node_ready(bench, node, "True")
+    bench.wait(f"{node} without taints", lambda: not bench.api.get(NODES, None, node)["spec"].get("taints"))
+
+
+def processes_on(bench: Bench, node: str) -> list[int]:
+    return markers.pids(markers.POD, markers.place(bench.cluster.id, node))
+
+
+def test_evicted_pod_says_why_and_ends_gracefully(each_bench: Bench) -> None:
+    bench = each_bench
+    slow = "trap 'echo asked to stop; sleep 1; exit 0' TERM; echo up; while :; do sleep 0.1; done"
+    name = up(bench, PodBuilder().runs(slow))
+    bench.faults.evict_pod(name)
+    assert condition(bench.pod(name), "DisruptionTarget") == "True"
+    bench.gone(name)
+    assert "asked to stop" in bench.log(name)
+
+
+def test_dead_node_is_noticed_and_its_pods_can_be_forced_away(each_bench: Bench) -> None:
+    bench = each_bench
+    name = up(bench, PodBuilder().runs(LASTING).memory().on("node-2"))
+    bench.faults.kill_node("node-2")
+    assert processes_on(bench, "node-2") == []
+    assert not bench.cluster.memory_folder("node-2").exists()
+    node_ready(bench, "node-2", "Unknown")
+    bench.wait("the pod to be unready", lambda: condition(bench.pod(name), "Ready") == "False")
+    assert bench.pod(name)["status"]["phase"] == "Running"  # nobody can tell otherwise
+    bench.api.delete(PODS, "default", name)
+    assert bench.pod(name)["metadata"]["deletionTimestamp"]  # and nobody can end it
+    elsewhere = bench.run(PodBuilder().runs("exit 0"))
+    assert bench.phase(elsewhere, "Succeeded")["spec"]["nodeName"] != "node-2"
+    bench.faults.delete_pods(f"test={name}")
+    bench.gone(name)
+    bench.faults.revive_node("node-2")
+    usable(bench, "node-2")
+    assert bench.phase(bench.run(PodBuilder().runs("exit 0").on("node-2")), "Succeeded")
+
+
+def test_pod_still_bound_to_a_revived_node_starts_again_with_empty_memory(bench: Bench) -> None:
+    name = up(
+        bench, PodBuilder().runs(f"ls /memory; touch /memory/old; {LASTING}").policy("Always").memory().on("node-2")
+    )
+    bench.faults.kill_node("node-2")
+    bench.faults.revive_node("node-2")
+    bench.wait("a second life", lambda: bench.log(name).count("up") == 2)
+    assert "old" not in bench.log(name)
+    bench.wait("its count", lambda: bench.pod(name)["status"]["containerStatuses"][0]["restartCount"] == 1)
+    usable(bench, "node-2")
+    bench.faults.delete_pods(f"test={name}")
+
+
+def test_rack_dies_as_a_whole(bench: Bench) -> None:
+    assert bench.faults.kill_rack("rack-0") == ["node-0", "node-1"]
+    for node in ("node-0", "node-1"):
+        node_ready(bench, node, "Unknown")
+    node_ready(bench, "node-2", "True")
+    for node in ("node-0", "node-1"):
+        bench.faults.revive_node(node)
+    for node in ("node-0", "node-1"):
+        usable(bench, node)
+    with pytest.raises(NothingToHit, match=f"{RACK}=rack-9"):
+        bench.faults.kill_rack("rack-9")
+
+
+def test_partitioned_node_keeps_its_pods_until_it_hears_that_they_are_gone(bench: Bench) -> None:
+    name = up(bench, PodBuilder().runs(LASTING).on("node-1"))
+    before = bench.faults.container_processes(name, "main")
+    bench.faults.partition_node("node-1")
+    node_ready(bench, "node-1", "Unknown")
+    bench.faults.delete_pods(f"test={name}")
+    bench.gone(name)
+    assert before[0] in processes_on(bench, "node-1")
+    bench.faults.heal_node("node-1")
+    bench.wait("the old processes to die", lambda: not processes_on(bench, "node-1"))
+    usable(bench, "node-1")
+
+
+def test_forced_deletion_kills_at_once(bench: Bench) -> None:
+    name = up(bench, PodBuilder().runs(LASTING).memory())
+    pod = bench.pod(name)
+    place = markers.place(bench.cluster.id, pod["spec"]["nodeName"], pod["metadata"]["uid"])
+    bench.faults.delete_pods(f"test={name}")
+    bench.wait("its processes to die", lambda: not markers.pids(markers.POD, place))
+    folder = bench.cluster.memory_folder(pod["spec"]["nodeName"], pod["metadata"]["uid"])
+    bench.wait("its memory to go", lambda: not folder.exists())
+    assert "asked to stop" not in bench.log(name)
+
+
+def test_loss_of_every_pod_is_reported_as_failed_pods_without_memory(bench: Bench) -> None:
+    names = [up(bench, PodBuilder().runs(LASTING).policy("Always").memory().on(f"node-{n}")) for n in range(3)]
+    bench.faults.kill_all_pods()
+    for name in names:
+        pod = bench.phase(name, "Failed")
+        assert pod["status"]["reason"] == "PodLost"
+        assert not bench.cluster.memory_folder(pod["spec"]["nodeName"], pod["metadata"]["uid"]).exists()
+        assert bench.faults.container_processes(name, "main") == []
+        bench.faults.delete_pods(f"test={name}")
+
+
+def test_killed_training_process_leaves_its_launcher_alone(bench: Bench) -> None:
+    script = "sleep 300 & echo up $!; wait $!; echo ended with $?; exec sleep 300"
+    name = up(bench, PodBuilder().runs(script))
+    launcher = bench.faults.container_processes(name, "main")[0]
+    bench.faults.kill_container_process(name, "main", signal.SIGKILL)
+    bench.logged(name, "ended with 137")
+    assert launcher in bench.faults.container_processes(name, "main")
+    assert bench.pod(name)["status"]["containerStatuses"][0]["restartCount"] == 0
+    bench.faults.delete_pods(f"test={name}")
+
+
+def test_fault_without_target_says_so(bench: Bench) -> None:
+    name = bench.run(PodBuilder().runs("exit 0"))
+    bench.phase(name, "Succeeded")
+    with pytest.raises(NothingToHit, match=name):
+        bench.faults.kill_container_process(name, "main")
+    with pytest.raises(ApiFailure, match="not found"):
+        bench.faults.evict_pod("no-such-pod")
+    with pytest.raises(NothingToHit, match="sealed"):
+        bench.faults.flip_bit(name, rank=0)
+
+
+def test_flipped_bit_changes_one_bit_of_the_data_and_nothing_else(bench: Bench) -> None:
+    name = up(bench, PodBuilder().runs(LASTING).memory())
+    pod = bench.pod(name)
+    folder = bench.cluster.memory_folder(pod["spec"]["nodeName"], pod["metadata"]["uid"]) / "memory"
+    slot = _sealed_slot(folder, rank=1)
+    other = _sealed_slot(folder, rank=2)
+    before, untouched = slot.read_bytes(), other.read_bytes()
+    assert bench.faults.flip_bit(name, rank=1) == [slot]
+    changed = [(a, b) for a, b in zip(before, slot.read_bytes(), strict=True) if a != b]
+    assert [(a ^ b).bit_count() for a, b in changed] == [1]
+    assert other.read_bytes() == untouched
+    bench.faults.delete_pods(f"test={name}")
+
+
+def _sealed_slot(folder: Path, rank: int) -> Path:
+    metadata = {"rank": str(rank), "step": "5", "attempt": "1", "world_size": "2"}
+    header = json.dumps({"__metadata__": metadata, "w": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}}).encode()
+    slot = folder / f"slot-{rank}"
+    slot.write_bytes(struct.pack("<Q", len(header)) + header + os.urandom(8))
+    slot.with_name(slot.name + ".seal").write_text("{}")
+    return slot
