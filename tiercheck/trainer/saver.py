@@ -159,6 +159,7 @@ class Saver:
         if not snapshot.start():
             raise _Cancelled
         if snapshot.device is not None:
+            torch.cuda.set_device(snapshot.device)  # of this thread: else it would open the first GPU as well
             writer.pin()
             self._stream = self._stream or torch.cuda.Stream(snapshot.device)  # type: ignore[no-untyped-call]
         copying.copy_all(snapshot, views, self._stream)
