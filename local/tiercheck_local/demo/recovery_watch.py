@@ -52,15 +52,23 @@ class RecoveryWatch:
     def ask_sidecars(self, attempt: int) -> dict[int, RankRestore]:
         """How each rank was restored in `attempt`; ranks whose sidecar does not answer are left out."""
         recovery = self._of(attempt)
+        for report in self.reports().values():
+            if report.attempt == attempt:
+                recovery.ranks.update({rank.rank: rank for rank in report.restore.ranks})
+        return recovery.ranks
+
+    def reports(self) -> dict[int, Report]:
+        """What each worker's sidecar reports now; workers whose sidecar does not answer are left out."""
         context, token = self._credentials()
+        found = {}
         for pod in self.get_pods():
             address = (pod.get("status") or {}).get("podIP")
             if not address or pod["metadata"].get("deletionTimestamp"):
                 continue
             report = ask(address, context, token)
-            if report is not None and report.attempt == attempt:
-                recovery.ranks.update({rank.rank: rank for rank in report.restore.ranks})
-        return recovery.ranks
+            if report is not None:
+                found[report.worker] = report
+        return found
 
     def _of(self, attempt: int) -> Recovery:
         return self.attempts.setdefault(attempt, Recovery(attempt))

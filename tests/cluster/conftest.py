@@ -1,0 +1,64 @@
+"""One laptop cluster with the real operator process for all tests here; each test brings jobs of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.jobs import Jobs
+from tiercheck_local.client import NODES
+from tiercheck_local.cluster import LocalCluster
+from tiercheck_local.nodespec import NodeSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+
+OPERATOR_ENV = {"TIERCHECK_SETTLE_SECONDS": "0.5", "TIERCHECK_SUSPECT_SECONDS": "5", "TIERCHECK_RETRY_SECONDS": "2"}
+
+
+def _control_planes() -> list[object]:
+    real = pytest.param(
+        "real",
+        marks=[
+            pytest.mark.real,
+            pytest.mark.skipif(
+                not os.environ.get("KUBEBUILDER_ASSETS"),
+                reason="KUBEBUILDER_ASSETS names no folder with etcd and kube-apiserver",
+            ),
+        ],
+    )
+    return [pytest.param("embedded"), real]
+
+
+@pytest.fixture(scope="session", params=_control_planes())
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Four nodes in two racks. Nodes that a test has killed are brought back after it."""
+    nodes = NodeSpec.load(ROOT / "examples" / "clusters" / "two-racks.yaml")
+    with LocalCluster(tmp_path_factory.mktemp("cluster"), nodes, request.param, lease_grace=4.0) as cluster:
+        cluster.apply_crds(ROOT / "crds")
+        cluster.start_operator(OPERATOR_ENV)
+        yield cluster
+
+
+@pytest.fixture
+def jobs(cluster: LocalCluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Jobs]:
+    """Makes jobs, and removes them and repairs the cluster afterwards."""
+    made = Jobs(cluster, tmp_path, OPERATOR_ENV)
+    yield made
+    made.clean_up()
+    for name in cluster.nodes:
+        if cluster.agent(name).poll() is not None:
+            cluster.faults.revive_node(name)
+        else:
+            cluster.faults.heal_node(name)
+    cluster.wait_for(lambda: _all_ready(cluster), 60, "all nodes to be Ready again")
+
+
+def _all_ready(cluster: LocalCluster) -> bool:
+    return all(
+        any(c["type"] == "Ready" and c["status"] == "True" for c in node["status"]["conditions"])
+        and not node["spec"].get("taints")
+        for node in cluster.api.list(NODES)
+    )

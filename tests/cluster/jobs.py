@@ -1,0 +1,207 @@
+"""What the cluster tests say about jobs: make one, look at it, wait for it, and know what it should end with."""
+
+from __future__ import annotations
+
+import json
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tiercheck.protocol import names
+from tiercheck.protocol.report import RankRestore, Report
+from tiercheck_local.client import CONFIG_MAPS, EVENTS, PODS, SECRETS, SERVICES, Object
+from tiercheck_local.cluster import LocalCluster
+from tiercheck_local.demo.scenario import condition_is, in_words
+from tiercheck_local.demo.stage import JOBS, LaptopStage
+
+TRAINER = Path(__file__).with_name("trainer.py")
+PATIENCE = 90.0
+"""Seconds; how long something may take on a slow machine before a test gives up. Nothing is measured against it."""
+
+
+@dataclass
+class Job:
+    """One TierCheckJob in the cluster."""
+
+    cluster: LocalCluster
+    name: str
+    workers: int
+    seen_attempts: set[int] = field(default_factory=set)
+
+    @property
+    def stage(self) -> LaptopStage:
+        return LaptopStage(self.cluster, "default", self.name)
+
+    def get(self) -> Mapping[str, Any]:
+        return self.stage.get_job()
+
+    @property
+    def status(self) -> Mapping[str, Any]:
+        status: Mapping[str, Any] = self.get().get("status") or {}
+        return status
+
+    def wait(self, what: str, condition: Callable[[Mapping[str, Any]], object]) -> Mapping[str, Any]:
+        """The status when `condition` of it holds."""
+
+        def look() -> Mapping[str, Any] | None:
+            status = self.status
+            return status if condition(status) else None
+
+        try:
+            return self.cluster.wait_for(look, PATIENCE, f"{self.name}: {what}")
+        except AssertionError as error:
+            raise AssertionError(f"{in_words(self.status)}\n{json.dumps(self.status, indent=1)}\n{error}") from error
+
+    def wait_trained(self, step: int, tier: str = "peer") -> Mapping[str, Any]:
+        """Running, `step` reached, and `tier` complete at some version of the current attempt's making or earlier."""
+        return self.wait(
+            f"step {step} and a version complete in {tier}",
+            lambda status: (
+                condition_is(status, "Running")
+                and not status.get("recovery")
+                and (status.get("progress") or {}).get("step", 0) >= step
+                and "step" in ((status.get("tiers") or {}).get(tier) or {})
+            ),
+        )
+
+    def wait_recovered(self, after: int) -> Mapping[str, Any]:
+        """The lastRecovery of an attempt newer than `after`."""
+        status = self.wait(
+            f"a recovery after attempt {after}",
+            lambda status: (
+                status.get("attempt", 0) > after
+                and not status.get("recovery")
+                and (status.get("lastRecovery") or {}).get("attempt") == status["attempt"]
+            ),
+        )
+        recovery: Mapping[str, Any] = status["lastRecovery"]
+        return recovery
+
+    def wait_condition(self, kind: str, value: str = "True", reason: str | None = None) -> Mapping[str, Any]:
+        """The condition itself."""
+
+        def found(status: Mapping[str, Any]) -> Mapping[str, Any] | None:
+            for condition in status.get("conditions") or ():
+                if condition["type"] == kind and condition["status"] == value and reason in (None, condition["reason"]):
+                    return condition
+            return None
+
+        status = self.wait(f"{kind}={value} ({reason or 'any reason'})", found)
+        condition = found(status)
+        assert condition is not None
+        return condition
+
+    def pods(self) -> list[Object]:
+        return [pod for pod in self.stage.pods() if not pod["metadata"].get("deletionTimestamp")]
+
+    def uids(self) -> dict[int, str]:
+        """UID of each worker's newest pod."""
+        return {worker: self.stage.pod(worker)["metadata"]["uid"] for worker in range(self.workers)}
+
+    def restores(self, attempt: int) -> dict[int, RankRestore]:
+        """How each rank was restored, as the sidecars say."""
+        return self.stage.watch().ask_sidecars(attempt)
+
+    def reports(self) -> dict[int, Report]:
+        """The current report of each worker's sidecar."""
+        return self.stage.watch().reports()
+
+    def printed(self) -> list[dict[str, Any]]:
+        """Every JSON line of every trainer of the job, pod by pod."""
+        lines = []
+        for path in sorted(self.cluster.logs.glob(f"{self.name}-*/trainer.log")):
+            for line in path.read_text().splitlines():
+                if line.startswith("{"):
+                    lines.append(json.loads(line))
+        return lines
+
+    def digests(self) -> dict[int, str]:
+        return {line["rank"]: line["digest"] for line in self.printed() if "digest" in line}
+
+    def events(self) -> list[Object]:
+        return [
+            event
+            for event in self.cluster.api.list(EVENTS, "default")
+            if event["involvedObject"].get("name") == self.name
+        ]
+
+    def belongings(self) -> list[str]:
+        """Everything in the namespace that carries the job's label."""
+        found = []
+        for resource in (PODS, SERVICES, SECRETS, CONFIG_MAPS):
+            for thing in self.cluster.api.list(resource, "default", f"{names.LABEL_JOB}={self.name}"):
+                found.append(f"{resource.plural}/{thing['metadata']['name']}")
+        return found
+
+
+@dataclass
+class Jobs:
+    """Makes jobs with names of their own."""
+
+    cluster: LocalCluster
+    folder: Path
+    operator_env: Mapping[str, str]
+    made: list[Job] = field(default_factory=list)
+
+    def start(
+        self, workers: int = 2, *, steps: int = 60, pace: float = 0.1, env: Mapping[str, str] | None = None, **spec: Any
+    ) -> Job:
+        """Apply a job that trains `steps` steps. `spec` overrides parts of the spec."""
+        return self.apply(self.manifest(workers, steps=steps, pace=pace, env=env, **spec))
+
+    def manifest(
+        self,
+        workers: int = 2,
+        *,
+        steps: int = 60,
+        pace: float = 0.1,
+        env: Mapping[str, str] | None = None,
+        command: list[str] | None = None,
+        remote_every: int | None = 20,
+        **spec: Any,
+    ) -> Object:
+        """A job that snapshots every 5 steps, copies to the other rack, and has a folder as its remote tier."""
+        settings = {"STEPS": str(steps), "PACE": str(pace), **(env or {})}
+        container = {
+            "name": "trainer",
+            "image": "trainer",
+            "command": command or [sys.executable, str(TRAINER)],
+            "env": [{"name": key, "value": value} for key, value in settings.items()],
+        }
+        tiers: dict[str, Any] = {"local": {"sizeLimit": "64Mi"}}
+        if workers > 1:
+            tiers["peer"] = {"copies": 1, "spread": {"level": "rack"}}
+        if remote_every is not None:
+            remote = self.folder / "remote"
+            remote.mkdir(exist_ok=True)
+            tiers["remote"] = {"directory": {"volume": {"hostPath": {"path": str(remote)}}}, "everySteps": remote_every}
+        return {
+            "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
+            "kind": names.KIND,
+            "metadata": {"name": f"job-{uuid.uuid4().hex[:6]}", "namespace": "default"},
+            "spec": {
+                "workers": workers,
+                "template": {"spec": {"terminationGracePeriodSeconds": 3, "containers": [container]}},
+                "checkpoint": {"snapshot": {"everySteps": 5}},
+                "tiers": tiers,
+                **spec,
+            },
+        }
+
+    def apply(self, manifest: Object) -> Job:
+        self.cluster.apply(manifest)
+        job = Job(self.cluster, manifest["metadata"]["name"], manifest["spec"]["workers"])
+        self.made.append(job)
+        return job
+
+    def restart_operator(self) -> None:
+        self.cluster.start_operator(self.operator_env)
+
+    def clean_up(self) -> None:
+        for job in self.made:
+            self.cluster.api.delete(JOBS, "default", job.name)
+        for job in self.made:
+            self.cluster.wait_for(lambda job=job: not job.belongings(), PATIENCE, f"{job.name} to be gone")
