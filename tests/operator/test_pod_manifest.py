@@ -194,7 +194,7 @@ def test_shared_directory_is_mounted_in_the_sidecar_only() -> None:
     pod = build_pod(make_job(tiers={"remote": {"directory": directory}}), 0, 0, (), "sidecar:1")
     kubernetes_validate.validate(pod, "1.33", strict=True)
     sidecar = container(pod, names.SIDECAR_CONTAINER)
-    assert json.loads(env(sidecar)[names.ENV_REMOTE]) == {"directory": {"path": "/tiercheck/remote/runs"}}
+    assert json.loads(env(sidecar)[names.ENV_REMOTE]) == {"directory": {"path": "/tiercheck/remote", "subPath": "runs"}}
     assert {"name": "tiercheck-remote", "mountPath": "/tiercheck/remote"} in sidecar["volumeMounts"]
     assert {"name": "tiercheck-remote", "persistentVolumeClaim": {"claimName": "c"}} in pod["spec"]["volumes"]
     trainer = container(pod, names.TRAINER_CONTAINER)

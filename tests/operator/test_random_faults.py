@@ -54,7 +54,7 @@ def _heal(world: World) -> None:
         world.revive_node(name)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(faults=st.lists(_FAULTS, max_size=8), kills=_KILLS)
 def test_job_survives_any_faults_with_everything_committed(
     faults: list[tuple[int, str, int]], kills: dict[int, int]
@@ -97,7 +97,7 @@ def test_job_survives_any_faults_with_everything_committed(
     assert len({pod.worker for pod in world.pods.values() if not pod.deleting}) == 4
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(kills=st.dictionaries(st.integers(0, 40), st.integers(0, 10), max_size=20))
 def test_operator_that_dies_all_the_time_still_starts_the_job_once(kills: dict[int, int]) -> None:
     world = World()

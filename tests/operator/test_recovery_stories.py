@@ -10,6 +10,7 @@ from world_in_memory import REMOTE, World, make_spec
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.actions import DeletePod, Push
+from tiercheck_operator.controller.record import JobRecord
 
 
 def running_world(**changes: object) -> World:
@@ -366,6 +367,38 @@ def test_pod_that_fails_before_it_comes_up_is_not_replaced_in_a_tight_loop() -> 
     assert len(world.created) == before
     world.train(10)
     assert len(world.created) == before + 1
+
+
+def test_release_waits_for_the_last_trainer_container() -> None:
+    world = World()
+    world.slow_trainers = {2}
+    world.train(20)
+    assert not world.starts
+    running = world.status.condition("Running")
+    assert running is not None
+    assert running.reason == "WaitingForTrainers"
+    world.slow_trainers = set()
+    world.until("Running")
+
+
+def test_pod_on_a_node_that_is_not_known_yet_is_left_alone() -> None:
+    world = running_world()
+    pods = set(world.pods)
+    node = world.pods[world.member(1)].node
+    assert node is not None
+    hidden = world.nodes.pop(node)
+    world.train(30)
+    assert set(world.pods) == pods
+    world.nodes[node] = hidden
+    assert world.status.attempt == 1
+
+
+def test_sidecars_that_know_a_newer_attempt_than_the_status_are_overtaken() -> None:
+    world = running_world()
+    world.job = replace(world.job, status=JobRecord())
+    world.tick()
+    world.until("Running")
+    assert world.status.attempt == 2
 
 
 @pytest.mark.parametrize("moment", range(1, 12))

@@ -162,6 +162,7 @@ class Sidecar:
         world = self.world
         self.serial += 1
         directive = self.directive
+        absent = self.trainer.state is TrainerState.WAITING and self.worker in world.slow_trainers
         holdings = [Holding(self.worker, version, Tier.LOCAL, 1) for version in sorted(self.own)]
         holdings += [
             Holding(rank, version, Tier.PEER, 1) for rank, held in self.hosted.items() for version in sorted(held)
@@ -177,7 +178,7 @@ class Sidecar:
             revision=directive.revision if directive else "",
             phase=directive.phase if directive else None,
             restore=self.restore,
-            trainer=self.trainer,
+            trainer=TrainerReport(TrainerState.ABSENT) if absent else self.trainer,
             holdings=tuple(holdings),
             remote=RemoteReport(
                 remote, world.remote_up if remote else None, "" if world.remote_up else "the bucket does not answer.",
@@ -216,6 +217,8 @@ class World:
         self.committed: Version | None = None
         self.position: dict[str, int] = {}
         self.total_steps = steps
+        self.slow_trainers: set[int] = set()
+        """Workers whose trainer container is not up yet."""
         self.dying: dict[str, float] = {}
         self.dead_nodes: dict[str, float] = {}
         self.starts: dict[int, dict[int, Version | None]] = {}

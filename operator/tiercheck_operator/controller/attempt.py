@@ -68,12 +68,13 @@ def begin_attempt(
     remote = remote_inventory(obs.job.spec, reports)
     status = obs.job.status
     first = status.attempt == 0
-    history, number = status.history, status.attempt + 1
+    # A sidecar that knows a newer attempt than the status does (it was edited or restored) would refuse ours.
+    history, number = status.history, max([status.attempt, *(report.attempt for report in reports)]) + 1
     if first and remote.configured:
         if remote.undecided:
             return _remote_unknown(remote, reports)
         history = adopted_history(remote, obs.job.spec.restore_step)
-        number = last_attempt(remote) + 1
+        number = max(number, last_attempt(remote) + 1)
     situation = _situation(obs, placed, history, reports, remote, first=first)
     outcome = _decided(situation, recovery)
     if isinstance(outcome, (Wait, Refuse)):
@@ -136,6 +137,7 @@ def _next_status(
     cause = Cause.parse(recovery.cause)
     before = newest_step(status, _reports(obs, membership))
     accepted = history.after(number, step)
+    in_place = cause in (Cause.TRAINER_CRASH, Cause.RESTORE_FAILED)
     return replace(
         status,
         attempt=number,
@@ -145,6 +147,8 @@ def _next_status(
         disruptions=status.disruptions + (cause is not Cause.TRAINER_CRASH and not cause.planned),
         step=step if status.step is None and step else status.step,
         placement=placed.record,
+        # With pods lost, what memory held is no longer complete; the coordinator will say when it is again.
+        tiers=status.tiers if in_place else {name: tier for name, tier in status.tiers.items() if name == "remote"},
         recovery=replace(
             recovery,
             attempt=number,

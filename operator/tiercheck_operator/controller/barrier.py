@@ -41,7 +41,7 @@ def advance(obs: Observation, status: JobRecord, members: Mapping[int, PodView])
     reports = attempt_reports(obs, status, members)
     complete = len(reports) == obs.job.spec.workers
     if recovery.released_at is None:
-        if complete and all(_ready(report, status) for report in reports.values()):
+        if complete and all(_ready(report, status) for report in reports.values()) and not absent_trainers(reports):
             return replace(status, recovery=replace(recovery, restored_at=obs.now, released_at=obs.now))
         return status
     first_steps = [report.trainer.first_step_at for report in reports.values()]
@@ -51,6 +51,18 @@ def advance(obs: Observation, status: JobRecord, members: Mapping[int, PodView])
     if obs.now - recovery.released_at > _FIRST_STEP_PATIENCE:
         return _ended(obs, status, recovery, reports, obs.now)
     return status
+
+
+def absent_trainers(reports: Mapping[int, Report]) -> list[int]:
+    """Workers whose trainer container is not up. Releasing the others would let them wait at the rendezvous."""
+    return sorted(worker for worker, report in reports.items() if report.trainer.state is TrainerState.ABSENT)
+
+
+def waits_for_trainers(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) -> list[int]:
+    """The workers that alone hold up the release."""
+    recovery = status.recovery
+    restored = len(reports) == obs.job.spec.workers and all(_ready(report, status) for report in reports.values())
+    return absent_trainers(reports) if recovery is not None and recovery.released_at is None and restored else []
 
 
 def all_succeeded(obs: Observation, status: JobRecord, members: Mapping[int, PodView]) -> bool:

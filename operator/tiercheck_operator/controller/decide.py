@@ -15,12 +15,19 @@ from tiercheck.protocol.report import Report
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.actions import Action, Decision, EnsureCredentials, EnsureService, SavePlacement
 from tiercheck_operator.controller.attempt import Begun, begin_attempt
-from tiercheck_operator.controller.barrier import advance, all_succeeded, attempt_reports, pushes, wanted_phase
+from tiercheck_operator.controller.barrier import (
+    advance,
+    all_succeeded,
+    attempt_reports,
+    pushes,
+    waits_for_trainers,
+    wanted_phase,
+)
 from tiercheck_operator.controller.events import notices
 from tiercheck_operator.controller.failure_policy import GivenUp
 from tiercheck_operator.controller.finish import after_finish, finished
 from tiercheck_operator.controller.membership import Membership, find_members, replacements
-from tiercheck_operator.controller.observation import Observation, SavedPlacement
+from tiercheck_operator.controller.observation import Observation, PodView, SavedPlacement
 from tiercheck_operator.controller.placing import Unplaceable, place_members
 from tiercheck_operator.controller.readiness import waiting_for_pods
 from tiercheck_operator.controller.record import JobRecord
@@ -118,12 +125,23 @@ def _attempt_driven(
         findings = Findings(placed=Finding(placed.reason, placed.message))
     status = advance(obs, status, members)
     reports = attempt_reports(obs, status, members)
+    absent = waits_for_trainers(obs, status, reports)
+    if absent:
+        findings = replace(findings, waiting=_no_trainers(members, absent))
     if all_succeeded(obs, status, members):
         findings = replace(findings, completed=True)
         after = list(pushes(obs, status, members, saved.holders(), Phase.FINISH))
         return _concluded(obs, status, findings, reports=reports, before=before, after=after, wake=wake)
     after = list(pushes(obs, status, members, saved.holders(), wanted_phase(status)))
     return _concluded(obs, status, findings, reports=reports, before=before, after=after, wake=wake)
+
+
+def _no_trainers(members: Mapping[int, PodView], absent: list[int]) -> Finding:
+    said = next((f": {members[worker].message}" for worker in absent if members[worker].message), "")
+    return Finding(
+        conditions.WAITING_FOR_TRAINERS,
+        f"the trainer container of worker {absent[0]} ({len(absent)} in all) is not up{said}",
+    )
 
 
 def _belongings(obs: Observation) -> list[Action]:

@@ -88,7 +88,7 @@ def _judge(obs: Observation, pod: PodView, silent: Mapping[str, float]) -> Loss 
 
     if pod.node is not None:
         node = obs.nodes.get(pod.node)
-        if node is None and obs.nodes:
+        if node is None and _node_missing(obs, pod):
             return lost(Cause.NODE_LOST, "the node is gone", node=pod.node)
         if node is not None and node.lost:
             return lost(Cause.NODE_LOST, node.lost, node=pod.node)
@@ -107,6 +107,16 @@ def _judge(obs: Observation, pod: PodView, silent: Mapping[str, float]) -> Loss 
             node=pod.node, at=obs.now - silent[pod.uid],
         )  # fmt: skip
     return None
+
+
+def _node_missing(obs: Observation, pod: PodView) -> bool:
+    """Pods and nodes are watched apart, so a new node's pod may be seen before the node: an answer, or youth, speaks for it."""
+    known = obs.reports.get(pod.uid)
+    if not obs.nodes or known is None:
+        return False
+    if known.answered_at is None:
+        return known.silent_since is not None and obs.now - known.silent_since > obs.patience.silent
+    return known.silent_since is not None and obs.now - known.silent_since > obs.patience.settle
 
 
 def _silent(obs: Observation) -> dict[str, float]:
