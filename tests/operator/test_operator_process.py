@@ -1,0 +1,146 @@
+"""The real operator process against an API server: what it makes, what it leaves, and how it ends."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiercheck_local.client import ApiFailure
+from tiercheck_local.cluster import LocalCluster
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).parents[2]
+JOBS = "/apis/tiercheck.io/v1alpha1/namespaces/default/tiercheckjobs"
+DEADLINE = 90.0
+
+
+def job(name: str, **spec: Any) -> dict[str, Any]:
+    template = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": [sys.executable, "-c", "pass"]}]}}
+    return {
+        "apiVersion": "tiercheck.io/v1alpha1",
+        "kind": "TierCheckJob",
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": {"workers": 2, "template": template, **spec},
+    }
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Without nodes: pods stay Pending, so only the operator's own doing is seen."""
+    with LocalCluster(tmp_path_factory.mktemp("cluster"), []) as started:
+        started.apply_crds(ROOT / "crds")
+        started.start_operator()
+        yield started
+
+
+def owned(cluster: LocalCluster, name: str) -> list[str]:
+    """Everything that carries the job's label."""
+    found = []
+    for kind in ("pods", "services", "secrets", "configmaps"):
+        path = f"/api/v1/namespaces/default/{kind}?labelSelector=tiercheck.io/job={name}"
+        found += [f"{kind}/{entry['metadata']['name']}" for entry in cluster.api.request("GET", path)["items"]]
+    return sorted(found)
+
+
+def condition(cluster: LocalCluster, name: str, kind: str) -> dict[str, Any]:
+    status = cluster.api.request("GET", f"{JOBS}/{name}").get("status") or {}
+    return next((entry for entry in status.get("conditions") or [] if entry["type"] == kind), {})
+
+
+def gone(cluster: LocalCluster, name: str) -> bool:
+    try:
+        cluster.api.request("GET", f"{JOBS}/{name}")
+    except ApiFailure as failure:
+        return failure.code == 404
+    return False
+
+
+def test_job_gets_its_belongings_and_says_why_it_waits(cluster: LocalCluster) -> None:
+    cluster.apply(job("first"))
+    cluster.wait_for(lambda: condition(cluster, "first", "Placed").get("reason") == "Unschedulable", DEADLINE, "reason")
+    placed = condition(cluster, "first", "Placed")
+    assert placed["status"] == "False"
+    assert "Add nodes" in placed["message"]
+    assert owned(cluster, "first") == [
+        "pods/first-0-0",
+        "pods/first-1-0",
+        "secrets/first-credentials",
+        "services/first",
+    ]
+    metadata = cluster.api.request("GET", f"{JOBS}/first")["metadata"]
+    assert "finalizers" not in metadata
+    assert not [key for key in metadata.get("annotations") or {} if "kopf" in key or "tiercheck" in key]
+
+
+def test_operator_killed_and_restarted_changes_nothing(cluster: LocalCluster) -> None:
+    cluster.apply(job("steady"))
+    cluster.wait_for(lambda: len(owned(cluster, "steady")) == 4, DEADLINE, "belongings")
+    before = cluster.api.request("GET", "/api/v1/namespaces/default/secrets/steady-credentials")
+    assert cluster.operator is not None
+    cluster.operator.kill()
+    cluster.operator.wait()
+    cluster.start_operator()
+    cluster.apply(job("later"))
+    cluster.wait_for(lambda: len(owned(cluster, "later")) == 4, DEADLINE, "the new operator to work")
+    assert owned(cluster, "steady") == [
+        "pods/steady-0-0", "pods/steady-1-0", "secrets/steady-credentials", "services/steady",
+    ]  # fmt: skip
+    after = cluster.api.request("GET", "/api/v1/namespaces/default/secrets/steady-credentials")
+    assert before["metadata"]["uid"] == after["metadata"]["uid"]
+    assert before["data"] == after["data"]
+
+
+def test_suspended_job_has_no_pods_until_it_is_resumed(cluster: LocalCluster) -> None:
+    cluster.apply(job("queued", suspend=True))
+    cluster.wait_for(lambda: condition(cluster, "queued", "Suspended").get("status") == "True", DEADLINE, "suspension")
+    assert not [entry for entry in owned(cluster, "queued") if entry.startswith("pods/")]
+    cluster.apply(job("queued", suspend=False))
+    cluster.wait_for(lambda: len(owned(cluster, "queued")) == 4, DEADLINE, "pods")
+    assert condition(cluster, "queued", "Suspended")["status"] == "False"
+
+
+def test_job_of_another_controller_is_left_alone(cluster: LocalCluster) -> None:
+    cluster.apply(job("foreign", managedBy="kueue.x-k8s.io/multikueue"))
+    cluster.apply(job("native"))
+    cluster.wait_for(lambda: len(owned(cluster, "native")) == 4, DEADLINE, "the operator to have seen both")
+    assert owned(cluster, "foreign") == []
+    assert "status" not in cluster.api.request("GET", f"{JOBS}/foreign")
+
+
+def test_deleted_job_leaves_nothing_even_while_the_operator_is_down(cluster: LocalCluster) -> None:
+    cluster.apply(job("brief"))
+    cluster.wait_for(lambda: len(owned(cluster, "brief")) == 4, DEADLINE, "belongings")
+    assert cluster.operator is not None
+    cluster.operator.kill()
+    cluster.operator.wait()
+    cluster.api.request("DELETE", f"{JOBS}/brief")
+    cluster.wait_for(lambda: gone(cluster, "brief") and not owned(cluster, "brief"), DEADLINE, "everything to be gone")
+    cluster.start_operator()
+
+
+def test_probes_and_metrics_answer_and_sigterm_ends_the_process(cluster: LocalCluster) -> None:
+    def page(path: str) -> str:
+        try:
+            with urllib.request.urlopen(f"http://{cluster.metrics_address}{path}", timeout=10) as answer:
+                return str(answer.read().decode())
+        except (urllib.error.URLError, OSError):
+            return ""
+
+    cluster.apply(job("seen"))
+    cluster.wait_for(lambda: page("/readyz"), DEADLINE, "readiness")
+    assert page("/healthz")
+    cluster.wait_for(lambda: 'job="seen"' in page("/metrics"), DEADLINE, "the job's series")
+    cluster.api.request("DELETE", f"{JOBS}/seen")
+    cluster.wait_for(lambda: 'job="seen"' not in page("/metrics"), DEADLINE, "the series to go with the job")
+    assert cluster.operator is not None
+    cluster.operator.send_signal(signal.SIGTERM)
+    assert cluster.operator.wait(timeout=DEADLINE) == 0
+    cluster.start_operator()

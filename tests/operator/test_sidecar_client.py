@@ -1,0 +1,177 @@
+"""How the operator listens to a sidecar: over TLS with the job's credentials, knowing silence from news."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import ssl
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from world_in_memory import World
+
+from tiercheck.protocol import names
+from tiercheck.protocol.directive import Directive
+from tiercheck.protocol.encoding import from_json, to_json
+from tiercheck.protocol.report import Report
+from tiercheck_operator.controller.actions import Push
+from tiercheck_operator.credentials import issue
+from tiercheck_operator.manifests.secret import Credentials
+from tiercheck_operator.sidecars import JobSidecars, SidecarError
+
+HOST = "127.83.1.7"
+CREDENTIALS = issue("job-uid")
+
+
+def some_report() -> Report:
+    world = World()
+    for _ in range(5):
+        world.tick()
+    return world.sidecars[world.member(1)].report()
+
+
+class StandIn:
+    """Answers as a sidecar does; what it says and what it was asked can be set and seen."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self.changed = asyncio.Event()
+        self.asked: list[float] = []
+        self.directives: list[Directive] = []
+
+    def tell(self, **changes: object) -> None:
+        self.report = dataclasses.replace(self.report, serial=self.report.serial + 1, **changes)  # type: ignore[arg-type]
+        self.changed.set()
+
+    async def get(self, request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != f"Bearer {CREDENTIALS.token}":
+            return web.Response(status=401)
+        wait = float(request.query["wait"])
+        self.asked.append(wait)
+        if int(request.query["after"]) >= self.report.serial:
+            self.changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.changed.wait(), wait)
+        return web.Response(body=to_json(self.report))
+
+    async def put(self, request: web.Request) -> web.Response:
+        self.directives.append(from_json(await request.read(), Directive))
+        self.tell(revision=self.directives[-1].revision)
+        return web.Response(body=to_json(self.report))
+
+
+async def serve(sidecar: StandIn, credentials: Credentials, folder: Path) -> web.AppRunner:
+    (folder / "crt").write_bytes(credentials.certificate)
+    (folder / "key").write_bytes(credentials.key)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(folder / "crt", folder / "key")
+    app = web.Application()
+    app.add_routes([web.get("/v1/report", sidecar.get), web.put("/v1/directive", sidecar.put)])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, HOST, names.CONTROL_PORT, ssl_context=tls).start()
+    return runner
+
+
+@pytest.fixture
+async def sidecar(tmp_path: Path) -> AsyncIterator[StandIn]:
+    stand_in = StandIn(some_report())
+    runner = await serve(stand_in, CREDENTIALS, tmp_path)
+    yield stand_in
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def listening() -> AsyncIterator[JobSidecars]:
+    woken = asyncio.Event()
+    client = JobSidecars("job-uid", CREDENTIALS, woken.set, poll_seconds=30.0, call_seconds=5.0)
+    yield client
+    await client.close()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110  what is waited for is a state, not an event of ours
+            await asyncio.sleep(0.01)
+
+
+def heard(client: JobSidecars, uid: str) -> Report | None:
+    return client.reports[uid].report if uid in client.reports else None
+
+
+async def test_news_arrives_while_a_long_poll_waits(sidecar: StandIn, listening: JobSidecars) -> None:
+    uid = sidecar.report.pod_uid
+    listening.follow({uid: HOST})
+    await until(lambda: heard(listening, uid) == sidecar.report)
+    await until(lambda: 30.0 in sidecar.asked)
+    sidecar.tell(attempt=9)
+    await until(lambda: heard(listening, uid) == sidecar.report)
+
+
+async def test_probe_interrupts_a_long_poll_that_has_nothing_to_say(sidecar: StandIn, listening: JobSidecars) -> None:
+    uid = sidecar.report.pod_uid
+    listening.follow({uid: HOST})
+    await until(lambda: 30.0 in sidecar.asked)
+    answered = listening.reports[uid].answered_at
+    listening.probe(uid)
+    await until(lambda: listening.reports[uid].answered_at != answered)
+    assert sidecar.asked.count(0.0) == 2
+
+
+async def test_directive_reaches_the_sidecar_as_it_was_written(sidecar: StandIn, listening: JobSidecars) -> None:
+    world = World()
+    while not any(isinstance(action, Push) for action in world.last.after):
+        world.tick()
+    push = next(action for action in world.last.after if isinstance(action, Push))
+    uid = sidecar.report.pod_uid
+    listening.follow({uid: HOST})
+    await listening.push(uid, push.directive)
+    assert sidecar.directives == [push.directive]
+    report = heard(listening, uid)
+    assert report is not None
+    assert report.revision == push.directive.revision
+
+
+async def test_sidecar_that_stops_answering_is_silent_from_then_on(tmp_path: Path, listening: JobSidecars) -> None:
+    stand_in = StandIn(some_report())
+    runner = await serve(stand_in, CREDENTIALS, tmp_path)
+    uid = stand_in.report.pod_uid
+    listening.follow({uid: HOST})
+    await until(lambda: heard(listening, uid))
+    await runner.cleanup()
+    await until(lambda: listening.reports[uid].silent_since)
+    known = listening.reports[uid]
+    assert known.report == stand_in.report, "what it said last is not forgotten"
+    assert known.answered_at is not None
+    runner = await serve(stand_in, CREDENTIALS, tmp_path)
+    await until(lambda: listening.reports[uid].silent_since is None)
+    await runner.cleanup()
+
+
+async def test_sidecar_of_another_job_is_refused(tmp_path: Path, listening: JobSidecars) -> None:
+    stand_in = StandIn(some_report())
+    runner = await serve(stand_in, issue("job-uid"), tmp_path)
+    uid = stand_in.report.pod_uid
+    listening.follow({uid: HOST})
+    await until(lambda: listening.reports[uid].silent_since)
+    assert heard(listening, uid) is None
+    assert stand_in.asked == []
+    await runner.cleanup()
+
+
+async def test_another_pod_at_the_same_address_is_not_taken_for_ours(sidecar: StandIn, listening: JobSidecars) -> None:
+    listening.follow({"older-pod": HOST})
+    await until(lambda: listening.reports["older-pod"].silent_since)
+    assert heard(listening, "older-pod") is None
+
+
+async def test_pod_that_is_not_followed_cannot_be_told_anything(sidecar: StandIn, listening: JobSidecars) -> None:
+    world = World()
+    while not any(isinstance(action, Push) for action in world.last.after):
+        world.tick()
+    push = next(action for action in world.last.after if isinstance(action, Push))
+    with pytest.raises(SidecarError):
+        await listening.push("nobody", push.directive)
