@@ -18,7 +18,7 @@ from tiercheck.protocol.manifest import Manifest, RankArtifact
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.control_client import CallFailed, ControlClient
-from tiercheck_sidecar.watermark import RankTiers, Standing, TierReport, Verdict, judge, next_upload
+from tiercheck_sidecar.watermark import Copy, RankTiers, Standing, TierReport, Verdict, judge, next_upload
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class Coordinator:
         self._attempt = 0
         self._ranks: dict[int, RankTiers] = {}
         self._hosts: dict[int, str] = {}
+        self._copies: dict[int, tuple[Copy, ...]] = {}
         self._standing = Standing()
         self._stored: tuple[Version, ...] = ()
         self._artifacts: dict[int, RankArtifact] = {}
@@ -69,10 +70,11 @@ class Coordinator:
         with self._lock:
             self._enter(directive)
             self._hosts[report.worker] = report.host
+            self._copies[report.worker] = report.copies
             for tiers in report.ranks:
                 before = self._ranks.get(tiers.rank)
                 if before is not None and before.holders != tiers.holders:
-                    self._standing = dataclasses.replace(self._standing, peer=None)  # protection begins anew
+                    self._standing = dataclasses.replace(self._standing, peer=None, copy=None)  # protection begins anew
                 self._ranks[tiers.rank] = tiers
                 for artifact in tiers.uploaded:
                     self._artifacts[tiers.rank] = artifact
@@ -133,13 +135,14 @@ class Coordinator:
 
     def _enter(self, directive: Directive) -> None:
         if directive.attempt != self._attempt:
-            self._attempt, self._ranks, self._hosts = directive.attempt, {}, {}
+            self._attempt, self._ranks, self._hosts, self._copies = directive.attempt, {}, {}, {}
             self._standing, self._verdict, self._artifacts = Standing(), None, {}
 
     def _judge(self, directive: Directive) -> None:
         self._is_dirty = False
         world = directive.workers * directive.procs_per_worker
-        self._standing, verdict = judge(world, self._ranks, directive.history, self._standing)
+        copies = [copy for each in self._copies.values() for copy in each]
+        self._standing, verdict = judge(world, self._ranks, directive.history, self._standing, copies)
         stored = [version for version in self._stored if directive.history.accepts(version)]
         upload = None
         if self._board.config.remote is not None:

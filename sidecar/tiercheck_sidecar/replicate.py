@@ -1,4 +1,4 @@
-"""Replicate: bring what own ranks have sealed to this worker's holders, oldest pending first.
+"""Replicate: bring the version that the coordinator names from own ranks' memory to this worker's holders.
 
 One thread per holder, so that a slow one delays nobody else and no trainer ever. What a holder has is asked again in each
 attempt: after a recovery the versions that exist are offered to the new holders at once, without waiting for a snapshot.
@@ -19,7 +19,6 @@ from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
 from tiercheck_sidecar.exchange.sender import Pushed, PushRefused, push
 from tiercheck_sidecar.exchange.streams import TooDamaged
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
-from tiercheck_sidecar.watermark import pending
 
 log = logging.getLogger(__name__)
 
@@ -91,20 +90,17 @@ class Replicator:
             self._board.wait_until(lambda: self._key != key, pause if trouble != Pushed.BUSY.value else _BACKOFF[0])
 
     def _next(self, holder: Peer, attempt: int) -> Seal | None:
-        """The oldest artifact that `holder` should have and has not acknowledged."""
+        """An artifact of the version to copy that `holder` has not acknowledged."""
         with self._board.lock:
-            directive, verdict = self._board.directive, self._board.verdict
+            verdict, attempt_now = self._board.verdict, self._board.attempt
             ready = self._board.restore.state is RestoreState.READY
-        if directive is None or directive.attempt != attempt or not ready:
+        if verdict is None or not ready or attempt_now != attempt:
             return None
-        own = [seal for seal in self._vault.held() if seal.tier is Tier.LOCAL]
-        base = directive.restore.version if directive.restore else None
         with self._lock:
             has = set(self._acknowledged.get(holder, ()))
-        for version in pending((seal.version for seal in own), base, directive.history, verdict):
-            for seal in own:
-                if seal.version == version and (seal.rank, version) not in has:
-                    return seal
+        for seal in self._vault.held():
+            if seal.tier is Tier.LOCAL and seal.version == verdict.copy and (seal.rank, seal.version) not in has:
+                return seal
         return None
 
     def _send(self, holder: Peer, seal: Seal, attempt: int) -> str:

@@ -14,7 +14,7 @@ from tiercheck_sidecar.control_client import CallFailed, ControlClient
 from tiercheck_sidecar.offload import Offloader
 from tiercheck_sidecar.replicate import Replicator
 from tiercheck_sidecar.vault import Vault
-from tiercheck_sidecar.watermark import RankTiers, TierReport, Verdict
+from tiercheck_sidecar.watermark import Copy, RankTiers, TierReport, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,8 @@ class TierClient:
         with self._board.lock:
             reached, verdict = dict(self._board.reached), self._board.verdict
         unfinished = self._vault.unfinished()
-        local = [seal for seal in self._vault.held() if seal.tier is Tier.LOCAL]
+        held = self._vault.held()
+        local = [seal for seal in held if seal.tier is Tier.LOCAL]
         accepts = directive.history.accepts
         known = set(verdict.received) if verdict else set()
         holders = self._replicator.holders()
@@ -75,6 +76,7 @@ class TierClient:
                 )
                 for rank in self._vault.ranks
             ),
+            copies=tuple(Copy(seal.rank, seal.version) for seal in held if seal.tier is Tier.PEER),
         )
 
     def _tell(self, directive: Directive, report: TierReport) -> bool:

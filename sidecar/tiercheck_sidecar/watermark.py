@@ -1,8 +1,9 @@
 """Which versions are complete where, and what may be forgotten: the rules, as arithmetic on sets.
 
-Ranks skip captures independently. Left alone they could hold disjoint sets for ever, so a version that any rank can no
-longer contribute to is abandoned, and the others are worked on oldest first. Nothing is freed by age: only what is older
-than the newest version complete in the local *and* the peer tier, or abandoned, or outside the accepted history.
+Ranks skip captures independently, and holders have two slots per rank. Left alone, ranks would hold disjoint sets for ever,
+and holders different halves of two versions. So the coordinator names one version at a time for all ranks to copy: the newest
+that every rank has sealed. Nothing is freed by age: only what is older than the newest version complete in the local *and*
+the peer tier, or can no longer become complete, or was overtaken, or lies outside the accepted history.
 """
 
 from __future__ import annotations
@@ -35,6 +36,14 @@ class RankTiers:
 
 
 @dataclass(frozen=True)
+class Copy:
+    """A verified artifact of another worker's rank."""
+
+    rank: int
+    version: Version
+
+
+@dataclass(frozen=True)
 class TierReport:
     """From a sidecar to the coordinator. Complete each time."""
 
@@ -44,6 +53,8 @@ class TierReport:
     host: str
     """Where verdicts are sent to."""
     ranks: tuple[RankTiers, ...]
+    copies: tuple[Copy, ...] = ()
+    """Kept here for other workers."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,9 @@ class Verdict:
     floor: Version | None = None
     """What is older may be freed; None: nothing."""
     abandoned: tuple[Version, ...] = ()
+    """What may be freed although it is not older: it can not become complete, or nobody needs it to."""
+    copy: Version | None = None
+    """The version that every rank should now bring to its holders."""
     upload: Version | None = None
     """The version that every rank should now bring to the remote tier."""
     received: tuple[int, ...] = ()
@@ -69,44 +83,81 @@ class Standing:
 
     local: Version | None = None
     peer: Version | None = None
+    copy: Version | None = None
+    """What is being brought to the holders; kept until all have it or some rank no longer can."""
 
 
 def judge(
-    world_size: int, ranks: Mapping[int, RankTiers], history: History, before: Standing
+    world_size: int,
+    ranks: Mapping[int, RankTiers],
+    history: History,
+    before: Standing,
+    copies: Iterable[Copy] = (),
 ) -> tuple[Standing, Verdict]:
-    """Watermarks, floor and abandoned versions (`remote` and `upload` are not decided here). Until every rank has been
-    heard, what was found before stands.
+    """Watermarks, floor, abandoned versions and the one to copy (`remote` and `upload` are not decided here). Until every
+    rank has been heard, what was found before stands. `copies` are all that any holder keeps.
     """
     if set(ranks) != set(range(world_size)):
         return before, _verdict(history, before, ranks, ())
-    local = _newest(_common(set(tiers.local) for tiers in ranks.values()), history)
     guarded = [tiers for tiers in ranks.values() if tiers.holders]
-    peer = _newest(_common(set(tiers.copied) for tiers in guarded), history)
-    standing = Standing(_later(before.local, local), _later(before.peer, peer))
-    return standing, _verdict(history, standing, ranks, _abandoned(ranks, history, standing))
+    local = _later(before.local, _newest(_common(set(tiers.local) for tiers in ranks.values()), history))
+    peer = _later(before.peer, _newest(_common(set(tiers.copied) for tiers in guarded), history))
+    standing = Standing(local, peer, _next_copy(before.copy, local, peer, guarded))
+    return standing, _verdict(history, standing, ranks, _abandoned(ranks, history, standing, list(copies)))
 
 
 def _verdict(
     history: History, standing: Standing, ranks: Mapping[int, RankTiers], abandoned: tuple[Version, ...]
 ) -> Verdict:
-    guarded = any(tiers.holders for tiers in ranks.values())
     floor = standing.local
-    if guarded:
+    if any(tiers.holders for tiers in ranks.values()):
         floor = min(standing.local, standing.peer) if standing.local and standing.peer else None
-    return Verdict(history.attempt, Watermarks(standing.local, standing.peer), floor, abandoned)
+    return Verdict(history.attempt, Watermarks(standing.local, standing.peer), floor, abandoned, standing.copy)
 
 
-def _abandoned(ranks: Mapping[int, RankTiers], history: History, standing: Standing) -> tuple[Version, ...]:
-    """Versions newer than what is complete that some rank passed by without keeping."""
+def _next_copy(
+    current: Version | None, local: Version | None, peer: Version | None, guarded: list[RankTiers]
+) -> Version | None:
+    if not guarded or local is None or (peer is not None and local <= peer):
+        return None
+    in_time = current is not None and (peer is None or current > peer)
+    if in_time and all(current in tiers.local or current in tiers.copied for tiers in guarded):
+        return current
+    return local
+
+
+def _abandoned(
+    ranks: Mapping[int, RankTiers], history: History, standing: Standing, copies: list[Copy]
+) -> tuple[Version, ...]:
+    """Versions that some rank passed by without keeping, and those that a newer complete one overtook before their turn.
+
+    Never what was once found complete: a rank that lost its own memory of that is what the other tiers are for. Copies count
+    as known: their owner may have freed the version long ago, and a holder that missed that word would otherwise keep them,
+    and refuse newer ones, for ever.
+    """
     known = {version for tiers in ranks.values() for version in (*tiers.local, *tiers.unfinished)}
-    settled = max((mark for mark in (standing.local, standing.peer) if mark), default=None)
+    known |= {copy.version for copy in copies}
+    kept = {standing.local, standing.peer, _backed(ranks, history, copies)}
     return tuple(
         version
-        for version in sorted(known)
+        for version in sorted(known - kept)
         if history.accepts(version)
-        and (settled is None or version > settled)
-        and any(_passed(tiers, version) for tiers in ranks.values())
+        and (
+            any(_passed(tiers, version) for tiers in ranks.values())
+            or (standing.local is not None and version < standing.local and version != standing.copy)
+        )
     )
+
+
+def _backed(ranks: Mapping[int, RankTiers], history: History, copies: list[Copy]) -> Version | None:
+    """The newest version of which every rank has a copy somewhere, whoever its holders are now: what an earlier attempt
+    completed stays until this one has done as much.
+    """
+    wanted = {rank for rank, tiers in ranks.items() if tiers.holders}
+    found: dict[Version, set[int]] = {}
+    for copy in copies:
+        found.setdefault(copy.version, set()).add(copy.rank)
+    return _newest((version for version, those in found.items() if wanted and wanted <= those), history)
 
 
 def _passed(tiers: RankTiers, version: Version) -> bool:
@@ -133,24 +184,6 @@ def may_free(
         return True
     floor = verdict.floor
     return floor is not None and (version < floor or (version == floor and stranded))
-
-
-def pending(held: Iterable[Version], base: Version | None, history: History, verdict: Verdict | None) -> list[Version]:
-    """Which of the versions held by an own rank its holders should have, in the order to send them.
-
-    `base` is the version that the attempt began from; older ones protect nobody any more.
-    """
-    wanted = [
-        version
-        for version in sorted(set(held))
-        if history.accepts(version) and (base is None or version >= base) and not may_free(version, history, verdict)
-    ]
-    mark = verdict.watermarks.local if verdict else None
-    # The newest complete version first, if no holder set has it yet: that is what a failure now would cost.
-    if mark in wanted and verdict and verdict.watermarks.peer is None:
-        wanted.remove(mark)
-        wanted.insert(0, mark)
-    return wanted
 
 
 def next_upload(

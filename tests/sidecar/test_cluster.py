@@ -75,7 +75,7 @@ def test_flipped_bit_in_a_peers_copy_is_noticed_and_the_next_source_is_used(make
     assert (restore.tier, restore.worker) == (Tier.PEER, 2)
     assert "worker 1 is bad" in restore.failures[0]
     assert [(bad.rank, bad.version, bad.worker) for bad in world.report(0).quarantined] == [(0, Version(10, 1), 1)]
-    until(lambda: not world.holds(1, 0, Version(10, 1)) or world.report(1).counters.replicated >= 0, "given up")
+    until(lambda: world.holds(1, 0, Version(10, 1), Tier.PEER), "the bad copy is replaced by a good one")
 
 
 def test_restore_without_any_good_source_fails_and_says_why(make_world: MakeWorld) -> None:
@@ -132,8 +132,6 @@ def test_ranks_that_skip_independently_agree_in_the_end(make_world: MakeWorld) -
         assert other.save(2)
         assert one.save(3)
         assert other.save(3)
-        for rank, step in ((one, 2), (one, 1)):
-            assert rank.hello.rank == 0 and step
         until(lambda: world.report(1).watermarks.peer == Version(3, 1), "step 3 is complete")
         until(lambda: [each.version.step for each in world.report(0).holdings] == [3, 3], "the others are freed")
 

@@ -1,0 +1,106 @@
+"""The remote tier outlives everything: versions get there complete, and come back from there when nothing else is left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from test_cluster import save_everywhere
+from world import World, until
+
+from tiercheck.protocol.directive import Phase, Policy, Source, Tier
+from tiercheck.protocol.version import Version
+
+MakeWorld = Callable[..., World]
+
+
+def with_directory(world: World, every: int = 10, keep: int = 5) -> Path:
+    store = world.root / "store"
+    store.mkdir()
+    world.remote = json.dumps({"directory": {"path": str(store)}})
+    world.policy = Policy(snapshot_every=1, remote_every=every, remote_keep=keep)
+    return store
+
+
+def test_every_tenth_step_is_uploaded_and_all_can_be_lost(make_world: MakeWorld) -> None:
+    world = make_world(workers=2, procs=2)
+    with_directory(world)
+    world.start()
+    world.begin()
+    save_everywhere(world, 4)
+    assert world.report(0).watermarks.remote is None
+    save_everywhere(world, 12)
+    until(lambda: world.report(1).watermarks.remote == Version(12, 1), "uploaded")
+    until(lambda: world.report(1).remote.versions == (Version(12, 1),), "listed")
+    save_everywhere(world, 15)
+    world.lose(0, 1)
+    world.start()
+    until(lambda: world.report(0).remote.versions == (Version(12, 1),), "found again")
+    remote = (Source(Tier.REMOTE),)
+    world.begin(Version(12, 1), dict.fromkeys(range(4), remote))
+    for worker in range(2):
+        assert [each.tier for each in world.report(worker).restore.ranks] == [Tier.REMOTE] * 2
+    until(lambda: world.report(0).watermarks.peer == Version(12, 1), "protected again")
+    save_everywhere(world, 20)
+    until(lambda: world.report(0).watermarks.remote == Version(20, 2), "the next one follows")
+
+
+def test_finished_job_leaves_its_last_version_in_the_remote_tier(make_world: MakeWorld) -> None:
+    world = make_world(workers=2)
+    with_directory(world, every=1000)
+    world.start()
+    world.begin()
+    save_everywhere(world, 7)
+    assert world.report(0).remote.versions == ()
+    world.direct(Phase.FINISH)
+    world._processes[1].terminate()
+    assert world.terminate(0) == 0
+    assert world.terminate(1) == 0
+    assert list((world.root / "store").rglob("000000000007-1.json")), "its manifest"
+
+
+def test_broken_remote_tier_is_a_problem_and_not_a_stop(make_world: MakeWorld) -> None:
+    world = make_world(workers=2)
+    store = with_directory(world)
+    store.rmdir()
+    world.start()
+    world.begin()
+    until(lambda: world.report(0).problems, "a problem is reported")
+    report = world.report(0)
+    assert report.problems[0].reason.startswith("Remote")
+    assert report.remote.reachable is False
+    assert report.remote.message
+    save_everywhere(world, 10, 20, 30, 40)
+    store.mkdir()
+    until(lambda: world.report(0).watermarks.remote is not None, "it is made up for once the directory is there")
+    until(lambda: not world.report(0).problems, "the problem is withdrawn")
+
+
+def test_misconfigured_remote_tier_says_so(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.remote = '{"tape": {}}'
+    world.start()
+    until(lambda: [each.reason for each in world.report(0).problems] == ["RemoteMisconfigured"], "said")
+
+
+def test_remote_copy_that_rotted_is_refused(make_world: MakeWorld) -> None:
+    world = make_world()
+    store = with_directory(world)
+    world.start()
+    world.begin()
+    with world.ranks() as (rank,):
+        rank.save(10)
+        until(lambda: world.report(0).watermarks.remote == Version(10, 1), "uploaded")
+    (stored,) = store.rglob("rank-0.safetensors")
+    data = bytearray(stored.read_bytes())
+    data[200_000] ^= 1
+    stored.chmod(0o644)
+    stored.write_bytes(data)
+    world.lose(0)
+    world.start(0)
+    world.new_attempt(Version(10, 1))
+    world.direct(Phase.HOLD, {0: (Source(Tier.REMOTE),)})
+    until(lambda: world.report(0).restore.state.value == "Failed", "refused")
+    assert world.report(0).restore.ranks[0].failures
+    assert world.report(0).holdings == ()
