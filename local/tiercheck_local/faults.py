@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tiercheck.protocol.slot import NotASlot, SlotHeader, read_header
 from tiercheck_local import markers
 from tiercheck_local.client import NODES, PODS, Object
 from tiercheck_local.node.agent import LOSE_EVERY_POD
@@ -17,6 +18,9 @@ from tiercheck_local.nodespec import RACK
 
 if TYPE_CHECKING:
     from tiercheck_local.cluster import LocalCluster
+
+
+_HEADER_ROOM = 4 * 1024 * 1024
 
 
 class NothingToHit(LookupError):
@@ -143,36 +147,34 @@ class Faults:
 
     # Copies.
 
-    def sealed_slots(self, pod: str, rank: int | None = None, namespace: str = "default") -> list[Path]:
+    def sealed_slots(self, pod: str, rank: int | None = None, namespace: str = "default") -> dict[Path, SlotHeader]:
         """Slots with a seal in the pod's memory (of one rank), newest first: own ones and hosted copies alike."""
-        from tiercheck.protocol.slot import NotASlot, read_header
-
         found = self._pod(pod, namespace)
         memory = self._cluster.memory_folder(found["spec"]["nodeName"], found["metadata"]["uid"])
-        slots = []
+        slots: dict[Path, SlotHeader] = {}
         for seal in memory.rglob("*.seal"):
-            slot = seal.with_suffix("") if seal.with_suffix("").exists() else seal.with_suffix(".safetensors")
+            slot = seal.with_suffix("")
             try:
                 with slot.open("rb") as file:
-                    header = read_header(file.read(2 * 1024 * 1024), slot.stat().st_size)
+                    header = read_header(file.read(_HEADER_ROOM), slot.stat().st_size)
             except (NotASlot, OSError):
                 continue
             if rank is None or header.rank == rank:
-                slots.append((header.version, slot))
-        return [slot for _, slot in sorted(slots, key=lambda entry: entry[0], reverse=True)]
+                slots[slot] = header
+        return dict(sorted(slots.items(), key=lambda entry: entry[1].version, reverse=True))
 
     def flip_bit(self, pod: str, rank: int, namespace: str = "default") -> list[Path]:
         """Flip one bit of the data in every sealed slot of `rank` in the pod's memory; the slots. Raises NothingToHit."""
         slots = self.sealed_slots(pod, rank, namespace)
         if not slots:
             raise NothingToHit(f"pod {pod} holds no sealed slot of rank {rank}")
-        for slot in slots:
+        for slot, header in slots.items():
             with slot.open("r+b") as file:
-                file.seek(-1, os.SEEK_END)
+                file.seek(header.size - 1)
                 last = file.read(1)[0]
-                file.seek(-1, os.SEEK_END)
+                file.seek(header.size - 1)
                 file.write(bytes([last ^ 1]))
-        return slots
+        return list(slots)
 
     def _pod(self, name: str, namespace: str) -> Object:
         return self._cluster.api.get(PODS, namespace, name)

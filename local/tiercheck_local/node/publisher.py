@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 
 from tiercheck_local.client import PODS, ApiFailure, Client
+from tiercheck_local.node.status import OWNED
 
 Object = Mapping[str, Any]
 log = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ class Publisher:
         self._client, self._compute = client, compute
         self._namespace, self._name, self._uid = (pod["metadata"][key] for key in ("namespace", "name", "uid"))
         self._current = pod
+        self._written: Object | None = None
         self._dirty = asyncio.Event()
         self._clean = asyncio.Event()
         self._clean.set()
@@ -36,8 +38,12 @@ class Publisher:
             self._task.cancel()
 
     def seen(self, pod: Object) -> None:
-        """A newer version of the object, as the watch brought it."""
+        """A newer version of the object, as the watch brought it. What others made of our conditions is put right."""
+        if _version(pod) < _version(self._current):
+            return  # our own write was answered before the watch showed what came earlier
         self._current = pod
+        if self._written is not None and _own(pod.get("status") or {}) != _own(self._written):
+            self.changed()
 
     def changed(self) -> None:
         self._clean.clear()
@@ -70,7 +76,7 @@ class Publisher:
         """False: the pod is gone, there is nothing to write to."""
         while True:
             previous = self._current.get("status") or {}
-            status = self._compute(previous)
+            status = self._written = self._compute(previous)
             if all(previous.get(key) == value for key, value in status.items()):
                 return True
             # The version guards the conditions that others write: a merge patch replaces the whole list.
@@ -88,3 +94,11 @@ class Publisher:
                 self._clean.set()
                 return False
             self._current = found
+
+
+def _own(status: Object) -> dict[str, str]:
+    return {entry["type"]: entry["status"] for entry in status.get("conditions") or [] if entry["type"] in OWNED}
+
+
+def _version(pod: Object) -> int:
+    return int(pod["metadata"]["resourceVersion"])

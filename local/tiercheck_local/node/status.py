@@ -103,6 +103,7 @@ def _conditions(
 ) -> list[Mapping[str, Any]]:
     sidecars = [view for view in situation.inits if view.is_sidecar]
     unready = [view.name for view in (*situation.mains, *sidecars) if not view.ready]
+    incomplete = [view.name for view in situation.inits if not (view.is_started if view.is_sidecar else view.ready)]
     ended = phase in {"Succeeded", "Failed"}
     not_ready: Object = {
         "reason": {"Succeeded": "PodCompleted", "Failed": "PodFailed"}.get(phase, "ContainersNotReady"),
@@ -110,7 +111,7 @@ def _conditions(
     }
     not_initialized: Object = {
         "reason": "ContainersNotInitialized",
-        "message": f"containers with incomplete status: [{' '.join(v.name for v in situation.inits if not v.ready)}]",
+        "message": f"containers with incomplete status: [{' '.join(incomplete)}]",
     }
     ready = not ended and not unready and situation.initialized
     wanted: list[tuple[str, bool, Object]] = [

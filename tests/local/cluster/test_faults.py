@@ -111,6 +111,17 @@ def test_partitioned_node_keeps_its_pods_until_it_hears_that_they_are_gone(bench
     usable(bench, "node-1")
 
 
+def test_pods_are_ready_again_when_their_node_is_heard_again(bench: Bench) -> None:
+    name = up(bench, PodBuilder().runs(LASTING).on("node-1"))
+    bench.faults.partition_node("node-1")
+    bench.wait("the pod to be unready", lambda: condition(bench.pod(name), "Ready") == "False")
+    bench.faults.heal_node("node-1")
+    bench.ready(name)
+    usable(bench, "node-1")
+    assert bench.log(name).count("up") == 1
+    bench.faults.delete_pods(f"test={name}")
+
+
 def test_forced_deletion_kills_at_once(bench: Bench) -> None:
     name = up(bench, PodBuilder().runs(LASTING).memory())
     pod = bench.pod(name)
