@@ -21,7 +21,8 @@ from aiohttp import web
 from tiercheck.protocol import names
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.loop import JobLoop, Surroundings
-from tiercheck_operator.controller.observation import NodeView, PodView, parse_node, parse_pod
+from tiercheck_operator.controller.observation import NodeView, PodView
+from tiercheck_operator.controller.parsing import parse_node, parse_pod
 from tiercheck_operator.kube import Kube, load_configuration
 from tiercheck_operator.metrics import Metrics
 

@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from tiercheck.about import __version__
 from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.observation import JobView, parse_time
+from tiercheck_operator.controller.observation import JobView
+from tiercheck_operator.controller.parsing import parse_time
 from tiercheck_operator.controller.record import JobRecord
 
 _JOB = ["namespace", "job"]

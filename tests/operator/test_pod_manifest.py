@@ -10,7 +10,8 @@ import kubernetes_validate
 import pytest
 
 from tiercheck.protocol import names
-from tiercheck_operator.controller.observation import JobView, SavedMember, SavedPlacement, parse_job, parse_pod
+from tiercheck_operator.controller.observation import JobView, SavedMember, SavedPlacement
+from tiercheck_operator.controller.parsing import parse_job, parse_pod
 from tiercheck_operator.manifests.placement import build_placement, parse_placement
 from tiercheck_operator.manifests.pod import build_pod
 from tiercheck_operator.manifests.quantity import parse_quantity

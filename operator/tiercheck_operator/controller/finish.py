@@ -6,7 +6,8 @@ from tiercheck.protocol.directive import Phase
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.actions import Action, Decision, DeleteJob, DeletePod
 from tiercheck_operator.controller.barrier import pushes
-from tiercheck_operator.controller.observation import Observation, parse_time
+from tiercheck_operator.controller.observation import Observation
+from tiercheck_operator.controller.parsing import parse_time
 from tiercheck_operator.controller.record import JobRecord
 
 

@@ -20,7 +20,8 @@ from tiercheck_operator.controller.actions import Decision
 from tiercheck_operator.controller.belongings import Belongings
 from tiercheck_operator.controller.decide import decide
 from tiercheck_operator.controller.execute import Executor
-from tiercheck_operator.controller.observation import JobView, NodeView, Observation, PodView, parse_job
+from tiercheck_operator.controller.observation import JobView, NodeView, Observation, PodView
+from tiercheck_operator.controller.parsing import parse_job
 from tiercheck_operator.controller.record import render_record
 from tiercheck_operator.event_posting import EventPoster
 from tiercheck_operator.kube import JOBS, ApiFailure, Kube

@@ -1,27 +1,19 @@
 """What one reconcile knows: an immutable picture of the job, its pods, the nodes and what the sidecars said.
 
-Everything is parsed here, tolerantly, so that decisions never meet a raw object and a strange one never stops them.
+Decisions never meet a raw object; `parsing` makes these of them.
 """
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiercheck.protocol import names
 from tiercheck.protocol.report import Report
-from tiercheck_operator.controller.record import JobRecord, parse_record
+from tiercheck_operator.controller.record import JobRecord
 
 ANNOTATION_AVOIDED = "tiercheck.io/avoided-nodes"
 """On pods: the nodes that the pod was told to stay away from, so that it can be freed from them when they are well."""
-
-_LOST_TAINTS = {
-    "node.kubernetes.io/unreachable",
-    "node.kubernetes.io/not-ready",
-    "node.kubernetes.io/out-of-service",
-}
 
 
 @dataclass(frozen=True)
@@ -170,136 +162,3 @@ class Observation:
         """The newest report of the pod's sidecar."""
         known = self.reports.get(pod.uid)
         return known.report if known else None
-
-
-def parse_time(text: object) -> float | None:
-    """Unix seconds of an RFC 3339 time; None if it is none."""
-    if not isinstance(text, str):
-        return None
-    try:
-        moment = datetime.datetime.fromisoformat(text.replace("Z", "+00:00"))
-    except ValueError:
-        return None
-    return (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp()
-
-
-def parse_job(raw: Mapping[str, Any]) -> JobView:
-    """Of an object that passed the CRD's schema. Raises KeyError, TypeError or ValueError on what it would have refused."""
-    metadata = raw["metadata"]
-    return JobView(
-        name=metadata["name"],
-        namespace=metadata["namespace"],
-        uid=metadata["uid"],
-        generation=int(metadata.get("generation") or 0),
-        resource_version=str(metadata.get("resourceVersion") or ""),
-        deleting=bool(metadata.get("deletionTimestamp")),
-        spec=_spec(raw["spec"]),
-        status=parse_record(raw.get("status") or {}),
-    )
-
-
-def _spec(raw: Mapping[str, Any]) -> JobSpec:
-    tiers = raw.get("tiers") or {}
-    local, peer, remote = (tiers.get(name) or {} for name in ("local", "peer", "remote"))
-    spread = peer.get("spread") or {}
-    topology = raw.get("topology") or {}
-    levels = topology.get("levels")
-    snapshot = (raw.get("checkpoint") or {}).get("snapshot") or {}
-    wanted = (raw.get("restore") or {}).get("from")
-    ttl = raw.get("ttlSecondsAfterFinished")
-    return JobSpec(
-        workers=int(raw["workers"]),
-        procs_per_worker=int(raw.get("procsPerWorker") or 1),
-        suspend=bool(raw.get("suspend")),
-        managed_by=str(raw.get("managedBy") or names.CONTROLLER),
-        template=raw["template"],
-        topology_preset=topology.get("preset"),
-        topology_levels=tuple(levels) if levels else None,
-        size_limit=str(local.get("sizeLimit") or "8Gi"),
-        copies=int(_or(peer.get("copies"), 1 if int(raw["workers"]) > 1 else 0)),
-        spread_level=spread.get("level"),
-        spread_required=spread.get("mode") == "Required",
-        snapshot_every=int(snapshot.get("everySteps") or 50),
-        remote=remote if remote.get("s3") or remote.get("directory") else None,
-        restore_step=int(wanted["step"]) if isinstance(wanted, Mapping) and wanted.get("step") is not None else None,
-        max_restarts=int(_or((raw.get("failurePolicy") or {}).get("maxRestarts"), 10)),
-        ttl_seconds=None if ttl is None else float(ttl),
-    )
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
-def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
-    """None if the labels are not those of a job's pod."""
-    metadata, spec, status = raw.get("metadata") or {}, raw.get("spec") or {}, raw.get("status") or {}
-    labels = metadata.get("labels") or {}
-    try:
-        worker, incarnation = int(labels[names.LABEL_WORKER]), int(labels.get(names.LABEL_INCARNATION, 0))
-        job_uid = str(labels[names.LABEL_JOB_UID])
-    except (KeyError, ValueError):
-        return None
-    conditions = {entry.get("type"): entry for entry in status.get("conditions") or []}
-    disrupted = conditions.get("DisruptionTarget") or {}
-    scheduled = conditions.get("PodScheduled") or {}
-    unschedulable = scheduled.get("status") == "False"
-    created = parse_time(metadata.get("creationTimestamp")) or 0.0
-    deletion = parse_time(metadata.get("deletionTimestamp"))
-    grace = float(metadata.get("deletionGracePeriodSeconds") or 0)
-    sidecar: Mapping[str, Any] = next(
-        (e for e in status.get("initContainerStatuses") or [] if e.get("name") == names.SIDECAR_CONTAINER), {}
-    )
-    return PodView(
-        name=str(metadata.get("name") or ""),
-        uid=str(metadata.get("uid") or ""),
-        job_uid=job_uid,
-        worker=worker,
-        incarnation=incarnation,
-        node=spec.get("nodeName") or None,
-        ip=status.get("podIP") or None,
-        phase=str(status.get("phase") or "Pending"),
-        created=created,
-        deleting=deletion is not None,
-        deleted_at=None if deletion is None else deletion - grace,
-        disruption=str(
-            (disrupted.get("reason") if disrupted.get("status") == "True" else "") or status.get("reason") or ""
-        ),
-        message=_pod_message(status, scheduled if unschedulable else {}),
-        unschedulable_since=(parse_time(scheduled.get("lastTransitionTime")) or created) if unschedulable else None,
-        sidecar_started=bool(sidecar.get("started") or (sidecar.get("state") or {}).get("running")),
-        avoided=frozenset(
-            name for name in ((metadata.get("annotations") or {}).get(ANNOTATION_AVOIDED) or "").split(",") if name
-        ),
-    )
-
-
-def _pod_message(status: Mapping[str, Any], scheduled: Mapping[str, Any]) -> str:
-    if scheduled:
-        return f"{scheduled.get('reason') or 'Unschedulable'}: {scheduled.get('message') or 'no node fits'}"
-    for entry in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
-        waiting = (entry.get("state") or {}).get("waiting") or {}
-        if waiting.get("reason") not in (None, "", "PodInitializing", "ContainerCreating"):
-            return f"container {entry.get('name')}: {waiting['reason']}: {waiting.get('message') or ''}".rstrip(": ")
-    return str(status.get("message") or "")
-
-
-def parse_node(raw: Mapping[str, Any]) -> NodeView:
-    metadata, spec, status = raw.get("metadata") or {}, raw.get("spec") or {}, raw.get("status") or {}
-    ready: Mapping[str, Any] = next(
-        (entry for entry in status.get("conditions") or [] if entry.get("type") == "Ready"), {}
-    )
-    taints = spec.get("taints") or []
-    lost = ""
-    if ready.get("status") in ("False", "Unknown"):
-        lost = f"node is not ready ({ready.get('reason') or ready['status']})"
-    for taint in taints:
-        if taint.get("key") in _LOST_TAINTS and taint.get("effect") == "NoExecute":
-            lost = lost or f"node is tainted {taint['key']}"
-    return NodeView(
-        name=str(metadata.get("name") or ""),
-        labels=dict(metadata.get("labels") or {}),
-        lost=lost,
-        schedulable=not spec.get("unschedulable")
-        and not any(taint.get("effect") in ("NoSchedule", "NoExecute") for taint in taints),
-    )

@@ -72,6 +72,8 @@ def retrying(obs: Observation, recovery: Recovery) -> Waiting | None:
     if Cause.parse(recovery.cause) is not Cause.RESTORE_FAILED or obs.job.status.recovery is None:
         return None
     reports = [known.report for known in obs.reports.values() if known.report is not None]
+    if len(recovery.failed_versions) < 2:
+        return None
     tried = obs.job.status.restored_version
     if tried is None or any(entry.version == tried for report in reports for entry in report.quarantined):
         return None
