@@ -1,0 +1,163 @@
+"""What the operator makes of the API's objects, its environment and its own status."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiercheck.protocol.version import Branch, History, Version
+from tiercheck_operator.config import Config
+from tiercheck_operator.controller.loop import merge_patch
+from tiercheck_operator.controller.parsing import parse_node, parse_pod, parse_time
+from tiercheck_operator.controller.record import (
+    Condition,
+    JobRecord,
+    PlacementRecord,
+    Recovery,
+    TierRecord,
+    parse_record,
+    render_record,
+    rfc3339,
+)
+
+LABELS = {"tiercheck.io/worker": "3", "tiercheck.io/job-uid": "u", "tiercheck.io/incarnation": "2"}
+
+
+def pod(status: dict[str, Any] | None = None, **metadata: Any) -> dict[str, Any]:
+    return {"metadata": {"name": "p", "uid": "x", "labels": LABELS, **metadata}, "spec": {}, "status": status or {}}
+
+
+def test_evicted_pod_tells_why_and_when() -> None:
+    view = parse_pod(
+        pod(
+            {"conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}]},
+            deletionTimestamp="2026-01-01T00:00:30Z",
+            deletionGracePeriodSeconds=30,
+        )
+    )
+    assert view is not None
+    assert view.deleting
+    assert view.disruption == "EvictionByEvictionAPI"
+    assert view.deleted_at == parse_time("2026-01-01T00:00:00Z")
+
+
+def test_unschedulable_pod_carries_the_schedulers_sentence() -> None:
+    condition = {
+        "type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }  # fmt: skip
+    view = parse_pod(pod({"conditions": [condition]}))
+    assert view is not None
+    assert view.message == "Unschedulable: 0/3 nodes are available"
+    assert view.unschedulable_since == parse_time("2026-01-01T00:00:00Z")
+
+
+def test_image_that_cannot_be_pulled_is_named() -> None:
+    waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}}
+    view = parse_pod(pod({"containerStatuses": [{"name": "trainer", "state": waiting}]}))
+    assert view is not None
+    assert view.message == "container trainer: ImagePullBackOff: Back-off pulling image"
+
+
+@pytest.mark.parametrize("labels", [{}, {"tiercheck.io/worker": "x", "tiercheck.io/job-uid": "u"}])
+def test_pod_of_nobody_is_ignored(labels: dict[str, str]) -> None:
+    assert parse_pod({"metadata": {"labels": labels}}) is None
+
+
+@pytest.mark.parametrize(
+    ("node", "lost"),
+    [
+        ({"status": {"conditions": [{"type": "Ready", "status": "True"}]}}, False),
+        ({"status": {"conditions": [{"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown"}]}}, True),
+        ({"status": {"conditions": [{"type": "Ready", "status": "False"}]}}, True),
+        ({"spec": {"taints": [{"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}]}}, True),
+        ({"spec": {"taints": [{"key": "node.kubernetes.io/unreachable", "effect": "NoSchedule"}]}}, False),
+        ({"spec": {"taints": [{"key": "node.kubernetes.io/out-of-service", "effect": "NoExecute"}]}}, True),
+        ({"spec": {"unschedulable": True}}, False),
+        ({}, False),
+    ],
+)
+def test_node_counts_as_lost_by_condition_or_taint_and_not_when_cordoned(node: dict[str, Any], lost: bool) -> None:
+    assert bool(parse_node({"metadata": {"name": "n"}, **node}).lost) is lost
+
+
+def test_status_means_the_same_after_a_round_trip() -> None:
+    record = JobRecord(
+        observed_generation=3,
+        attempt=7,
+        phase="Restoring",
+        members="abc",
+        history=History((Branch(1, 0), Branch(7, 40))),
+        crashes=2,
+        disruptions=4,
+        step=41,
+        step_seconds=0.25,
+        tiers={"peer": TierRecord(40, "2026-01-01T00:00:00Z", 1)},
+        placement=PlacementRecord("h", "rack", ("any one rack",), 0),
+        recovery=Recovery(
+            "NodeLost", "m", 10.5, 11.25, 7, "r", 40, 1, 3, 12.0, failed_versions=(Version(45, 1), Version(45, 1))
+        ),
+        last_recovery={"attempt": 6},
+        started=rfc3339(0),
+        conditions=(Condition("Running", False, "Copying", "m", rfc3339(1), 3),),
+    )
+    assert parse_record(render_record(record)) == record
+    assert record.restored_version == Version(40, 1)
+
+
+def test_status_that_is_not_there_yet_is_a_new_job() -> None:
+    assert parse_record({}) == JobRecord()
+
+
+_JSON = st.recursive(
+    st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=2),
+    lambda inner: st.dictionaries(st.sampled_from("abcd"), inner, max_size=3),
+    max_leaves=8,
+)
+_OBJECT = st.dictionaries(st.sampled_from("abcd"), _JSON, max_size=4)
+
+
+def _apply(target: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
+    """RFC 7396."""
+    for key, value in patch.items():
+        if value is None:
+            target.pop(key, None)
+        elif isinstance(value, dict):
+            before = target.get(key)
+            target[key] = _apply(before if isinstance(before, dict) else {}, value)
+        else:
+            target[key] = value
+    return target
+
+
+@given(old=_OBJECT, new=_OBJECT)
+def test_merge_patch_turns_the_old_status_into_the_new(old: dict[str, Any], new: dict[str, Any]) -> None:
+    assert _apply(copy.deepcopy(old), merge_patch(old, new)) == new
+
+
+def test_settings_come_from_the_environment() -> None:
+    config = Config.from_env(
+        {
+            "TIERCHECK_NAMESPACES": "a, b",
+            "TIERCHECK_METRICS_ADDRESS": "127.0.0.1:9999",
+            "TIERCHECK_SETTLE_SECONDS": "0.5",
+            "TIERCHECK_SIDECAR_IMAGE": "",
+        }
+    )
+    assert config.namespaces == ("a", "b")
+    assert (config.metrics_host, config.metrics_port) == ("127.0.0.1", 9999)
+    assert config.patience.settle == 0.5
+    assert config.patience.suspect == 10.0
+    assert config.sidecar_image == Config().sidecar_image
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("TIERCHECK_SETTLE_SECONDS", "soon"), ("TIERCHECK_METRICS_ADDRESS", "localhost")]
+)
+def test_setting_that_cannot_be_understood_is_named(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        Config.from_env({name: value})
