@@ -23,7 +23,14 @@ class Reclaimer:
         while not self._board.stopping:
             seen = self._board.wait(seen, timeout=1.0)
             with self._board.lock:
-                self._board.trainer.tick(self._board.clock())
+                directive = self._board.directive
+                # At the end of a job the launcher is meant to go, and says nothing about it.
+                if directive is not None and directive.phase is Phase.RELEASE:
+                    lost = self._board.trainer.tick(self._board.clock())
+                else:
+                    lost = False
+            if lost:
+                self._board.bump()
             self._host()
             self.step()
 

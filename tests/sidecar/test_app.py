@@ -1,0 +1,111 @@
+"""The control API, health and metrics, and the library's installation."""
+
+from __future__ import annotations
+
+import http.client
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+from world import World, error_of, until
+
+from tiercheck.protocol import names
+from tiercheck.protocol.directive import Phase
+from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.report import Report
+from tiercheck_sidecar.install_library import install
+
+MakeWorld = Callable[..., World]
+
+
+def test_directive_is_idempotent_and_strangers_ones_are_refused(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.new_attempt()
+    directive = world.directive(0, Phase.HOLD)
+    for _ in range(2):
+        status, body = world.call(0, "PUT", "/v1/directive", to_json(directive))
+        assert status == 200
+        assert msgspec.json.decode(body, type=Report).revision == directive.revision
+    for wrong in (replace(directive, job_uid="other"), replace(directive, worker=5)):
+        status, body = world.call(0, "PUT", "/v1/directive", to_json(wrong))
+        assert status == 403
+        assert error_of(body)
+    for garbage in (b"", b"{", b'{"attempt": 1}'):
+        assert world.call(0, "PUT", "/v1/directive", garbage)[0] == 422
+    assert world.call(0, "GET", "/v1/report?after=x")[0] == 422
+    assert world.report(0).restore.state.value == "Ready", "nothing to restore in a first attempt"
+
+
+def test_long_poll_answers_when_something_happens(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    serial = world.report(0).serial
+    answers: list[tuple[int, bytes]] = []
+    waiter = threading.Thread(target=lambda: answers.append(world.call(0, "GET", f"/v1/report?after={serial}&wait=8")))
+    began = time.monotonic()
+    waiter.start()
+    world.new_attempt()
+    world.direct(Phase.HOLD)
+    waiter.join()
+    assert msgspec.json.decode(answers[0][1], type=Report).serial > serial
+    assert world.call(0, "GET", "/v1/report?after=999999&wait=0.1")[0] == 200
+    assert time.monotonic() - began < 60
+
+
+def test_health_and_metrics_are_plain_http(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.begin()
+    with world.ranks() as (rank,):
+        rank.save(10)
+        until(lambda: b'tiercheck_watermark_step{tier="local"} 10.0' in scrape(world), "the watermark is shown")
+    assert b"tiercheck_captured_total 1.0" in scrape(world)
+    assert b"tiercheck_attempt 1.0" in scrape(world)
+
+
+def scrape(world: World) -> bytes:
+    connection = http.client.HTTPConnection(world.host(0), names.METRICS_PORT, timeout=10)
+    connection.request("GET", "/metrics")
+    body = connection.getresponse().read()
+    connection.close()
+    return body
+
+
+def test_wrong_environment_is_named_and_ends_the_process(make_world: MakeWorld) -> None:
+    world = make_world()
+    env = {**world.env(0), names.ENV_WORKER: "first"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tiercheck_sidecar"], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "TIERCHECK_WORKER is not a whole number" in done.stderr
+
+
+def test_sidecar_of_a_running_job_ends_at_once_when_its_pod_is_deleted(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.begin()
+    assert world.terminate(0) == 0
+
+
+def test_library_is_copied_whole_and_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        target = install(tmp_path / "lib")
+    assert (target / "protocol" / "slot.py").is_file()
+    assert [each.name for each in (tmp_path / "lib").iterdir()] == ["tiercheck"]
+    code = "import tiercheck.protocol.slot as s; print(s.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path / "lib")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith(str(tmp_path))

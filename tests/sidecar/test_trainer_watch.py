@@ -1,0 +1,70 @@
+"""What the sidecar makes of a launcher's words and of its silence."""
+
+from __future__ import annotations
+
+from tiercheck.protocol.local import LauncherEvent
+from tiercheck.protocol.report import TrainerState
+from tiercheck_sidecar.trainer_watch import COME_BACK_SECONDS, TrainerWatch
+
+
+def running(attempt: int = 1) -> TrainerWatch:
+    watch = TrainerWatch()
+    watch.launcher_connected()
+    watch.begin_attempt(attempt, False, 0.0)
+    watch.event(LauncherEvent("started", attempt), 1.0)
+    return watch
+
+
+def test_silent_launcher_is_given_a_moment_and_then_its_container_counts_as_restarted() -> None:
+    watch = running()
+    watch.launcher_gone(5.0)
+    assert not watch.tick(5.0 + COME_BACK_SECONDS / 2)
+    assert watch.report.state is TrainerState.RUNNING
+    assert watch.tick(5.0 + COME_BACK_SECONDS)
+    assert (watch.report.state, watch.report.reason) == (TrainerState.FAILED, "ContainerRestarted")
+
+
+def test_launcher_that_reconnects_and_still_runs_the_command_changes_nothing() -> None:
+    watch = running()
+    watch.launcher_gone(5.0)
+    watch.launcher_connected()
+    watch.event(LauncherEvent("started", 1), 5.5)
+    assert not watch.tick(100.0)
+    assert watch.report.started_at == 1.0
+
+
+def test_new_launcher_that_knows_of_nothing_means_a_restart_at_once() -> None:
+    watch = running()
+    watch.launcher_gone(5.0)
+    watch.launcher_connected()
+    watch.event(LauncherEvent("idle", 0), 5.1)
+    assert watch.lost_container
+
+
+def test_restarted_sidecar_learns_from_the_launcher_that_the_command_runs_or_has_ended() -> None:
+    for event, state in (
+        (LauncherEvent("started", 4), TrainerState.RUNNING),
+        (LauncherEvent("exited", 4, 0), TrainerState.SUCCEEDED),
+        (LauncherEvent("exited", 4, 1, "Crashed"), TrainerState.FAILED),
+    ):
+        watch = TrainerWatch()
+        watch.launcher_connected()
+        watch.event(event, 1.0)
+        watch.begin_attempt(4, True, 2.0)
+        assert watch.report.state is state
+        assert not watch.tick(100.0)
+
+
+def test_events_of_the_previous_attempt_are_not_those_of_this_one() -> None:
+    watch = running(1)
+    watch.begin_attempt(2, False, 5.0)
+    watch.event(LauncherEvent("exited", 1, 143, "Signalled"), 6.0)
+    assert watch.report.state is TrainerState.WAITING
+
+
+def test_step_time_is_averaged_and_the_newest_step_of_any_rank_counts() -> None:
+    watch = running()
+    watch.progress(10, 1.0, 2.0)
+    watch.progress(9, 2.0, 3.0)
+    assert (watch.report.step, watch.report.first_step_at) == (10, 2.0)
+    assert watch.report.step_seconds == 1.2
