@@ -174,12 +174,16 @@ class Vault:
         )
 
     def tidy(self) -> None:
-        """Bring the slots to the planned number and size, as far as memory is free. Slow: pre-faults."""
+        """Bring the slots to the planned number and size, as far as memory is free. Slow: pre-faults.
+
+        Says that something changed only if it did: those who are told call this again.
+        """
         self._trim()
-        while (slot := self._next_missing()) is not None:
-            if not self._allocate(slot):
-                return
-        self._on_change()
+        added = False
+        while (slot := self._next_missing()) is not None and self._allocate(slot):
+            added = True
+        if added:
+            self._on_change()
 
     # Own ranks: the trainer writes
 
