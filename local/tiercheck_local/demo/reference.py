@@ -38,6 +38,7 @@ def run_uninterrupted(
                         subprocess.Popen(
                             command,
                             env=_environment(rank, ranks, port),
+                            cwd=directory,  # whatever the command saves stays out of the user's folders, and is found by nobody
                             stdout=output,
                             stderr=subprocess.STDOUT,
                             stdin=subprocess.DEVNULL,

@@ -37,18 +37,28 @@ class Executor:
         self._kube, self._config, self._belongings = kube, config, belongings
 
     async def run(self, job: JobView, actions: Iterable[Action], sidecars: JobSidecars | None) -> None:
-        """In order, except that independent calls go out together. Raises ApiFailure, the first one."""
+        """What the job owns first, then deletions, then everything else; within each, all at once.
+
+        Deletions go before creations, so that the scheduler does not count a lost pod when it spreads its replacement.
+        Raises ApiFailure, the first one.
+        """
         gate = asyncio.Semaphore(_AT_ONCE)
-        together = []
+        own = (EnsureCredentials, EnsureService, SavePlacement)
+        deletions, others = [], []
         for action in actions:
-            if isinstance(action, (EnsureCredentials, EnsureService, SavePlacement)):
+            if isinstance(action, own):
                 await self._one(job, action, sidecars, gate)
+            elif isinstance(action, DeletePod):
+                deletions.append(action)
             else:
-                together.append(self._one(job, action, sidecars, gate))
-        failures = [result for result in await asyncio.gather(*together, return_exceptions=True) if result is not None]
-        for failure in failures:
-            if isinstance(failure, BaseException):
-                raise failure
+                others.append(action)
+        results: list[BaseException | None] = []
+        for group in (deletions, others):
+            calls = [self._one(job, action, sidecars, gate) for action in group]
+            results += await asyncio.gather(*calls, return_exceptions=True)
+        for result in results:
+            if result is not None:
+                raise result
 
     async def _one(self, job: JobView, action: Action, sidecars: JobSidecars | None, gate: asyncio.Semaphore) -> None:
         async with gate:
