@@ -18,7 +18,7 @@ def page(record: RunRecord) -> str:
         [
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(record.title)}</title><style>{CSS}</style></head><body><main>",
+            f"<title>{_verdict(record)}: {escape(record.title)}</title><style>{CSS}</style></head><body><main>",
             _head(record),
             _section("What failed, and what it cost", _FAULTS, f'<div class="card">{_faults(record)}</div>'),
             _section(
@@ -74,7 +74,7 @@ def _card(key: str, chart: str) -> str:
 
 
 def _head(record: RunRecord) -> str:
-    kind, word = ("", "Bitwise equal") if record.bitwise_equal else (" bad", "Not equal")
+    kind = "" if record.bitwise_equal else " bad"
     racks = len(set(record.nodes.values()))
     where = f"{plural(record.workers, 'worker')}, {plural(len(record.nodes), 'node')} in {plural(racks, 'rack')}"
     figures = (
@@ -88,9 +88,13 @@ def _head(record: RunRecord) -> str:
     return (
         f'<h1>{escape(record.title)}</h1><p class="soft">{escape(where)} · {escape(record.machine)} · '
         f"{_date(record.started)}</p>"
-        f'<div class="card verdict{kind}"><strong>{word}</strong>{escape(record.sentence)}</div>'
+        f'<div class="card verdict{kind}"><strong>{_verdict(record)}</strong>{escape(record.sentence)}</div>'
         f'<dl class="figures">{cells}</dl>'
     )
+
+
+def _verdict(record: RunRecord) -> str:
+    return "Bitwise equal" if record.bitwise_equal else "Not equal"
 
 
 def _faults(record: RunRecord) -> str:
@@ -175,4 +179,4 @@ def _phase_key() -> str:
 
 
 def _date(moment: float) -> str:
-    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M UTC")

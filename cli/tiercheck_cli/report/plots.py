@@ -28,7 +28,8 @@ def draw_loss(record: RunRecord, path: Path) -> None:
         loss.axvspan(mark.restored_step, mark.last_step, color="#E69F00", alpha=0.25, linewidth=0, label=label)
     _mark(loss, [(mark.last_step, mark.number) for mark in marks])
     loss.set(xlabel="step", ylabel="loss")
-    loss.set_title(record.title, loc="left", pad=22, fontweight="bold")
+    verdict = "bitwise equal" if record.bitwise_equal else "NOT EQUAL"
+    loss.set_title(f"{record.title} · {verdict}", loc="left", pad=22, fontweight="bold")
 
     for index, curve in enumerate(progress_curves(record)):
         label = "newest step" if index == 0 else None
@@ -37,7 +38,7 @@ def draw_loss(record: RunRecord, path: Path) -> None:
         stairs = watermark_curve(record, tier)
         if stairs:
             colour, label = colours.TIERS[tier], f"complete in {TIER_WORDS[tier]}"
-            progress.plot(*_columns(stairs), color=colour, linewidth=1, linestyle="--", label=label)
+            progress.plot(*_columns(stairs), color=colour, linewidth=1.4, linestyle=colours.DASHES[tier], label=label)
     for mark in marks:
         label = "no training" if mark.number == 1 else None
         progress.axvspan(mark.injected, mark.resumed, color="0.5", alpha=0.25, linewidth=0, label=label)
@@ -47,9 +48,12 @@ def draw_loss(record: RunRecord, path: Path) -> None:
         axes.margins(x=0.01)
         axes.grid(axis="y", color="0.9")
         axes.spines[["top", "right"]].set_visible(False)
-        if axes.get_legend_handles_labels()[0]:
-            corner = "upper right" if axes is loss else "upper left"
-            axes.legend(loc=corner, fontsize=9, framealpha=0.95, edgecolor="0.9")
+    progress.set_xlim(left=0)
+    # Outside of the curves: the lower ones begin where a legend would lie.
+    if loss.get_legend_handles_labels()[0]:
+        loss.legend(loc="upper right", fontsize=9, framealpha=0.95, edgecolor="0.9")
+    if progress.get_legend_handles_labels()[0]:
+        progress.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=5, fontsize=9, frameon=False)
     _save(figure, path)
 
 

@@ -23,7 +23,7 @@ p { margin: 6px 0 12px; max-width: 75ch; }
 .figures dt { color: var(--soft); font-size: .85rem; }
 .figures dd { margin: 0; font-size: 1.45rem; font-weight: 650; font-variant-numeric: tabular-nums; }
 table { border-collapse: collapse; width: 100%; font-size: .92rem; }
-th { text-align: left; font-weight: 600; color: var(--soft); font-size: .82rem; white-space: nowrap; }
+th { text-align: left; font-weight: 600; color: var(--soft); font-size: .82rem; }
 th, td { padding: 8px 10px; border-bottom: 1px solid var(--rule); vertical-align: top; }
 tr:last-child td { border-bottom: 0; }
 .wide { width: 100%; min-width: 200px; }
