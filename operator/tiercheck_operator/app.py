@@ -7,6 +7,7 @@ is down, and its owner references leave nothing behind.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import logging
 import os
@@ -23,10 +24,13 @@ from tiercheck_operator.config import Config
 from tiercheck_operator.controller.loop import JobLoop, Surroundings
 from tiercheck_operator.controller.observation import NodeView, PodView
 from tiercheck_operator.controller.parsing import parse_node, parse_pod
-from tiercheck_operator.kube import Kube, load_configuration
+from tiercheck_operator.kube import ApiFailure, Kube, load_configuration
 from tiercheck_operator.metrics import Metrics
 
 log = logging.getLogger(__name__)
+
+_KIND_EVERY = 2.0
+"""Seconds between two looks for our kind while it is not installed."""
 
 
 class Operator:
@@ -47,6 +51,8 @@ class Operator:
         """Until `stop` is set, or a watch is lost for good (then the process ends, to be started again)."""
         server = await self._serve()
         try:
+            if self._config.namespaces and not await self._served(stop):
+                return
             await kopf.operator(
                 registry=self._registry(),
                 settings=self._settings(),
@@ -61,6 +67,24 @@ class Operator:
             await server.cleanup()
             self._kube.close()
 
+    async def _served(self, stop: asyncio.Event) -> bool:
+        """Wait until the server knows our kind, which kopf looks for only once then; False: told to stop before."""
+        told = False
+        while not stop.is_set():
+            try:
+                known = await self._kube.get(f"/apis/{names.API_GROUP}/{names.API_VERSION}")
+            except ApiFailure as error:
+                log.warning("the kinds of the API server cannot be listed: %s", error)
+                known = None
+            if any(entry.get("name") == names.PLURAL for entry in (known or {}).get("resources") or []):
+                return True
+            if not told:
+                log.warning("the API server has no %s yet; install its definition (crds/)", names.KIND)
+                told = True
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), _KIND_EVERY)
+        return False
+
     def _settings(self) -> kopf.OperatorSettings:
         settings = kopf.OperatorSettings()
         settings.posting.enabled = False
@@ -69,6 +93,8 @@ class Operator:
         settings.watching.chunk_size = 500
         settings.watching.label_selectors["v1", "pods"] = names.LABEL_JOB_UID
         settings.process.ultimate_exiting_timeout = 10
+        # An operator of some namespaces has no right to look for namespaces and kinds, and kopf asks for a minute in vain.
+        settings.scanning.disabled = bool(self._config.namespaces)
         settings.persistence.finalizer = f"{names.API_GROUP}/finalizer"
         settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=names.API_GROUP)
         settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=names.API_GROUP)

@@ -1,0 +1,230 @@
+"""What only a real API server can tell: Pod Security admits our pods without a word, and the shipped RBAC is enough."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from real_cluster import post, service_account_kubeconfig
+
+from tiercheck_local.cluster import LocalCluster
+from tiercheck_local.nodespec import NodeSpec
+from tiercheck_operator.controller.observation import JobView
+from tiercheck_operator.controller.parsing import parse_job
+from tiercheck_operator.manifests.pod import build_pod
+from tiercheck_operator.manifests.service import build_service
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.cluster,
+    pytest.mark.skipif(
+        not os.environ.get("KUBEBUILDER_ASSETS"),
+        reason="KUBEBUILDER_ASSETS names no folder with etcd and kube-apiserver",
+    ),
+]
+
+ROOT = Path(__file__).parents[2]
+RESTRICTED = "restricted"
+DEADLINE = 90.0
+SECURE = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """With a namespace in which only restricted pods may be made, and with what `kubectl apply -f deploy/` makes."""
+    with LocalCluster(tmp_path_factory.mktemp("cluster"), [NodeSpec("n1"), NodeSpec("n2")], "real") as started:
+        started.apply_crds(ROOT / "crds")
+        levels = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn", "audit")}
+        started.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": RESTRICTED, "labels": levels}})
+        started.apply_file(ROOT / "deploy" / "operator.yaml")
+        yield started
+
+
+def job(**changes: Any) -> JobView:
+    """A compliant user's job, as the operator sees it."""
+    tiers = {"local": {"sizeLimit": "1Gi"}, **changes.pop("tiers", {})}
+    template = {
+        "spec": {
+            "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}},
+            "containers": [
+                {
+                    "name": "trainer",
+                    "image": "train:1",
+                    "command": ["torchrun", "train.py"],
+                    "resources": {"limits": {"cpu": "4", "memory": "8Gi", "nvidia.com/gpu": "1"}},
+                    "securityContext": SECURE,
+                }
+            ],
+        }
+    }
+    return parse_job(
+        {
+            "metadata": {"name": "gpt", "namespace": RESTRICTED, "uid": "0b0e1b9e-6ad5-4a43-9d0c-6b2c4d9f7a10"},
+            "spec": {"workers": 2, "template": template, "tiers": tiers, **changes},
+        }
+    )
+
+
+S3 = {"bucket": "b", "prefix": "p", "region": "eu-central-1"}
+CASES = {
+    "no remote tier": job(),
+    "s3 with the pod's own identity": job(tiers={"remote": {"s3": S3}}),
+    "s3 with a Secret": job(tiers={"remote": {"s3": {**S3, "credentialsSecretName": "aws"}}}),
+    "a directory": job(
+        tiers={"remote": {"directory": {"volume": {"persistentVolumeClaim": {"claimName": "c"}}, "subPath": "x"}}}
+    ),
+    "eight processes": job(procsPerWorker=8, topology={"preset": "gke"}),
+}
+
+
+@pytest.mark.parametrize("avoid", [(), ("n1",)], ids=["anywhere", "not on n1"])
+@pytest.mark.parametrize("case", CASES)
+def test_restricted_namespace_admits_our_pods_without_a_warning(
+    cluster: LocalCluster, case: str, avoid: tuple[str, ...]
+) -> None:
+    path = f"/api/v1/namespaces/{RESTRICTED}/pods?dryRun=All&fieldValidation=Strict"
+    pod = build_pod(CASES[case], 1, 0, avoid, "tiercheck-sidecar:1")
+    status, answer, warnings = post(cluster.kubeconfig, path, pod)
+    assert (status, warnings) == (201, []), answer.get("message")
+
+
+def test_restricted_namespace_is_really_restricted(cluster: LocalCluster) -> None:
+    pod = build_pod(CASES["no remote tier"], 1, 0, (), "tiercheck-sidecar:1")
+    del pod["spec"]["containers"][0]["securityContext"]
+    path = f"/api/v1/namespaces/{RESTRICTED}/pods?dryRun=All"
+    status, answer, _ = post(cluster.kubeconfig, path, pod)
+    assert status == 403
+    assert "violates PodSecurity" in answer["message"]
+
+
+def test_service_is_admitted_under_strict_validation(cluster: LocalCluster) -> None:
+    path = f"/api/v1/namespaces/{RESTRICTED}/services?dryRun=All&fieldValidation=Strict"
+    assert post(cluster.kubeconfig, path, build_service(job()))[::2] == (201, [])
+
+
+def test_shipped_manifests_are_valid_and_their_pod_is_restricted(cluster: LocalCluster) -> None:
+    documents = [entry for entry in yaml.safe_load_all((ROOT / "deploy" / "operator.yaml").read_text()) if entry]
+    (deployment,) = [entry for entry in documents if entry["kind"] == "Deployment"]
+    path = "/apis/apps/v1/namespaces/tiercheck-system/deployments?dryRun=All&fieldValidation=Strict"
+    copy = {**deployment, "metadata": {**deployment["metadata"], "name": "copy"}}
+    assert post(cluster.kubeconfig, path, copy)[::2] == (201, [])
+    template = deployment["spec"]["template"]
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {**template["metadata"], "name": "p"},
+        "spec": template["spec"],
+    }
+    path = f"/api/v1/namespaces/{RESTRICTED}/pods?dryRun=All&fieldValidation=Strict"
+    status, answer, warnings = post(cluster.kubeconfig, path, pod)
+    assert (status, warnings) == (201, []), answer.get("message")
+
+
+# The operator as its own service account.
+
+
+JOBS = "/apis/tiercheck.io/v1alpha1/namespaces/{}/tiercheckjobs"
+
+
+def short_job(name: str, namespace: str, **changes: Any) -> dict[str, Any]:
+    """Two workers that have nothing to do; everything in it is allowed in a restricted namespace."""
+    container = {
+        "name": "trainer",
+        "image": "i",
+        "command": ["/bin/sh", "-c", "exit 0"],
+        "securityContext": SECURE,
+    }
+    secure = {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
+    return {
+        "apiVersion": "tiercheck.io/v1alpha1",
+        "kind": "TierCheckJob",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {
+            "workers": 2,
+            "tiers": {"local": {"sizeLimit": "16Mi"}},
+            "template": {
+                "spec": {"terminationGracePeriodSeconds": 3, "securityContext": secure, "containers": [container]}
+            },
+            **changes,
+        },
+    }
+
+
+def status(cluster: LocalCluster, name: str, namespace: str) -> dict[str, Any]:
+    found = cluster.api.request("GET", f"{JOBS.format(namespace)}/{name}")
+    return dict(found.get("status") or {})
+
+
+def condition(cluster: LocalCluster, name: str, namespace: str, kind: str) -> dict[str, Any]:
+    conditions = status(cluster, name, namespace).get("conditions") or []
+    return next((entry for entry in conditions if entry["type"] == kind), {})
+
+
+def gone(cluster: LocalCluster, name: str, namespace: str) -> bool:
+    found = cluster.api.request("GET", JOBS.format(namespace))["items"]
+    return name not in {entry["metadata"]["name"] for entry in found}
+
+
+def run_as_service_account(
+    cluster: LocalCluster, tmp_path: Path, account: str = "tiercheck-operator", **env: str
+) -> Path:
+    """Start the operator with the shipped rights and no others; returns its log."""
+    kubeconfig = service_account_kubeconfig(cluster.kubeconfig, "tiercheck-system", account, tmp_path / "kubeconfig")
+    log = cluster.logs / "operator.log"
+    log.unlink(missing_ok=True)
+    cluster.start_operator({"KUBECONFIG": str(kubeconfig), **env})
+    return log
+
+
+@pytest.fixture
+def stopped_operator(cluster: LocalCluster) -> Iterator[None]:
+    yield
+    if cluster.operator is not None:
+        cluster.operator.terminate()
+        cluster.operator.wait(30)
+
+
+@pytest.mark.usefixtures("stopped_operator")
+def test_shipped_rights_are_enough_for_the_whole_life_of_a_job(cluster: LocalCluster, tmp_path: Path) -> None:
+    log = run_as_service_account(cluster, tmp_path)
+    cluster.apply(short_job("whole", RESTRICTED, ttlSecondsAfterFinished=3))
+    cluster.wait_for(lambda: status(cluster, "whole", RESTRICTED).get("phase") == "Completed", DEADLINE, "completion")
+    core = f"/api/v1/namespaces/{RESTRICTED}"
+    for path in ("services/whole", "secrets/whole-credentials", "configmaps/whole-placement"):
+        assert cluster.api.request("GET", f"{core}/{path}")["metadata"]["ownerReferences"][0]["name"] == "whole"
+    reasons = {event["reason"] for event in cluster.api.request("GET", f"{core}/events")["items"]}
+    assert reasons, "no Event was posted"
+    cluster.wait_for(lambda: gone(cluster, "whole", RESTRICTED), DEADLINE, "the job to be removed after its time")
+    said = log.read_text()
+    assert not re.findall(r".*(?:[Ff]orbidden|Not enough permissions|Traceback).*", said), said
+
+
+def rbac(kind: str, name: str, role: str, namespace: str | None = None) -> dict[str, Any]:
+    """Binds the service account `narrow`."""
+    return {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": kind,
+        "metadata": {"name": name, **({"namespace": namespace} if namespace else {})},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
+        "subjects": [{"kind": "ServiceAccount", "name": "narrow", "namespace": "tiercheck-system"}],
+    }
+
+
+@pytest.mark.usefixtures("stopped_operator")
+def test_operator_of_one_namespace_needs_rights_there_only(cluster: LocalCluster, tmp_path: Path) -> None:
+    account = {"name": "narrow", "namespace": "tiercheck-system"}
+    cluster.apply({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account})
+    cluster.apply(rbac("ClusterRoleBinding", "narrow", "tiercheck-operator"))
+    cluster.apply(rbac("RoleBinding", "narrow", "tiercheck-operator-jobs", RESTRICTED))
+    log = run_as_service_account(cluster, tmp_path, "narrow", TIERCHECK_NAMESPACES=RESTRICTED)
+    cluster.apply(short_job("elsewhere", "default"))
+    cluster.apply(short_job("here", RESTRICTED))
+    cluster.wait_for(lambda: status(cluster, "here", RESTRICTED).get("phase") == "Completed", DEADLINE, "completion")
+    assert status(cluster, "elsewhere", "default") == {}
+    said = log.read_text()
+    assert not re.findall(r".*(?:[Ff]orbidden|Not enough permissions|Traceback).*", said), said
