@@ -53,6 +53,10 @@ class Faults:
         """Host PIDs of everything in the container, oldest first."""
         return sorted(markers.pids(markers.POD, self._place(pod, namespace, container)))
 
+    def processes_of(self, node: str, pod_uid: str, container: str) -> list[int]:
+        """As `container_processes`, for a pod that the API may know no more, as after a partition."""
+        return sorted(markers.pids(markers.POD, markers.place(self._cluster.id, node, pod_uid, container)))
+
     def kill_container(self, pod: str, container: str, namespace: str = "default") -> None:
         """SIGKILL everything in one container at once. Raises NothingToHit."""
         if not markers.send(markers.POD, self._place(pod, namespace, container), signal.SIGKILL):

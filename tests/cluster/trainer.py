@@ -1,7 +1,8 @@
 """What the cluster tests train: a tiny model whose every step couples all ranks, so that survivors notice a loss.
 
 Deterministic: the same step gives the same bits on any attempt. The pace is set by PACE seconds per step, so that a
-test can place a fault in the middle of a run without depending on the machine's speed.
+test can place a fault in the middle of a run without depending on the machine's speed. FAIL_AT=n exits at step n,
+STALL_AT=n stops moving at step n of the first attempt, ALONE=1 leaves the ranks uncoupled.
 """
 
 from __future__ import annotations
@@ -46,21 +47,24 @@ def digest(model: torch.nn.Module) -> str:
 def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    if world > 1:
+    together = world > 1 and os.environ.get("ALONE") != "1"
+    if together:
         dist.init_process_group("gloo")
     model, optimizer = build(rank)
     with Checkpointer(model, optimizer, every=None if together_in_cluster() else STEPS + 1) as checkpointer:
         start = checkpointer.restore()
         print(json.dumps({"start": start, "attempt": checkpointer_attempt()}), flush=True)
         for step in range(start + 1, STEPS + 1):
-            loss = train_one_step(model, optimizer, rank, world > 1)
+            loss = train_one_step(model, optimizer, rank, together)
             checkpointer.step(loss=loss)
             print(json.dumps({"step": step, "attempt": checkpointer_attempt(), "rank": rank, "loss": loss}), flush=True)
             if os.environ.get("FAIL_AT") == str(step):
                 sys.exit(7)
+            while os.environ.get("STALL_AT") == str(step) and checkpointer_attempt() == 1:
+                time.sleep(PACE)
             time.sleep(PACE)
     print(json.dumps({"digest": digest(model), "rank": rank, "steps": STEPS}), flush=True)
-    if world > 1:
+    if together:
         dist.destroy_process_group()
 
 

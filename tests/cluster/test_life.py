@@ -1,0 +1,55 @@
+"""A job's life besides failures: suspended, resumed, deleted, and what people are told meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.jobs import PATIENCE, Jobs
+from tests.cluster.test_recovery import assert_same_as_undisturbed
+from tiercheck_local.cluster import LocalCluster
+from tiercheck_local.demo.stage import JOBS
+
+pytestmark = pytest.mark.cluster
+
+
+def test_suspended_job_gives_its_pods_back_and_goes_on_from_the_remote_tier(jobs: Jobs, cluster: LocalCluster) -> None:
+    job = jobs.start(workers=2)
+    before = job.wait_trained(12)
+    cluster.api.patch(JOBS, "default", job.name, {"spec": {"suspend": True}})
+    job.wait_condition("Suspended")
+    assert job.pods() == []
+    cluster.api.patch(JOBS, "default", job.name, {"spec": {"suspend": False}})
+    recovery = job.wait_recovered(before["attempt"])
+    assert recovery["step"] >= 10, "what was in memory was uploaded before the pods went"
+    assert recovery["tiers"]["remote"] == 2
+    assert job.status["restarts"]["crash"] == 0
+    assert_same_as_undisturbed(job, 60)
+
+
+def test_deleted_job_leaves_nothing_behind_even_without_an_operator(jobs: Jobs, cluster: LocalCluster) -> None:
+    job = jobs.start(workers=2)
+    job.wait_trained(6)
+    assert job.belongings()
+    cluster.faults.kill_operator()
+    cluster.api.delete(JOBS, "default", job.name)
+    cluster.wait_for(lambda: not job.belongings(), PATIENCE, "everything the job owned to be gone")
+    assert cluster.api.find(JOBS, "default", job.name) is None
+    jobs.restart_operator()
+
+
+def test_status_and_events_tell_the_story(jobs: Jobs, cluster: LocalCluster) -> None:
+    job = jobs.start(workers=2, steps=40)
+    before = job.wait_trained(12)
+    assert before["placement"]["tolerates"], "the placement says what may be lost"
+    assert before["phase"] == "Running"
+    cluster.faults.evict_pod(job.stage.pod_of(1))
+    recovery = job.wait_recovered(before["attempt"])
+    assert recovery["lostSteps"] >= 0
+    assert recovery["totalSeconds"] >= recovery["detectSeconds"]
+    assert "step" in recovery["reason"]
+    job.wait_condition("Completed")
+    assert job.status["phase"] == "Completed"
+    reasons = [event["reason"] for event in job.events()]
+    for reason in ("AttemptStarted", "PodEvicted", "Recovered", "Completed"):
+        assert reason in reasons
+    assert reasons.count("Completed") == 1, "an Event is posted once"

@@ -1,0 +1,126 @@
+"""Bad input and trouble: a condition says what is wrong and what to do; the job waits or degrades, the operator lives."""
+
+from __future__ import annotations
+
+import sys
+import venv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.jobs import TRAINER, Jobs
+from tiercheck_local.client import SECRETS
+from tiercheck_local.cluster import LocalCluster
+from tiercheck_local.demo.object_store import ACCESS_KEY, REGION, SECRET_KEY, ObjectStore
+
+pytestmark = pytest.mark.cluster
+
+CLOSED_PORT = "http://127.0.0.1:9"
+
+
+def s3(endpoint: str, secret: str | None = None, bucket: str = "checkpoints") -> dict[str, Any]:
+    settings = {"bucket": bucket, "region": REGION, "endpoint": endpoint}
+    return {
+        "local": {"sizeLimit": "64Mi"},
+        "remote": {"s3": settings | ({"credentialsSecretName": secret} if secret else {}), "everySteps": 20},
+    }
+
+
+@pytest.fixture
+def credentials(cluster: LocalCluster) -> str:
+    name = "cluster-test-credentials"
+    cluster.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": name, "namespace": "default"},
+            "stringData": {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY},
+        }
+    )
+    assert cluster.api.get(SECRETS, "default", name)
+    return name
+
+
+def test_too_few_nodes_is_said_in_the_schedulers_words(jobs: Jobs) -> None:
+    manifest = jobs.manifest(workers=2)
+    manifest["spec"]["template"]["spec"]["nodeSelector"] = {"example.com/gpu": "h200"}
+    job = jobs.apply(manifest)
+    placed = job.wait_condition("Placed", "False", "Unschedulable")
+    assert "0/4 nodes are available" in placed["message"]
+
+
+def test_unlabelled_nodes_are_named_and_the_job_runs_with_less(jobs: Jobs) -> None:
+    levels = [{"name": "pdu", "label": "example.com/pdu"}, {"name": "host", "label": "kubernetes.io/hostname"}]
+    manifest = jobs.manifest(workers=2, steps=30, topology={"levels": levels})
+    manifest["spec"]["tiers"]["peer"]["spread"] = {"level": "pdu"}
+    job = jobs.apply(manifest)
+    placed = job.wait_condition("Placed", "True", "NodesUnlabelled")
+    assert "example.com/pdu" in placed["message"]
+    job.wait_condition("Completed")
+
+
+def test_impossible_required_spread_waits_and_names_the_bound(jobs: Jobs) -> None:
+    manifest = jobs.manifest(workers=3)
+    manifest["spec"]["tiers"]["peer"]["spread"] = {"level": "zone", "mode": "Required"}
+    job = jobs.apply(manifest)
+    placed = job.wait_condition("Placed", "False", "InsufficientDomains")
+    assert "zone" in placed["message"]
+
+
+def test_unreachable_bucket_at_the_start_waits_and_says_where(jobs: Jobs, credentials: str) -> None:
+    job = jobs.start(workers=1, tiers=s3(CLOSED_PORT, credentials))
+    waiting = job.wait_condition("Running", "False", "RemoteUnreachable")
+    assert "127.0.0.1:9" in waiting["message"]
+    assert "spec.tiers.remote" in waiting["message"]
+
+
+def test_missing_credentials_are_named(jobs: Jobs) -> None:
+    job = jobs.start(workers=1, tiers=s3(CLOSED_PORT, "no-such-secret"))
+    waiting = job.wait_condition("Running", "False", "RemoteUnreachable")
+    assert "credentials" in waiting["message"]
+
+
+def test_bucket_that_breaks_later_never_stops_training(
+    jobs: Jobs, cluster: LocalCluster, credentials: str, tmp_path: Path
+) -> None:
+    with ObjectStore(tmp_path / "s3.log", "checkpoints") as store:
+        job = jobs.start(workers=1, steps=400, tiers=s3(store.endpoint, credentials))
+        job.wait_trained(20, tier="remote")
+    job.wait("the trouble to be said", lambda status: "remote" in str(status["conditions"]).lower())
+    here = job.status["progress"]["step"]
+    job.wait("training to go on", lambda status: status["progress"]["step"] > here + 20)
+    assert job.status["attempt"] == 1
+    problem = job.wait(
+        "a message about the bucket",
+        lambda status: any(store.endpoint.removeprefix("http://") in c["message"] for c in status["conditions"]),
+    )
+    assert problem["phase"] == "Running"
+
+
+def test_memory_for_less_than_two_snapshots_is_said_with_numbers_and_training_goes_on(jobs: Jobs) -> None:
+    job = jobs.start(workers=1, steps=30, remote_every=None, tiers={"local": {"sizeLimit": "40Ki"}})
+    protected = job.wait_condition("Protected", "False", "MemoryTooSmall")
+    assert "tiers.local.sizeLimit" in protected["message"]
+    job.wait_condition("Completed")
+
+
+def test_image_without_torch_ends_the_job_with_advice(jobs: Jobs, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    venv.create(bare, with_pip=False, system_site_packages=False)
+    job = jobs.start(workers=1, command=[str(bare / "bin" / "python3"), str(TRAINER)])
+    failed = job.wait_condition("Failed", "True", "TorchMissing")
+    assert "torch" in failed["message"]
+
+
+def test_command_that_cannot_be_started_is_named(jobs: Jobs) -> None:
+    job = jobs.start(workers=1, command=["no-such-command", "--train"])
+    failed = job.wait_condition("Failed", "True", "CannotStart")
+    assert "no-such-command" in failed["message"]
+
+
+def test_operator_survives_all_of_it(jobs: Jobs, cluster: LocalCluster) -> None:
+    job = jobs.start(workers=1, steps=12, command=[sys.executable, str(TRAINER)])
+    job.wait_condition("Completed")
+    assert cluster.operator is not None
+    assert cluster.operator.poll() is None
