@@ -65,7 +65,7 @@ def progress_chart(record: RunRecord) -> str:
         )
     for tier in TIERS:
         dashes = " ".join(str(length) for length in colours.DASHES[tier][1])
-        style = f"stroke:{colours.TIERS[tier]};stroke-dasharray:{dashes}"
+        style = f"stroke:var(--{tier});stroke-dasharray:{dashes}"
         parts.append(line(watermark_curve(record, tier), across, up, "watermark", style))
     parts.extend(line(curve, across, up, "run") for curve in runs)
     for mark, x in zip(marks, _apart([across(mark.injected) for mark in marks]), strict=True):

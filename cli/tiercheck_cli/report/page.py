@@ -115,7 +115,7 @@ def _faults(record: RunRecord) -> str:
 
 def _chips(fault: FaultRecord) -> str:
     chips = [
-        f'<span class="chip" style="border-color:{colours.TIERS[tier]}">{fault.tiers[tier]} × {TIER_WORDS[tier]}</span>'
+        f'<span class="chip" style="border-color:var(--{tier})">{fault.tiers[tier]} × {TIER_WORDS[tier]}</span>'
         for tier in TIERS
         if fault.tiers.get(tier)
     ]
@@ -170,7 +170,7 @@ def _key(*entries: tuple[str, str, bool]) -> str:
 
 def _progress_key(record: RunRecord) -> str:
     sampled = {sample.tier for sample in record.samples}
-    tiers = [(colours.TIERS[tier], f"complete in {TIER_WORDS[tier]}", True) for tier in TIERS if tier in sampled]
+    tiers = [(f"var(--{tier})", f"complete in {TIER_WORDS[tier]}", True) for tier in TIERS if tier in sampled]
     return _key(("var(--run)", "newest step", False), *tiers, ("var(--down)", "no training", False))
 
 

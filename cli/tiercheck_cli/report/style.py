@@ -2,9 +2,10 @@
 
 CSS = """
 :root { color-scheme: light dark; --paper: #fbfaf8; --card: #ffffff; --ink: #1c1f23; --soft: #5d646d; --rule: #e2e0db;
+  --local: #009E73; --peer: #0072B2; --remote: #CC79A7;
   --pale: #cfd3d8; --run: #1c1f23; --fault: #c24e00; --good: #0a7a52; --bad: #b3261e; --again: #E69F0040; --down: #80808038; }
 @media (prefers-color-scheme: dark) { :root { --paper: #15181c; --card: #1d2126; --ink: #e8e9eb; --soft: #a3abb5;
-  --rule: #343a42; --pale: #4b535d; --run: #f2f3f5; --fault: #ff9a5c; --good: #4fd1a1; --bad: #ff8a80;
+  --local: #35c99b; --peer: #56B4E9; --remote: #e3a3c8; --rule: #343a42; --pale: #4b535d; --run: #f2f3f5; --fault: #ff9a5c; --good: #4fd1a1; --bad: #ff8a80;
   --again: #E69F0038; --down: #a0a0a030; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
@@ -26,8 +27,8 @@ table { border-collapse: collapse; width: 100%; font-size: .92rem; }
 th { text-align: left; font-weight: 600; color: var(--soft); font-size: .82rem; }
 th, td { padding: 8px 10px; border-bottom: 1px solid var(--rule); vertical-align: top; }
 tr:last-child td { border-bottom: 0; }
-.wide { width: 100%; min-width: 200px; }
-.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.wide { width: 100%; min-width: 170px; }
+.number { text-align: right; font-variant-numeric: tabular-nums; } td.number { white-space: nowrap; }
 .chip { display: inline-block; border-radius: 20px; padding: 1px 10px; margin: 1px 4px 1px 0; white-space: nowrap;
   font-size: .84rem; border: 1.5px solid; }
 .count { display: inline-block; width: 22px; height: 22px; border-radius: 50%; background: var(--fault); color: var(--card);
