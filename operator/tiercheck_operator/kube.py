@@ -36,6 +36,11 @@ class ApiFailure(Exception):
     def not_found(self) -> bool:
         return self.status == 404
 
+    @property
+    def refused(self) -> bool:
+        """The server understood and said no (quota, admission, rights, validation): asking again soon will not help."""
+        return self.status in (400, 403, 405, 413, 422)
+
 
 def load_configuration() -> kubernetes.client.Configuration:
     """In-cluster if there is a service account, else $KUBECONFIG or ~/.kube/config. Raises ConfigException."""

@@ -33,9 +33,6 @@ from tiercheck_sidecar.vault import Seal, Vault
 
 log = logging.getLogger(__name__)
 
-FLUSH_SECONDS = 25.0
-"""How long an ending sidecar waits for the remote tier; within Kubernetes' usual grace of 30 s."""
-
 
 class Sidecar:
     """Everything of one process, wired together."""
@@ -119,8 +116,13 @@ class Sidecar:
                 and verdict.watermarks.remote == verdict.watermarks.local
             )
 
-        if not board.wait_until(settled, FLUSH_SECONDS):
-            log.error("the last version did not reach the remote tier within %.0f s", FLUSH_SECONDS)
+        seconds = self.config.flush_seconds
+        if not board.wait_until(settled, seconds):
+            log.error(
+                "the last version did not reach the remote tier within %.0f s; "
+                "set terminationGracePeriodSeconds in spec.template to give it more time",
+                seconds,
+            )
 
     def _health(self) -> web.Application:
         async def healthz(_: web.Request) -> web.Response:

@@ -37,6 +37,8 @@ class SidecarConfig:
     remote: str | None
     """JSON of the remote tier's settings; None: no remote tier."""
     token: str
+    grace: int = 30
+    """Seconds between SIGTERM and SIGKILL, by the pod's terminationGracePeriodSeconds."""
     control_port: int = names.CONTROL_PORT
     exchange_port: int = names.EXCHANGE_PORT
     metrics_port: int = names.METRICS_PORT
@@ -46,6 +48,11 @@ class SidecarConfig:
         """The ranks of this worker."""
         first = self.worker * self.procs_per_worker
         return tuple(range(first, first + self.procs_per_worker))
+
+    @property
+    def flush_seconds(self) -> float:
+        """How long the end may be put off by an upload; the rest of the grace is for closing down."""
+        return self.grace - min(5.0, 0.2 * self.grace)
 
     @property
     def socket_path(self) -> Path:
@@ -75,6 +82,7 @@ class SidecarConfig:
             credentials_dir=credentials,
             remote=env.get(names.ENV_REMOTE) or None,
             token=token,
+            grace=_number(env, names.ENV_GRACE_SECONDS) if env.get(names.ENV_GRACE_SECONDS) else SidecarConfig.grace,
         )
 
 

@@ -112,7 +112,54 @@ def test_sidecar_of_a_pod_that_runs_as_root_does_not_run_as_root() -> None:
     job = replace(job, spec=replace(job.spec, template={"spec": spec}))
     pod = build_pod(job, 0, 0, (), "sidecar:1")
     assert container(pod, names.SIDECAR_CONTAINER)["securityContext"]["runAsUser"] != 0
-    assert pod["spec"]["securityContext"] == {"fsGroup": 65532, "runAsUser": 0}
+    assert pod["spec"]["securityContext"]["runAsUser"] == 0
+
+
+def with_pod(job: JobView, **changes: Any) -> JobView:
+    """`job` with parts of its template's pod replaced."""
+    return replace(job, spec=replace(job.spec, template={"spec": {**job.spec.template["spec"], **changes}}))
+
+
+def test_users_own_volumes_are_not_walked_through_at_every_start() -> None:
+    shared = build_pod(make_job(), 0, 0, (), "sidecar:1")["spec"]["securityContext"]
+    assert (shared["fsGroup"], shared["fsGroupChangePolicy"]) == (65532, "OnRootMismatch")
+    theirs = {"fsGroup": 2000, "runAsUser": 1000}
+    pod = build_pod(with_pod(make_job(), securityContext=theirs), 0, 0, (), "sidecar:1")
+    assert pod["spec"]["securityContext"] == theirs
+
+
+@pytest.mark.parametrize(
+    ("remote", "given", "grace"), [(True, None, 300), (False, None, 30), (True, 60, 60), (False, 5, 5)]
+)
+def test_sidecar_gets_time_for_the_last_upload_and_knows_how_much(remote: bool, given: int | None, grace: int) -> None:
+    job = make_job() if remote else make_job(tiers={"local": {"sizeLimit": "2Gi"}})
+    if given is not None:
+        job = with_pod(job, terminationGracePeriodSeconds=given)
+    pod = build_pod(job, 0, 0, (), "sidecar:1")
+    assert pod["spec"]["terminationGracePeriodSeconds"] == grace
+    assert env(container(pod, names.SIDECAR_CONTAINER))[names.ENV_GRACE_SECONDS] == str(grace)
+
+
+def trainer_env(*theirs: dict[str, Any]) -> list[dict[str, Any]]:
+    containers = [{**make_job().spec.template["spec"]["containers"][0], "env": list(theirs)}]
+    pod = build_pod(with_pod(make_job(), containers=containers), 0, 0, (), "sidecar:1")
+    kubernetes_validate.validate(pod, "1.33", strict=True)
+    return list(container(pod, names.TRAINER_CONTAINER)["env"])
+
+
+def test_search_path_keeps_its_place_because_it_may_refer_to_variables_before_it() -> None:
+    given = trainer_env({"name": "ROOT", "value": "/app"}, {"name": "PYTHONPATH", "value": "$(ROOT)/src"})
+    ordered = [entry["name"] for entry in given]
+    assert ordered.index("ROOT") < ordered.index("PYTHONPATH")
+    assert {"name": "PYTHONPATH", "value": "/tiercheck/lib:$(ROOT)/src"} in given
+
+
+def test_search_path_that_only_kubernetes_can_look_up_is_kept() -> None:
+    reference = {"configMapKeyRef": {"name": "settings", "key": "path"}}
+    given = trainer_env({"name": "PYTHONPATH", "valueFrom": reference})
+    held, path = given[-2:]
+    assert held["valueFrom"] == reference
+    assert path == {"name": "PYTHONPATH", "value": f"/tiercheck/lib:$({held['name']})"}
 
 
 def test_sidecar_starts_first_is_native_and_owns_the_memory() -> None:

@@ -228,3 +228,62 @@ def test_operator_of_one_namespace_needs_rights_there_only(cluster: LocalCluster
     assert status(cluster, "elsewhere", "default") == {}
     said = log.read_text()
     assert not re.findall(r".*(?:[Ff]orbidden|Not enough permissions|Traceback).*", said), said
+
+
+@pytest.mark.usefixtures("stopped_operator")
+def test_pods_that_admission_refuses_are_explained_and_made_once_it_allows_them(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    log = run_as_service_account(cluster, tmp_path)
+    manifest = short_job("careless", RESTRICTED)
+    del manifest["spec"]["template"]["spec"]["securityContext"]
+    cluster.apply(manifest)
+    cluster.wait_for(
+        lambda: condition(cluster, "careless", RESTRICTED, "Placed").get("reason") == "Refused", DEADLINE, "the reason"
+    )
+    placed = condition(cluster, "careless", RESTRICTED, "Placed")
+    assert placed["status"] == "False"
+    assert "violates PodSecurity" in placed["message"]
+    assert status(cluster, "careless", RESTRICTED)["phase"] == "Pending"
+    events = cluster.api.request("GET", f"/api/v1/namespaces/{RESTRICTED}/events")["items"]
+    assert any("violates PodSecurity" in event["message"] for event in events)
+    labels = {"pod-security.kubernetes.io/enforce": "privileged"}
+    cluster.api.patch(cluster.api.resource("v1", "Namespace"), None, RESTRICTED, {"metadata": {"labels": labels}})
+    try:
+        cluster.wait_for(
+            lambda: status(cluster, "careless", RESTRICTED).get("phase") == "Completed", DEADLINE, "completion"
+        )
+    finally:
+        labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+        cluster.api.patch(cluster.api.resource("v1", "Namespace"), None, RESTRICTED, {"metadata": {"labels": labels}})
+    assert condition(cluster, "careless", RESTRICTED, "Placed")["status"] == "True"
+    tries = [line for line in log.read_text().splitlines() if "violates PodSecurity" in line and "WARNING" in line]
+    assert len(tries) < 20, "refused pods are tried again in a tight loop"
+
+
+@pytest.mark.usefixtures("stopped_operator")
+def test_misspelt_field_of_the_template_is_named(cluster: LocalCluster, tmp_path: Path) -> None:
+    run_as_service_account(cluster, tmp_path)
+    manifest = short_job("misspelt", RESTRICTED)
+    manifest["spec"]["template"]["spec"]["priorityClasName"] = "high"
+    cluster.apply(manifest)
+    cluster.wait_for(
+        lambda: condition(cluster, "misspelt", RESTRICTED, "Placed").get("reason") == "Refused", DEADLINE, "the reason"
+    )
+    assert 'unknown field "spec.priorityClasName"' in condition(cluster, "misspelt", RESTRICTED, "Placed")["message"]
+
+
+@pytest.mark.usefixtures("stopped_operator")
+def test_secret_of_somebody_else_is_left_alone_and_named(cluster: LocalCluster, tmp_path: Path) -> None:
+    run_as_service_account(cluster, tmp_path)
+    foreign = {"name": "taken-credentials", "namespace": RESTRICTED}
+    cluster.apply({"apiVersion": "v1", "kind": "Secret", "metadata": foreign, "stringData": {"mine": "x"}})
+    cluster.apply(short_job("taken", RESTRICTED))
+    cluster.wait_for(
+        lambda: condition(cluster, "taken", RESTRICTED, "Placed").get("reason") == "Refused", DEADLINE, "the reason"
+    )
+    assert "taken-credentials" in condition(cluster, "taken", RESTRICTED, "Placed")["message"]
+    secret = f"/api/v1/namespaces/{RESTRICTED}/secrets/taken-credentials"
+    assert set(cluster.api.request("GET", secret)["data"]) == {"mine"}
+    cluster.api.request("DELETE", secret)
+    cluster.wait_for(lambda: status(cluster, "taken", RESTRICTED).get("phase") == "Completed", DEADLINE, "completion")

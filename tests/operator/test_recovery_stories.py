@@ -50,6 +50,21 @@ def test_crashed_trainer_is_restarted_in_place_from_own_memory() -> None:
     assert summary["lostSteps"] <= 2
 
 
+@pytest.mark.parametrize("reason", ["TerminationByKubelet", "Evicted", "Terminated", "DeletionByPodGC"])
+def test_pod_that_the_kubelet_fails_for_lack_of_memory_counts_as_evicted(reason: str) -> None:
+    world = running_world()
+    uid = world.member(1)
+    world.pods[uid] = replace(
+        world.pods[uid], phase="Failed", disruption=reason, message="The node was low on resource: memory."
+    )
+    world.until("Running", attempt=2)
+    summary = world.status.last_recovery
+    assert summary is not None
+    assert summary["cause"] == "PodEvicted"
+    assert "low on resource" in summary["message"]
+    assert (world.status.crashes, world.status.disruptions) == (0, 1)
+
+
 def test_evicted_pod_alone_is_replaced_and_restored_from_a_peer() -> None:
     world = running_world()
     survivors = {world.member(worker) for worker in (0, 2, 3)}

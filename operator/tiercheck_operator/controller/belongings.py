@@ -56,8 +56,10 @@ class Belongings:
             if not error.conflict:
                 raise
             await self.refresh(job)
-            if self.credentials is None:
-                raise  # a namesake's Secret; it goes with its owner, or a person must remove it
+            if not self.have_secret:
+                # Of a job of the same name that was just deleted, and goes with it; or a person's.
+                name = owned.credentials_name(job)
+                raise ApiFailure(422, f"Secret {name} is not this job's; if it stays, remove or rename it") from error
             return
         self.credentials, self.have_secret = credentials, True
 

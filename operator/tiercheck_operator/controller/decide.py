@@ -31,7 +31,7 @@ from tiercheck_operator.controller.observation import Observation, PodView, Save
 from tiercheck_operator.controller.placing import Unplaceable, place_members
 from tiercheck_operator.controller.readiness import waiting_for_pods
 from tiercheck_operator.controller.record import JobRecord
-from tiercheck_operator.controller.status import Finding, Findings, derive_status
+from tiercheck_operator.controller.status import Finding, Findings, derive_status, with_refusal
 from tiercheck_operator.controller.suspend import resumed, suspend
 from tiercheck_operator.controller.trigger import find_trigger, update_recovery
 from tiercheck_operator.manifests.template import template_problem
@@ -51,6 +51,18 @@ def decide(obs: Observation) -> Decision:
         unplaced = Findings(unplaced=Finding(conditions.INVALID_TEMPLATE, problem))
         return _concluded(obs, job.status, unplaced)
     return _kept_running(obs)
+
+
+def refused(obs: Observation, decision: Decision, sentence: str) -> Decision:
+    """What is left of `decision` if the API server refused what comes before its status: to say so.
+
+    A new attempt must not be written then, because it rests on what was refused.
+    """
+    if decision.status is None:
+        return Decision()
+    same = decision.status.attempt == obs.job.status.attempt
+    status = with_refusal(obs, decision.status if same else obs.job.status, sentence)
+    return Decision(status=status, notices=notices(obs.job.status, status))
 
 
 def _suspended(obs: Observation) -> Decision:

@@ -28,6 +28,8 @@ from tiercheck_operator.sidecars import JobSidecars, SidecarError
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 16
+_PODS_STRICTLY = CORE + "/pods?fieldValidation=Strict"
+"""A field of the template that the server does not know is refused with its name, not dropped in silence."""
 
 
 class Executor:
@@ -40,62 +42,74 @@ class Executor:
         """What the job owns first, then deletions, then everything else; within each, all at once.
 
         Deletions go before creations, so that the scheduler does not count a lost pod when it spreads its replacement.
+        Once the server refuses a pod, the rest are not tried: they would be refused for the same reason.
         Raises ApiFailure, the first one.
         """
         gate = asyncio.Semaphore(_AT_ONCE)
+        refused = False
+
+        async def one(action: Action) -> None:
+            nonlocal refused
+            async with gate:
+                if refused and isinstance(action, CreatePod):
+                    return
+                try:
+                    await self._one(job, action, sidecars)
+                except ApiFailure as error:
+                    refused = refused or error.refused
+                    raise
+
         own = (EnsureCredentials, EnsureService, SavePlacement)
         deletions, others = [], []
         for action in actions:
             if isinstance(action, own):
-                await self._one(job, action, sidecars, gate)
+                await one(action)
             elif isinstance(action, DeletePod):
                 deletions.append(action)
             else:
                 others.append(action)
         results: list[BaseException | None] = []
         for group in (deletions, others):
-            calls = [self._one(job, action, sidecars, gate) for action in group]
-            results += await asyncio.gather(*calls, return_exceptions=True)
+            results += await asyncio.gather(*(one(action) for action in group), return_exceptions=True)
         for result in results:
             if result is not None:
                 raise result
 
-    async def _one(self, job: JobView, action: Action, sidecars: JobSidecars | None, gate: asyncio.Semaphore) -> None:
-        async with gate:
-            match action:
-                case EnsureCredentials():
-                    await self._belongings.ensure_credentials(job)
-                case EnsureService():
-                    await self._belongings.ensure_service(job)
-                case SavePlacement(placement):
-                    await self._belongings.save_placement(job, placement)
-                case CreatePod():
-                    await self._create_pod(job, action)
-                case DeletePod():
-                    await self._delete_pod(job, action)
-                case DeleteJob():
-                    await self._kube.delete(
-                        JOBS + "/{name}",
-                        _only(job.uid, propagationPolicy="Background"),
-                        namespace=job.namespace,
-                        name=job.name,
-                    )
-                case Probe(uid):
-                    if sidecars is not None:
-                        sidecars.probe(uid)
-                case Push(uid, directive):
-                    if sidecars is not None:
-                        try:
-                            await sidecars.push(uid, directive)
-                        except SidecarError as error:
-                            log.warning(
-                                "%s/%s: directive for worker %s: %s", job.namespace, job.name, directive.worker, error
-                            )
+    async def _one(self, job: JobView, action: Action, sidecars: JobSidecars | None) -> None:
+        match action:
+            case EnsureCredentials():
+                await self._belongings.ensure_credentials(job)
+            case EnsureService():
+                await self._belongings.ensure_service(job)
+            case SavePlacement(placement):
+                await self._belongings.save_placement(job, placement)
+            case CreatePod():
+                await self._create_pod(job, action)
+            case DeletePod():
+                await self._delete_pod(job, action)
+            case DeleteJob():
+                await self._kube.delete(
+                    JOBS + "/{name}",
+                    _only(job.uid, propagationPolicy="Background"),
+                    namespace=job.namespace,
+                    name=job.name,
+                )
+            case Probe(uid):
+                if sidecars is not None:
+                    sidecars.probe(uid)
+            case Push(uid, directive):
+                if sidecars is not None:
+                    try:
+                        await sidecars.push(uid, directive)
+                    except SidecarError as error:
+                        log.warning(
+                            "%s/%s: directive for worker %s: %s", job.namespace, job.name, directive.worker, error
+                        )
 
     async def _create_pod(self, job: JobView, action: CreatePod) -> None:
         pod = build_pod(job, action.worker, action.incarnation, action.avoid, self._config.sidecar_image)
         try:
-            await self._kube.create(CORE + "/pods", pod, namespace=job.namespace)
+            await self._kube.create(_PODS_STRICTLY, pod, namespace=job.namespace)
         except ApiFailure as error:
             # Our view of the pods may be a moment old: the pod that we miss is on its way to us.
             if not error.conflict:

@@ -18,7 +18,7 @@ from tiercheck.protocol import names
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.actions import Decision
 from tiercheck_operator.controller.belongings import Belongings
-from tiercheck_operator.controller.decide import decide
+from tiercheck_operator.controller.decide import decide, refused
 from tiercheck_operator.controller.execute import Executor
 from tiercheck_operator.controller.observation import JobView, NodeView, Observation, PodView
 from tiercheck_operator.controller.parsing import parse_job
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 _LEAST_PAUSE = 0.02
 """Seconds between two reconciles of a job, so that a burst of changes is seen as one."""
 _ERROR_BACKOFF = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_PATIENT_FAILURES = 3
+"""Answers of 500 and above in a row that are not worth a word in the status."""
 _PROGRESS = ("progress", "tiers")
 """Parts of the status that change all the time while training goes well."""
 
@@ -63,6 +65,8 @@ class JobLoop:
         self._events = EventPoster(around.kube)
         self._sidecars: JobSidecars | None = None
         self._wrote_progress = 0.0
+        self._failures = 0
+        """Reconciles in a row that failed."""
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -93,32 +97,31 @@ class JobLoop:
             self._sidecars = None
 
     async def _run(self) -> None:
-        failures = 0
         while True:
             self._woken.clear()
             began = self._around.clock()
             try:
                 delay = await self._reconcile()
-                failures = 0
+                self._failures = 0
             except ApiFailure as error:
                 self._around.metrics.reconcile_failed("conflict" if error.conflict else "api")
-                delay = await self._after_failure(error, failures)
-                failures += 1
+                delay = await self._after_failure(error)
+                self._failures += 1
             except Exception:
                 # One job's trouble must not take the operator down; it is counted, logged and tried again.
                 self._around.metrics.reconcile_failed("bug")
                 log.exception("%s: reconcile failed", self._named())
-                delay = _ERROR_BACKOFF[min(failures, len(_ERROR_BACKOFF) - 1)]
-                failures += 1
+                delay = _ERROR_BACKOFF[min(self._failures, len(_ERROR_BACKOFF) - 1)]
+                self._failures += 1
             self._around.metrics.reconciled(self._around.clock() - began)
-            await asyncio.sleep(delay if failures else _LEAST_PAUSE)
+            await asyncio.sleep(delay if self._failures else _LEAST_PAUSE)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), 0 if failures else delay)
+                await asyncio.wait_for(self._woken.wait(), 0 if self._failures else delay)
                 continue
             if delay >= self._around.config.resync_seconds:
                 self._known = False  # nothing happened for a while: look at everything again
 
-    async def _after_failure(self, error: ApiFailure, failures: int) -> float:
+    async def _after_failure(self, error: ApiFailure) -> float:
         """Seconds to wait. A conflict means that somebody wrote the job since we read it."""
         log.log(logging.DEBUG if error.conflict else logging.WARNING, "%s: %s", self._named(), error)
         if error.conflict:
@@ -129,7 +132,7 @@ class JobLoop:
                 )
                 if fresh is not None and fresh["metadata"]["uid"] == self.uid:
                     self._raw = fresh
-        return _ERROR_BACKOFF[min(failures, len(_ERROR_BACKOFF) - 1)]
+        return _ERROR_BACKOFF[min(self._failures, len(_ERROR_BACKOFF) - 1)]
 
     async def _reconcile(self) -> float:
         """One look and what follows from it; seconds until the next look at the latest."""
@@ -142,7 +145,12 @@ class JobLoop:
             self._known = True
         observation = self._observe(job)
         decision = decide(observation)
-        await self._executor.run(job, decision.before, self._sidecars)
+        try:
+            await self._executor.run(job, decision.before, self._sidecars)
+        except ApiFailure as error:
+            if error.refused or (error.status >= 500 and self._failures >= _PATIENT_FAILURES):
+                await self._write_status(job, raw, refused(observation, decision, str(error)))
+            raise
         delay = await self._write_status(job, raw, decision)
         await self._executor.run(job, decision.after, self._sidecars)
         around.metrics.job_seen(parse_job(self._raw))

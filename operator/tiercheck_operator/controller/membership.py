@@ -14,6 +14,12 @@ from tiercheck_operator.controller.actions import Action, CreatePod, DeletePod
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.observation import Observation, PodView
 
+_DISRUPTIONS = {
+    "Evicted", "Terminated", "NodeShutdown", "Preempting", "TerminationByKubelet", "EvictionByEvictionAPI",
+    "PreemptionByScheduler", "DeletionByTaintManager", "DeletionByPodGC",
+}  # fmt: skip
+"""Reasons with which Kubernetes itself fails a pod: the kubelet's (pressure, shutdown) and those of DisruptionTarget."""
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -93,7 +99,7 @@ def _judge(obs: Observation, pod: PodView, silent: Mapping[str, float]) -> Loss 
         if node is not None and node.lost:
             return lost(Cause.NODE_LOST, node.lost, node=pod.node)
     if pod.phase == "Failed":
-        cause = Cause.POD_EVICTED if pod.disruption == "Evicted" else Cause.POD_FAILED
+        cause = Cause.POD_EVICTED if pod.disruption in _DISRUPTIONS else Cause.POD_FAILED
         return lost(cause, f"the pod failed ({pod.disruption or 'no reason given'}) {pod.message}".strip())
     if pod.phase == "Succeeded":
         return lost(Cause.POD_FAILED, "the pod ended although the job had not")

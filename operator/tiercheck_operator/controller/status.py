@@ -64,6 +64,13 @@ def derive_status(obs: Observation, record: JobRecord, findings: Findings, repor
     return replace(record, phase=_phase(record, findings))
 
 
+def with_refusal(obs: Observation, record: JobRecord, sentence: str) -> JobRecord:
+    """`record` when the API server refused what it needs: a person has to read why."""
+    wanted = _condition(conditions.PLACED, False, Finding(conditions.REFUSED, sentence))
+    phase = "Pending" if record.phase in ("", "Starting") else record.phase
+    return replace(record, conditions=_merge(obs, record.conditions, [wanted]), phase=phase)
+
+
 def _progress(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> JobRecord:
     trainers = [report.trainer for report in reports.values()]
     steps = [trainer.step for trainer in trainers if trainer.step is not None]

@@ -21,6 +21,11 @@ GROUP = 65532
 """Shared by sidecar and trainer through fsGroup, so that both may write the memory volume whatever their users are."""
 _SIDECAR_OVERHEAD = 512 * 2**20
 """Bytes of the sidecar's own process, on top of the memory volume that is charged to it."""
+_USERS_PATH = "TIERCHECK_USER_PYTHONPATH"
+_GRACE = 30
+"""Seconds between SIGTERM and SIGKILL if the template says nothing; Kubernetes' own default."""
+_GRACE_WITH_REMOTE = 300
+"""The same with a remote tier: when the trainers have ended, Kubernetes ends the sidecar, which may still have to upload."""
 
 _RESTRICTED: dict[str, Any] = {
     "allowPrivilegeEscalation": False,
@@ -51,7 +56,9 @@ def build_pod(
     spec["automountServiceAccountToken"] = False
     spec["hostname"] = metadata["name"]
     spec["subdomain"] = owned.service_name(job)
-    spec["securityContext"] = {"fsGroup": GROUP, **(spec.get("securityContext") or {})}
+    if spec.get("terminationGracePeriodSeconds") is None:
+        spec["terminationGracePeriodSeconds"] = _GRACE if job.spec.remote is None else _GRACE_WITH_REMOTE
+    spec["securityContext"] = _pod_security(spec)
     spec["initContainers"] = [
         _library(spec, sidecar_image),
         _sidecar(job, worker, spec, sidecar_image),
@@ -85,6 +92,7 @@ def _sidecar(job: JobView, worker: int, spec: Mapping[str, Any], image: str) -> 
         *_identity(job, worker),
         {"name": names.ENV_CREDENTIALS_DIR, "value": names.CREDENTIALS_DIR},
         {"name": names.ENV_MEMORY_LIMIT, "value": str(size)},
+        {"name": names.ENV_GRACE_SECONDS, "value": str(spec["terminationGracePeriodSeconds"])},
     ]
     mounts = [
         {"name": "tiercheck-memory", "mountPath": names.MEMORY_DIR},
@@ -131,12 +139,7 @@ def _trainer(job: JobView, worker: int, container: Mapping[str, Any]) -> dict[st
         *(container.get("command") or []), *(container.get("args") or []),
     ]  # fmt: skip
     wrapped.pop("args", None)
-    ours = _identity(job, worker)
-    taken = {entry["name"] for entry in ours} | {"PYTHONPATH"}
-    theirs = [entry for entry in container.get("env") or [] if entry.get("name") not in taken]
-    path = next((entry.get("value") for entry in container.get("env") or [] if entry.get("name") == "PYTHONPATH"), None)
-    search = f"{names.LIBRARY_DIR}:{path}" if path else names.LIBRARY_DIR
-    wrapped["env"] = [*ours, {"name": "PYTHONPATH", "value": search}, *theirs]
+    wrapped["env"] = [*_identity(job, worker), *_trainer_environment(job, container.get("env") or [])]
     wrapped["volumeMounts"] = [
         *(container.get("volumeMounts") or []),
         {"name": "tiercheck-memory", "mountPath": names.MEMORY_DIR},
@@ -144,6 +147,28 @@ def _trainer(job: JobView, worker: int, container: Mapping[str, Any]) -> dict[st
         {"name": "tiercheck-library", "mountPath": names.LIBRARY_DIR, "readOnly": True},
     ]
     return wrapped
+
+
+def _trainer_environment(job: JobView, theirs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The user's variables, in their order because they may refer to one another, with the library first on PYTHONPATH."""
+    ours = {entry["name"] for entry in _identity(job, 0)}
+    env: list[dict[str, Any]] = []
+    found = False
+    for entry in theirs:
+        if entry.get("name") in ours:
+            continue
+        if entry.get("name") != "PYTHONPATH":
+            env.append(dict(entry))
+            continue
+        found = True
+        if entry.get("valueFrom"):
+            # Only Kubernetes can look that up, so it gets a name of its own that PYTHONPATH refers to.
+            env.append({**entry, "name": _USERS_PATH})
+            env.append({"name": "PYTHONPATH", "value": f"{names.LIBRARY_DIR}:$({_USERS_PATH})"})
+        else:
+            value = entry.get("value")
+            env.append({"name": "PYTHONPATH", "value": f"{names.LIBRARY_DIR}:{value}" if value else names.LIBRARY_DIR})
+    return env if found else [{"name": "PYTHONPATH", "value": names.LIBRARY_DIR}, *env]
 
 
 def _identity(job: JobView, worker: int) -> list[dict[str, Any]]:
@@ -171,6 +196,14 @@ def _volumes(job: JobView) -> list[dict[str, Any]]:
     ]
     remote = remote_settings.remote_volume(job)
     return [*volumes, remote] if remote is not None else volumes
+
+
+def _pod_security(spec: Mapping[str, Any]) -> dict[str, Any]:
+    theirs = spec.get("securityContext") or {}
+    if theirs.get("fsGroup") is not None:
+        return dict(theirs)
+    # Without the policy the kubelet would walk through every file of the user's own volumes before each start.
+    return {"fsGroup": GROUP, "fsGroupChangePolicy": "OnRootMismatch", **theirs}
 
 
 def _security(spec: Mapping[str, Any]) -> dict[str, Any]:
