@@ -80,6 +80,17 @@ def test_job_gets_its_belongings_and_says_why_it_waits(cluster: LocalCluster) ->
     assert not [key for key in metadata.get("annotations") or {} if "kopf" in key or "tiercheck" in key]
 
 
+def test_pod_that_the_server_refuses_is_explained_until_the_template_is_mended(cluster: LocalCluster) -> None:
+    wrong = job("refused")
+    wrong["spec"]["template"]["metadata"] = {"labels": {"team": "no spaces allowed"}}
+    cluster.apply(wrong)
+    cluster.wait_for(lambda: condition(cluster, "refused", "Placed").get("reason") == "Refused", DEADLINE, "reason")
+    assert "no spaces allowed" in condition(cluster, "refused", "Placed")["message"]
+    wrong["spec"]["template"]["metadata"] = {"labels": {"team": "a"}}
+    cluster.apply(wrong)
+    cluster.wait_for(lambda: "pods/refused-1-0" in owned(cluster, "refused"), DEADLINE, "pods")
+
+
 def test_operator_killed_and_restarted_changes_nothing(cluster: LocalCluster) -> None:
     cluster.apply(job("steady"))
     cluster.wait_for(lambda: len(owned(cluster, "steady")) == 4, DEADLINE, "belongings")
