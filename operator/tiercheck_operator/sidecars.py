@@ -19,6 +19,7 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report
+from tiercheck_operator.clock_skew import ClockSkew, by_our_clock
 from tiercheck_operator.controller.observation import WorkerReport
 from tiercheck_operator.manifests.secret import Credentials
 
@@ -57,6 +58,7 @@ class JobSidecars:
             connector=aiohttp.TCPConnector(ssl=self._tls, limit=0),
             headers={"Authorization": f"Bearer {credentials.token}"},
         )
+        self._skew = ClockSkew()
         self._hosts: dict[str, str] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._asked: dict[str, asyncio.Event] = {}
@@ -71,6 +73,7 @@ class JobSidecars:
         """Listen to exactly these pods: UID to IP address."""
         for uid in [uid for uid, host in self._hosts.items() if hosts.get(uid) != host]:
             self._tasks.pop(uid).cancel()
+            self._skew.forget(self._hosts[uid])
             for table in (self._hosts, self._asked, self._reports):
                 table.pop(uid, None)
         for uid, host in hosts.items():
@@ -163,6 +166,7 @@ class JobSidecars:
                 headers={"Content-Type": "application/json"} if body is not None else None,
             ) as response:
                 text = await response.read()
+                ahead = self._skew.heard(host, response.headers.get("Date"), self._clock())
                 if response.status != 200:
                     raise SidecarError(f"{host} answered {response.status}: {text[:300].decode(errors='replace')}")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -173,7 +177,7 @@ class JobSidecars:
             raise SidecarError(f"{host} sent no report: {error}") from error
         if report.job_uid != self._job_uid:
             raise SidecarError(f"{host} belongs to another job")
-        return report
+        return by_our_clock(report, ahead)
 
     def _heard(self, uid: str, report: Report) -> None:
         known = self._reports.get(uid)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import email.utils
 import ssl
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -40,6 +42,7 @@ class StandIn:
         self.report = report
         self.changed = asyncio.Event()
         self.asked: list[float] = []
+        self.headers: dict[str, str] = {}
         self.directives: list[Directive] = []
 
     def tell(self, **changes: object) -> None:
@@ -55,7 +58,7 @@ class StandIn:
             self.changed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), wait)
-        return web.Response(body=to_json(self.report))
+        return web.Response(body=to_json(self.report), headers=self.headers)
 
     async def put(self, request: web.Request) -> web.Response:
         self.directives.append(from_json(await request.read(), Directive))
@@ -175,3 +178,19 @@ async def test_pod_that_is_not_followed_cannot_be_told_anything(sidecar: StandIn
     push = next(action for action in world.last.after if isinstance(action, Push))
     with pytest.raises(SidecarError):
         await listening.push("nobody", push.directive)
+
+
+async def test_times_of_a_sidecar_whose_clock_is_wrong_are_told_by_ours(
+    sidecar: StandIn, listening: JobSidecars
+) -> None:
+    ahead = 3600.0
+    sidecar.headers["Date"] = email.utils.formatdate(time.time() + ahead, usegmt=True)
+    ended = time.time() - 5
+    trainer = dataclasses.replace(sidecar.report.trainer, ended_at=ended + ahead)
+    sidecar.tell(trainer=trainer)
+    uid = sidecar.report.pod_uid
+    listening.follow({uid: HOST})
+    await until(lambda: heard(listening, uid))
+    report = heard(listening, uid)
+    assert report is not None
+    assert report.trainer.ended_at == pytest.approx(ended, abs=30.0)

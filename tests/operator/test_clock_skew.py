@@ -1,0 +1,53 @@
+"""Durations in the status are right although every node has its own idea of the time."""
+
+from __future__ import annotations
+
+import email.utils
+from dataclasses import replace
+
+import pytest
+from world_in_memory import World
+
+from tiercheck.protocol.report import TrainerReport, TrainerState
+from tiercheck_operator.clock_skew import ClockSkew, by_our_clock
+
+NOW = 1_800_000_000.0
+
+
+def date(moment: float) -> str:
+    """As HTTP writes it: whole seconds, the rest cut off."""
+    return email.utils.formatdate(int(moment), usegmt=True)
+
+
+@pytest.mark.parametrize("ahead", [3600.0, -3600.0, 30.0])
+def test_skew_is_found_from_the_date_of_an_answer(ahead: float) -> None:
+    assert ClockSkew().heard("h", date(NOW + ahead), NOW) == pytest.approx(ahead, abs=1.0)
+
+
+@pytest.mark.parametrize("ahead", [0.0, 0.9, -1.0])
+def test_clocks_that_agree_leave_reports_as_they_are(ahead: float) -> None:
+    assert ClockSkew().heard("h", date(NOW + ahead), NOW) == 0.0
+
+
+def test_skew_does_not_wander_with_the_fraction_of_a_second() -> None:
+    skew = ClockSkew()
+    found = {skew.heard("h", date(NOW + passed + 60), NOW + passed) for passed in (0.0, 0.4, 0.9, 1.3, 7.7)}
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("text", [None, "yesterday"])
+def test_answer_without_a_usable_date_changes_nothing(text: str | None) -> None:
+    skew = ClockSkew()
+    before = skew.heard("h", date(NOW + 100), NOW)
+    assert skew.heard("h", text, NOW) == before
+
+
+def test_every_time_in_a_report_is_moved_and_nothing_else() -> None:
+    world = World()
+    world.until("Running")
+    report = world.sidecars[world.member(0)].report()
+    trainer = TrainerReport(TrainerState.FAILED, exit_code=1, started_at=100.0, first_step_at=None, ended_at=160.0)
+    given = replace(report, trainer=trainer)
+    moved = by_our_clock(given, 50.0)
+    assert moved == replace(given, trainer=replace(trainer, started_at=50.0, ended_at=110.0))
+    assert by_our_clock(given, 0.0) is given
