@@ -1,4 +1,4 @@
-"""The nodes of a cluster as a list, in Python or in a YAML file shared by demo, tests and `tiercheck simulate`."""
+"""The nodes of a cluster as a list, in Python or in a YAML file shared by demo and tests."""
 
 from __future__ import annotations
 

@@ -20,6 +20,8 @@ from tiercheck_local.demo.stage import JOBS, LaptopStage
 TRAINER = Path(__file__).with_name("trainer.py")
 PATIENCE = 90.0
 """Seconds; how long something may take on a slow machine before a test gives up. Nothing is measured against it."""
+STEPS = 25
+"""What a job trains unless a test says otherwise."""
 
 
 @dataclass
@@ -147,7 +149,13 @@ class Jobs:
     made: list[Job] = field(default_factory=list)
 
     def start(
-        self, workers: int = 2, *, steps: int = 60, pace: float = 0.1, env: Mapping[str, str] | None = None, **spec: Any
+        self,
+        workers: int = 2,
+        *,
+        steps: int = STEPS,
+        pace: float = 0.02,
+        env: Mapping[str, str] | None = None,
+        **spec: Any,
     ) -> Job:
         """Apply a job that trains `steps` steps. `spec` overrides parts of the spec."""
         return self.apply(self.manifest(workers, steps=steps, pace=pace, env=env, **spec))
@@ -156,8 +164,8 @@ class Jobs:
         self,
         workers: int = 2,
         *,
-        steps: int = 60,
-        pace: float = 0.1,
+        steps: int = STEPS,
+        pace: float = 0.02,
         env: Mapping[str, str] | None = None,
         command: list[str] | None = None,
         remote_every: int | None = 20,

@@ -9,12 +9,15 @@ from functools import cache
 
 import pytest
 
-from tests.cluster.jobs import TRAINER, Job, Jobs
+from tests.cluster.jobs import STEPS, TRAINER, Job, Jobs
 from tiercheck.protocol.directive import Tier
 from tiercheck_local.client import PODS
 from tiercheck_local.cluster import LocalCluster
 
 pytestmark = pytest.mark.cluster
+
+STALLED = {"STALL_AT": "13"}
+"""The first attempt trains 13 steps and waits to be hit, so that no test depends on speed."""
 
 
 @cache
@@ -35,14 +38,14 @@ def undisturbed(rank: int, steps: int) -> str:
     return output.rpartition('"digest": "')[2].partition('"')[0]
 
 
-def assert_same_as_undisturbed(job: Job, steps: int) -> None:
+def assert_same_as_undisturbed(job: Job, steps: int = STEPS) -> None:
     job.wait_condition("Completed")
     assert job.digests() == {rank: undisturbed(rank, steps) for rank in range(job.workers)}
 
 
 def test_crashed_trainer_is_restarted_in_place_from_its_own_memory(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=2)
-    before = job.wait_trained(12)
+    job = jobs.start(workers=2, env=STALLED)
+    before = job.wait_trained(13)
     uids = job.uids()
     cluster.faults.kill_container_process(job.stage.pod_of(1))
     recovery = job.wait_recovered(before["attempt"])
@@ -50,12 +53,12 @@ def test_crashed_trainer_is_restarted_in_place_from_its_own_memory(jobs: Jobs, c
     assert recovery["cause"] == "TrainerCrash"
     assert job.uids() == uids, "survivors are never recreated"
     assert job.status["restarts"] == {"crash": 1, "disruption": 0, "total": 1}
-    assert_same_as_undisturbed(job, 60)
+    assert_same_as_undisturbed(job)
 
 
 def test_evicted_pod_is_replaced_alone_and_restored_from_its_peer(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=2)
-    before = job.wait_trained(12)
+    job = jobs.start(workers=2, env=STALLED)
+    before = job.wait_trained(13)
     uids = job.uids()
     cluster.faults.evict_pod(job.stage.pod_of(1))
     recovery = job.wait_recovered(before["attempt"])
@@ -64,41 +67,41 @@ def test_evicted_pod_is_replaced_alone_and_restored_from_its_peer(jobs: Jobs, cl
     assert job.uids()[0] == uids[0], "survivors are never recreated"
     assert job.uids()[1] != uids[1]
     assert job.status["restarts"]["crash"] == 0, "an eviction does not spend the crash budget"
-    assert_same_as_undisturbed(job, 60)
+    assert_same_as_undisturbed(job)
 
 
 def test_worker_of_a_dead_node_moves_and_is_restored_from_its_peer(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=2)
-    before = job.wait_trained(12)
+    job = jobs.start(workers=2, env=STALLED)
+    before = job.wait_trained(13)
     node = job.stage.node_of(1)
     cluster.faults.kill_node(node)
     recovery = job.wait_recovered(before["attempt"])
     assert recovery["tiers"] == {"local": 1, "peer": 1, "remote": 0}
     assert job.stage.node_of(1) != node
     assert job.status["restarts"]["crash"] == 0
-    assert_same_as_undisturbed(job, 60)
+    assert_same_as_undisturbed(job)
 
 
 def test_workers_on_a_lost_rack_are_restored_from_the_other_rack(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=4, steps=50)
-    before = job.wait_trained(12)
+    job = jobs.start(workers=4, env=STALLED)
+    before = job.wait_trained(13)
     rack = job.stage.rack_of(0)
     cluster.faults.kill_rack(rack)
     recovery = job.wait_recovered(before["attempt"])
     assert recovery["tiers"] == {"local": 2, "peer": 2, "remote": 0}
     assert all(job.stage.rack_of(worker) != rack for worker in range(4))
-    assert_same_as_undisturbed(job, 50)
+    assert_same_as_undisturbed(job)
 
 
 def test_loss_of_every_pod_comes_back_from_the_remote_tier(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=2)
+    job = jobs.start(workers=2, env={"STALL_AT": "22"})
     before = job.wait_trained(22, tier="remote")
     for pod in job.pods():
         cluster.api.delete(PODS, "default", pod["metadata"]["name"], grace=0)
     recovery = job.wait_recovered(before["attempt"])
     assert recovery["tiers"] == {"local": 0, "peer": 0, "remote": 2}
     assert recovery["step"] % 20 == 0
-    assert_same_as_undisturbed(job, 60)
+    assert_same_as_undisturbed(job)
 
 
 def test_trainer_that_always_fails_ends_the_job_with_its_exit_code(jobs: Jobs) -> None:
@@ -110,8 +113,8 @@ def test_trainer_that_always_fails_ends_the_job_with_its_exit_code(jobs: Jobs) -
 
 
 def test_operator_killed_in_the_middle_of_a_recovery_continues_it(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=2)
-    before = job.wait_trained(12)
+    job = jobs.start(workers=2, env=STALLED)
+    before = job.wait_trained(13)
     uids = job.uids()
     cluster.faults.kill_container_process(job.stage.pod_of(1))
     job.wait("the recovery to begin", lambda status: status.get("recovery") or status["attempt"] > before["attempt"])
@@ -120,16 +123,16 @@ def test_operator_killed_in_the_middle_of_a_recovery_continues_it(jobs: Jobs, cl
     recovery = job.wait_recovered(before["attempt"])
     assert recovery["step"] > 0, "nothing was started from scratch"
     assert job.uids() == uids
-    assert_same_as_undisturbed(job, 60)
+    assert_same_as_undisturbed(job)
 
 
 def test_failure_while_the_operator_is_down_is_mended_when_it_is_back(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=2)
-    before = job.wait_trained(12)
+    job = jobs.start(workers=2, env=STALLED)
+    before = job.wait_trained(13)
     cluster.faults.kill_operator()
     cluster.faults.evict_pod(job.stage.pod_of(1))
     cluster.faults.kill_container_process(job.stage.pod_of(0))
     jobs.restart_operator()
     recovery = job.wait_recovered(before["attempt"])
     assert recovery["step"] > 0
-    assert_same_as_undisturbed(job, 60)
+    assert_same_as_undisturbed(job)

@@ -45,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, default=Path("demo-report"), help="folder for the report")
     parser.add_argument("--directory", type=Path, help="folder for logs (default: a new temporary one)")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     console = Console()
     directory = options.directory or Path(tempfile.mkdtemp(prefix="tiercheck-demo-"))

@@ -45,7 +45,7 @@ class Live:
         self._progress.stop()
 
     def say(self, sentence: str) -> None:
-        self._console.print(sentence, highlight=False)
+        self._console.print(sentence, highlight=False, soft_wrap=True)
 
     def follow(self, status: Mapping[str, Any]) -> None:
         """Show where the job is now."""
@@ -54,7 +54,7 @@ class Live:
         self._progress.update(self._task, completed=last.step if last else 0, state=state)
         if not self._console.is_terminal and time.monotonic() - self._printed > PRINT_EVERY:
             self._printed = time.monotonic()
-            self._console.print(f"  {state}", highlight=False)
+            self._console.print(f"  {state}", highlight=False, soft_wrap=True)
 
     def count(self, description: str, step: int) -> None:
         """Show a plain count (the reference run)."""

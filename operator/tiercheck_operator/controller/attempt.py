@@ -145,7 +145,7 @@ def _next_status(
         history=History(accepted.branches[-_HISTORY_LIMIT:]),
         crashes=status.crashes + (cause is Cause.TRAINER_CRASH),
         disruptions=status.disruptions + (cause is not Cause.TRAINER_CRASH and not cause.planned),
-        step=step if status.step is None and step else status.step,
+        step=None if isinstance(outcome, StartFresh) else status.step or step or None,
         placement=placed.record,
         # With pods lost, what memory held is no longer complete; the coordinator will say when it is again.
         tiers=status.tiers if in_place else {name: tier for name, tier in status.tiers.items() if name == "remote"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.actions import Notice
 from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.record import JobRecord
+from tiercheck_operator.controller.record import JobRecord, Recovery
 
 _GOOD_NEWS = (conditions.COMPLETED, conditions.SUSPENDED)
 _BAD_WHEN_FALSE = (conditions.PLACED, conditions.PROTECTED)
@@ -19,9 +19,7 @@ def notices(before: JobRecord, after: JobRecord) -> tuple[Notice, ...]:
     recovery, known = after.recovery, before.recovery
     if recovery is not None:
         cause = Cause.parse(recovery.cause)
-        if not cause.planned and (
-            known is None or (known.cause, known.detected_at) != (recovery.cause, recovery.detected_at)
-        ):
+        if not cause.planned and _certain(recovery) and not (known is not None and _told(known, recovery)):
             found.append(Notice("Warning", recovery.cause, recovery.message))
         if after.attempt != before.attempt:
             found.append(Notice("Normal", "AttemptStarted", f"attempt {after.attempt}: {recovery.reason}"))
@@ -42,6 +40,16 @@ def notices(before: JobRecord, after: JobRecord) -> tuple[Notice, ...]:
         elif condition.type in _BAD_WHEN_FALSE and not condition.status and condition.reason not in _PASSING:
             found.append(Notice("Warning", condition.reason, condition.message))
     return tuple(found)
+
+
+def _certain(recovery: Recovery) -> bool:
+    """A crash may yet turn out to be the echo of a lost pod or node, until the next attempt is decided."""
+    return Cause.parse(recovery.cause) is not Cause.TRAINER_CRASH or recovery.decided_at is not None
+
+
+def _told(known: Recovery, recovery: Recovery) -> bool:
+    same = (known.cause, known.detected_at) == (recovery.cause, recovery.detected_at)
+    return same and _certain(known)
 
 
 def _recovered(record: JobRecord) -> str:

@@ -36,7 +36,7 @@ def hopeless(obs: Observation, membership: Membership) -> GivenUp | None:
     for report in failed_trainers(obs, membership):
         if report.trainer.reason in _HOPELESS:
             reason, advice = _HOPELESS[report.trainer.reason]
-            return GivenUp(reason, f"{describe_exit(report)}. {advice}")
+            return GivenUp(reason, f"{describe_exit(report).rstrip('.')}. {advice}")
     return None
 
 
@@ -46,6 +46,6 @@ def budget_spent(obs: Observation, recovery: Recovery) -> GivenUp | None:
         return None
     return GivenUp(
         conditions.MAX_RESTARTS_EXCEEDED,
-        f"{recovery.message}. It had been restarted {obs.job.status.crashes} times after a crash, and "
+        f"{recovery.message.rstrip('.')}. It had been restarted {obs.job.status.crashes} times after a crash, and "
         f"failurePolicy.maxRestarts is {obs.job.spec.max_restarts}.",
     )

@@ -12,6 +12,9 @@ from tiercheck_operator.controller.membership import Membership
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.record import Recovery
 
+_LONGEST_BACK_OFF = 60
+"""Seconds; how the kubelet holds back a container that keeps failing, only sooner and shorter."""
+
 
 @dataclass(frozen=True)
 class Waiting:
@@ -32,7 +35,7 @@ def waiting_for_pods(obs: Observation, membership: Membership) -> Waiting | None
     if homeless:
         return Waiting(
             conditions.UNSCHEDULABLE,
-            f"{len(homeless)} of {obs.job.spec.workers} pods have no node. {homeless[0].name}: {homeless[0].message}. "
+            f"{len(homeless)} of {obs.job.spec.workers} pods have no node. {homeless[0].name}: {homeless[0].message.rstrip('.')}. "
             "Add nodes, or ask for less in spec.template or spec.workers.",
             wake_after=obs.patience.unschedulable,
         )
@@ -61,10 +64,19 @@ def settling(obs: Observation, recovery: Recovery) -> Waiting | None:
     """After a crash: until a pod or node loss that explains it would have shown."""
     if Cause.parse(recovery.cause) is not Cause.TRAINER_CRASH:
         return None
-    left = recovery.detected_at + obs.patience.settle - obs.now
+    left = recovery.detected_at + max(obs.patience.settle, _back_off(obs)) - obs.now
     if left <= 0:
         return None
     return Waiting(conditions.SETTLING, recovery.message, wake_after=left)
+
+
+def _back_off(obs: Observation) -> float:
+    """Seconds to hold back a command that failed before its first step: it would spend its restarts in a moment."""
+    status = obs.job.status
+    reports = [known.report for known in obs.reports.values() if known.report is not None]
+    if any(report.trainer.first_step_at for report in reports if report.attempt == status.attempt):
+        return 0.0
+    return float(min(_LONGEST_BACK_OFF, 2 ** min(status.crashes, 10)))
 
 
 def retrying(obs: Observation, recovery: Recovery) -> Waiting | None:

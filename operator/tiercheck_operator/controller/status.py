@@ -49,9 +49,12 @@ def derive_status(obs: Observation, record: JobRecord, findings: Findings, repor
     over = findings.completed or findings.failed is not None
     if over:
         record = replace(record, recovery=None)
+    if over or findings.suspended:  # the memory went with the pods
+        remote = {name: tier for name, tier in record.tiers.items() if name == "remote"}
+        record = replace(record, placement=None, tiers=remote)
     wanted = [
         _placed(obs, findings),
-        _protected(obs, record, reports),
+        _ended_protection(record, findings) or _protected(obs, record, reports),
         *_restoring_and_running(record, findings),
         _suspended(obs, findings),
         _outcome(conditions.COMPLETED, Finding(conditions.ALL_SUCCEEDED, "training succeeded on every worker"))
@@ -104,6 +107,16 @@ def _placed(obs: Observation, findings: Findings) -> Condition | None:
     if known is None or known.status:
         return known
     return _condition(conditions.PLACED, True, Finding(conditions.ALL_PLACED, "every worker has a pod on a node"))
+
+
+def _ended_protection(record: JobRecord, findings: Findings) -> Condition | None:
+    """Once the pods are gone, only the remote tier holds anything."""
+    if not (findings.completed or findings.failed is not None or findings.suspended):
+        return None
+    remote = record.tiers.get("remote")
+    kept = f"the remote tier holds step {remote.step}" if remote is not None else "there is no version in a remote tier"
+    reason = conditions.SUSPEND_REQUESTED if findings.suspended else conditions.ENDED
+    return _condition(conditions.PROTECTED, False, Finding(reason, f"the pods and their memory are gone; {kept}"))
 
 
 def _protected(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> Condition | None:
@@ -188,17 +201,25 @@ def _suspended(obs: Observation, findings: Findings) -> Condition | None:
         return _condition(
             conditions.SUSPENDED,
             True,
-            Finding(conditions.SUSPEND_REQUESTED, "the pods are gone; set spec.suspend to false to go on"),
+            Finding(conditions.SUSPEND_REQUESTED, f"the pods are gone; set spec.suspend to false to {_onwards(obs)}"),
         )
     if findings.suspending:
         return _condition(
             conditions.SUSPENDED,
             False,
-            Finding(conditions.SUSPENDING, "trainers stop and sidecars upload what they owe"),
+            Finding(conditions.SUSPENDING, "trainers stop and sidecars upload what they owe")
+            if obs.job.spec.remote
+            else Finding(conditions.SUSPENDING, "trainers stop; without spec.tiers.remote their state is lost"),
         )
     if obs.job.status.condition(conditions.SUSPENDED) is None:
         return None
     return _condition(conditions.SUSPENDED, False, Finding(conditions.RESUMED, "spec.suspend is false"))
+
+
+def _onwards(obs: Observation) -> str:
+    if obs.job.spec.remote:
+        return "go on from the remote tier"
+    return "start from scratch: there is no remote tier, and the state in memory went with the pods"
 
 
 def _outcome(kind: str, finding: Finding) -> Condition:

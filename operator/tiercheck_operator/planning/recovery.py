@@ -190,7 +190,9 @@ def _without_version(situation: Situation, held: Held, seen: Sequence[Version]) 
     remote = "the remote tier holds none" if situation.remote.configured else "no remote tier is configured"
     if asked is not None:
         return Refuse(f"step {asked} was asked for, but no source holds it for every rank, and {remote}{detail}")
-    return StartFresh(f"no version can be rebuilt: every sidecar answered and {remote}{detail}")
+    return StartFresh(
+        f"no version can be rebuilt, so training begins from scratch: every sidecar answered and {remote}{detail}"
+    )
 
 
 def _why(
