@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from world_in_memory import REMOTE, World, make_spec
@@ -437,3 +438,62 @@ def test_member_pods_are_never_deleted_while_they_live() -> None:
     world.tick()
     world.until("Running", attempt=2)
     assert not [action for action in world.deleted if isinstance(action, DeletePod) and action.uid in keep]
+
+
+def test_crash_that_echoes_a_node_loss_is_never_announced_as_a_crash() -> None:
+    world = running_world()
+    node = world.pods[world.member(3)].node
+    assert node is not None
+    world.crash(0)
+    world.kill_node(node)
+    world.tick()
+    world.until("Running", attempt=2)
+    assert "NodeLost" in world.notices
+    assert "TrainerCrash" not in world.notices
+
+
+def test_crash_is_announced_once() -> None:
+    world = running_world()
+    world.crash(2)
+    world.tick()
+    world.until("Running", attempt=2)
+    assert world.notices.count("TrainerCrash") == 1
+
+
+def test_command_that_fails_before_its_first_step_is_held_back_longer_each_time() -> None:
+    world = World(make_spec(max_restarts=6))
+    world.stillborn = True
+    began: list[float] = []
+    while world.status.phase != "Failed":
+        attempt = world.status.attempt
+        world.tick()
+        if world.status.attempt > attempt:
+            began.append(world.now)
+    pauses = [later - earlier for earlier, later in pairwise(began)]
+    assert len(pauses) == 6
+    assert pauses == sorted(pauses)
+    assert pauses[-1] >= 32, "ten restarts must not be spent in a moment"
+
+
+def test_suspended_job_without_a_remote_tier_says_that_it_starts_from_scratch() -> None:
+    world = running_world(remote=None)
+    world.job = replace(world.job, spec=replace(world.job.spec, suspend=True))
+    world.until("Suspended")
+    suspended = world.status.condition("Suspended")
+    assert suspended is not None
+    assert "start from scratch" in suspended.message
+    assert not world.status.holds("Protected")
+    world.job = replace(world.job, spec=replace(world.job.spec, suspend=False))
+    world.tick()
+    world.until("Running", attempt=2)
+    assert world.starts[2] == dict.fromkeys(range(4))
+
+
+def test_completed_job_claims_no_protection_and_names_what_the_remote_tier_holds() -> None:
+    world = World(make_spec(remote=REMOTE), steps=60)
+    world.until("Completed", limit=400)
+    protected = world.status.condition("Protected")
+    assert protected is not None
+    assert not protected.status
+    assert "the remote tier holds step" in protected.message
+    assert set(world.status.tiers) <= {"remote"}

@@ -217,6 +217,8 @@ class World:
         self.committed: Version | None = None
         self.position: dict[str, int] = {}
         self.total_steps = steps
+        self.stillborn = False
+        """Whether every training command fails before its first step."""
         self.slow_trainers: set[int] = set()
         """Workers whose trainer container is not up yet."""
         self.dying: dict[str, float] = {}
@@ -394,7 +396,10 @@ class World:
         running = [s for s in crew if s.trainer.state is TrainerState.RUNNING and s.directive is not None]
         attempt = max((s.directive.attempt for s in running if s.directive), default=0)
         team = {s.worker: s for s in running if s.directive and s.directive.attempt == attempt}
-        if any(s.trainer.state is TrainerState.FAILED and s.directive and s.directive.attempt == attempt for s in crew):
+        failed = any(
+            s.trainer.state is TrainerState.FAILED and s.directive and s.directive.attempt == attempt for s in crew
+        )
+        if failed or self.stillborn:
             for s in team.values():  # a broken collective brings the others down
                 s.trainer = replace(s.trainer, state=TrainerState.FAILED, exit_code=1, ended_at=self.now)
             return
