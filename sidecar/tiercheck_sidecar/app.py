@@ -23,6 +23,7 @@ from tiercheck_sidecar.exchange.handshake import Identity, dial
 from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.offload import Offloader
 from tiercheck_sidecar.reclaim import Reclaimer
+from tiercheck_sidecar.renewal import renewed
 from tiercheck_sidecar.replicate import Replicator
 from tiercheck_sidecar.report import Reporter
 from tiercheck_sidecar.restore import Restorer, SourceFailed
@@ -54,7 +55,7 @@ class Sidecar:
         self._runners: list[web.AppRunner] = []
 
     async def run(self) -> None:
-        """Until SIGTERM or SIGINT. Raises OSError if an address or the memory volume cannot be used."""
+        """Until SIGTERM or SIGINT, or until new credentials ask for a new process. Raises OSError if an address or the memory volume cannot be used."""
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -69,7 +70,10 @@ class Sidecar:
         await self._serve(api, self.config.control_port, secure=True)
         self._ready = True
         log.info("sidecar of worker %d is ready on %s", self.config.worker, self.config.pod_ip)
+        renewal = asyncio.create_task(renewed(self.config.remote_credentials_dir, lambda: self.board.remote.reachable))
+        renewal.add_done_callback(lambda _: stop.set())
         await stop.wait()
+        renewal.cancel()
         await asyncio.to_thread(self._flush)
         self.board.stop()
         self.socket.stop()

@@ -37,6 +37,8 @@ class SidecarConfig:
     remote: str | None
     """JSON of the remote tier's settings; None: no remote tier."""
     token: str
+    remote_credentials_dir: Path | None = None
+    """Where the Secret with the remote tier's credentials is mounted; None: there is none."""
     grace: int = 30
     """Seconds between SIGTERM and SIGKILL, by the pod's terminationGracePeriodSeconds."""
     control_port: int = names.CONTROL_PORT
@@ -82,6 +84,7 @@ class SidecarConfig:
             credentials_dir=credentials,
             remote=env.get(names.ENV_REMOTE) or None,
             token=token,
+            remote_credentials_dir=Path(text) if (text := env.get(names.ENV_REMOTE_CREDENTIALS_DIR)) else None,
             grace=_number(env, names.ENV_GRACE_SECONDS) if env.get(names.ENV_GRACE_SECONDS) else SidecarConfig.grace,
         )
 

@@ -179,6 +179,10 @@ def test_sidecar_starts_first_is_native_and_owns_the_memory() -> None:
     assert env(sidecar)[names.ENV_JOB] == "ml/gpt"
     assert json.loads(env(sidecar)[names.ENV_REMOTE]) == {"s3": {"bucket": "b", "prefix": "p"}}
     assert sidecar["envFrom"] == [{"secretRef": {"name": "aws", "optional": True}}]
+    watched = next(entry for entry in pod["spec"]["volumes"] if entry.get("secret", {}).get("secretName") == "aws")
+    assert watched["secret"]["optional"] is True
+    mount = next(entry for entry in sidecar["volumeMounts"] if entry["name"] == watched["name"])
+    assert env(sidecar)[names.ENV_REMOTE_CREDENTIALS_DIR] == mount["mountPath"]
 
 
 def test_trainer_runs_the_users_command_under_the_launcher_and_sees_no_credentials() -> None:

@@ -21,6 +21,7 @@ GROUP = 65532
 """Shared by sidecar and trainer through fsGroup, so that both may write the memory volume whatever their users are."""
 _SIDECAR_OVERHEAD = 512 * 2**20
 """Bytes of the sidecar's own process, on top of the memory volume that is charged to it."""
+_REMOTE_CREDENTIALS = "tiercheck-remote-credentials"
 _USERS_PATH = "TIERCHECK_USER_PYTHONPATH"
 _GRACE = 30
 """Seconds between SIGTERM and SIGKILL if the template says nothing; Kubernetes' own default."""
@@ -129,6 +130,8 @@ def _sidecar(job: JobView, worker: int, spec: Mapping[str, Any], image: str) -> 
     if secret:
         # Optional: a missing Secret must show as a condition that names it, not as a pod that never starts.
         container["envFrom"] = [{"secretRef": {"name": secret, "optional": True}}]
+        env.append({"name": names.ENV_REMOTE_CREDENTIALS_DIR, "value": names.REMOTE_CREDENTIALS_DIR})
+        mounts.append({"name": _REMOTE_CREDENTIALS, "mountPath": names.REMOTE_CREDENTIALS_DIR, "readOnly": True})
     return container
 
 
@@ -194,6 +197,10 @@ def _volumes(job: JobView) -> list[dict[str, Any]]:
             "secret": {"secretName": owned.credentials_name(job), "defaultMode": 0o440},
         },
     ]
+    secret = remote_settings.credentials_secret(job)
+    if secret:
+        source = {"secretName": secret, "optional": True, "defaultMode": 0o440}
+        volumes.append({"name": _REMOTE_CREDENTIALS, "secret": source})
     remote = remote_settings.remote_volume(job)
     return [*volumes, remote] if remote is not None else volumes
 
