@@ -349,6 +349,8 @@ class Vault:
     def _next_missing(self) -> Slot | None:
         """An own slot that the plan wants and memory allows, entered but not yet allocated."""
         with self._lock:
+            if not self.size_plan().fits:
+                return None  # saving is refused, so a slot would only raise hopes
             cap = self._cap(Tier.LOCAL)
             for rank, size in self._own.items():
                 if self._count(rank, Tier.LOCAL) < cap and self.used() + sizing.cost(size) <= self.limit:

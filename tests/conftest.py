@@ -1,0 +1,22 @@
+"""For all tests: machines may be slow, and what was skipped is said once per reason instead of once per line."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# A slow machine is no failure: nothing here may depend on speed.
+settings.register_profile("tiercheck", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tiercheck")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped: Counter[str] = Counter()
+    for report in terminalreporter.getreports("skipped"):
+        longrepr = report.longrepr
+        reason = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
+        skipped[reason.removeprefix("Skipped: ")] += 1
+    for reason, count in skipped.most_common():
+        terminalreporter.write_line(f"{count} tests skipped: {reason}", yellow=True)
