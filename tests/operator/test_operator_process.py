@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tiercheck.protocol import names
 from tiercheck_local.client import ApiFailure
 from tiercheck_local.cluster import LocalCluster
 
@@ -155,3 +156,17 @@ def test_probes_and_metrics_answer_and_sigterm_ends_the_process(cluster: LocalCl
     cluster.operator.send_signal(signal.SIGTERM)
     assert cluster.operator.wait(timeout=DEADLINE) == 0
     cluster.start_operator()
+
+
+@pytest.mark.parametrize("namespaces", ["", "default"])
+def test_operator_may_be_installed_before_the_definition_of_its_jobs(tmp_path: Path, namespaces: str) -> None:
+    with LocalCluster(tmp_path, []) as early:
+        operator = early.start_operator({"TIERCHECK_NAMESPACES": namespaces})
+        log = early.logs / "operator.log"
+        early.wait_for(lambda: names.KIND.lower() in log.read_text().lower(), DEADLINE, "the operator to miss its kind")
+        assert operator.poll() is None
+        early.apply_crds(ROOT / "crds")
+        early.apply(job("first"))
+        early.wait_for(lambda: len(owned(early, "first")) == 4, DEADLINE, "the job to be served")
+        operator.send_signal(signal.SIGTERM)
+        assert operator.wait(timeout=DEADLINE) == 0
