@@ -20,6 +20,7 @@ from tiercheck_operator.controller.actions import Decision
 from tiercheck_operator.controller.belongings import Belongings
 from tiercheck_operator.controller.decide import decide, refused
 from tiercheck_operator.controller.execute import Executor
+from tiercheck_operator.controller.finish import finished
 from tiercheck_operator.controller.observation import JobView, NodeView, Observation, PodView
 from tiercheck_operator.controller.parsing import parse_job
 from tiercheck_operator.controller.record import render_record
@@ -140,7 +141,7 @@ class JobLoop:
         job = parse_job(raw)
         if job.deleting or job.spec.managed_by != names.CONTROLLER:
             return around.config.resync_seconds
-        if not self._known:
+        if not self._known and not self._over(job):
             await self._belongings.refresh(job)
             self._known = True
         observation = self._observe(job)
@@ -156,6 +157,10 @@ class JobLoop:
         around.metrics.job_seen(parse_job(self._raw))
         wanted = [around.config.resync_seconds, decision.wake_after, delay]
         return max(_LEAST_PAUSE, min(entry for entry in wanted if entry is not None))
+
+    def _over(self, job: JobView) -> bool:
+        """Whether nobody needs what the job owns any more: finished jobs may be kept by the hundred."""
+        return finished(job.status) and all(pod.terminal for pod in self._around.pods(job.uid))
 
     def _observe(self, job: JobView) -> Observation:
         around = self._around
