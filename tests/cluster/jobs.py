@@ -20,8 +20,6 @@ from tiercheck_local.demo.stage import JOBS, LaptopStage
 TRAINER = Path(__file__).with_name("trainer.py")
 PATIENCE = 90.0
 """Seconds; how long something may take on a slow machine before a test gives up. Nothing is measured against it."""
-STEPS = 25
-"""What a job trains unless a test says otherwise."""
 
 
 @dataclass
@@ -120,8 +118,9 @@ class Job:
                     lines.append(json.loads(line))
         return lines
 
-    def digests(self) -> dict[int, str]:
-        return {line["rank"]: line["digest"] for line in self.printed() if "digest" in line}
+    def last_words(self) -> dict[int, tuple[int, str]]:
+        """Per rank: how many steps it trained in all, and the digest of its parameters."""
+        return {line["rank"]: (line["steps"], line["digest"]) for line in self.printed() if "digest" in line}
 
     def events(self) -> list[Object]:
         return [
@@ -152,20 +151,20 @@ class Jobs:
         self,
         workers: int = 2,
         *,
-        steps: int = STEPS,
-        pace: float = 0.02,
+        steps: int = 0,
+        pace: float = 0.1,
         env: Mapping[str, str] | None = None,
         **spec: Any,
     ) -> Job:
-        """Apply a job that trains `steps` steps. `spec` overrides parts of the spec."""
+        """Apply a job that trains `steps` steps (0: until it is hit, and then a few more). `spec` overrides the spec."""
         return self.apply(self.manifest(workers, steps=steps, pace=pace, env=env, **spec))
 
     def manifest(
         self,
         workers: int = 2,
         *,
-        steps: int = STEPS,
-        pace: float = 0.02,
+        steps: int = 0,
+        pace: float = 0.1,
         env: Mapping[str, str] | None = None,
         command: list[str] | None = None,
         remote_every: int | None = 20,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cluster.jobs import PATIENCE, Jobs
-from tests.cluster.test_recovery import STALLED, assert_same_as_undisturbed
+from tests.cluster.test_recovery import assert_same_as_undisturbed
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.stage import JOBS
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.cluster
 
 
 def test_suspended_job_gives_its_pods_back_and_goes_on_from_the_remote_tier(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=2, env=STALLED)
+    job = jobs.start(workers=2)
     before = job.wait_trained(13)
     cluster.api.patch(JOBS, "default", job.name, {"spec": {"suspend": True}})
     job.wait_condition("Suspended")
@@ -27,7 +27,7 @@ def test_suspended_job_gives_its_pods_back_and_goes_on_from_the_remote_tier(jobs
 
 
 def test_deleted_job_leaves_nothing_behind_even_without_an_operator(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=2, env=STALLED)
+    job = jobs.start(workers=2)
     job.wait_trained(6)
     assert job.belongings()
     cluster.faults.kill_operator()
@@ -38,7 +38,7 @@ def test_deleted_job_leaves_nothing_behind_even_without_an_operator(jobs: Jobs, 
 
 
 def test_status_and_events_tell_the_story(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=2, env=STALLED)
+    job = jobs.start(workers=2)
     before = job.wait_trained(13)
     assert before["placement"]["tolerates"], "the placement says what may be lost"
     assert before["phase"] == "Running"
