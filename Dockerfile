@@ -33,12 +33,12 @@ FROM builder AS sidecar-packages
 RUN python3 -m venv --without-pip /opt/tiercheck \
  && python3 -m pip --python /opt/tiercheck/bin/python3 install --constraint constraints.txt "$(echo /wheel/*.whl)[sidecar]"
 
-# torch for CPUs comes from PyTorch's own index: PyPI's wheel for Linux brings gigabytes of CUDA. For GPUs, take an
-# image that has torch already, or name another of PyTorch's indexes here.
+# The default wheel of torch for Linux brings gigabytes of CUDA. For a CPU image, give PyTorch's own index of CPU wheels:
+#   --build-arg TORCH_INDEX=<URL of that index>
 FROM builder AS trainer-packages
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG TORCH_INDEX=""
 RUN python3 -m venv --without-pip /opt/tiercheck \
- && python3 -m pip --python /opt/tiercheck/bin/python3 install --constraint constraints.txt --no-deps --index-url "${TORCH_INDEX}" torch \
+ && python3 -m pip --python /opt/tiercheck/bin/python3 install --constraint constraints.txt --no-deps ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} torch \
  && python3 -m pip --python /opt/tiercheck/bin/python3 install --constraint constraints.txt torch numpy
 
 FROM ${PYTHON_IMAGE} AS operator
