@@ -26,8 +26,10 @@ def _in_child() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
-def start(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """Start `command` with its output in `log`. The starting thread must live as long as the process should."""
+def start(
+    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None, folder: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start `command` in `folder` with its output in `log`. The starting thread must live as long as the process should."""
     with log.open("ab") as output:
         return subprocess.Popen(
             list(command),
@@ -35,6 +37,7 @@ def start(command: Sequence[str], log: Path, environment: Mapping[str, str] | No
             stdout=output,
             stderr=subprocess.STDOUT,
             env=dict(environment) if environment is not None else None,
+            cwd=folder,
             preexec_fn=_in_child,  # noqa: PLW1509 - it makes one system call and takes no lock
         )
 

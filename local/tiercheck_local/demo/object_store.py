@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +9,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from tiercheck_local.controlplane import lifetime
 
 ACCESS_KEY = "tiercheck-demo"
 SECRET_KEY = "tiercheck-demo-secret"
@@ -33,14 +33,8 @@ class ObjectStore:
         return f"http://127.0.0.1:{self._port}"
 
     def __enter__(self) -> Self:
-        with self._log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self._port)],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self._port)]
+        self._process = lifetime.start(command, self._log)
         self._wait_until_it_answers(deadline=30.0)
         self.client().create_bucket(Bucket=self.bucket)
         return self
@@ -48,9 +42,8 @@ class ObjectStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._process is not None and self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        if self._process is not None:
+            lifetime.stop(self._process)
 
     def client(self) -> Any:
         """A boto3 client of this server."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tiercheck_local.controlplane import lifetime
 from tiercheck_local.demo.training_log import Digest, Step, TrainingLog
 
 
@@ -33,26 +33,15 @@ def run_uninterrupted(
             for rank in range(ranks):
                 directory = logs / f"rank-{rank}"
                 directory.mkdir()
-                with (directory / "out.log").open("wb") as output:
-                    processes.append(
-                        subprocess.Popen(
-                            command,
-                            env=_environment(rank, ranks, port),
-                            cwd=directory,  # whatever the command saves stays out of the user's folders, and is found by nobody
-                            stdout=output,
-                            stderr=subprocess.STDOUT,
-                            stdin=subprocess.DEVNULL,
-                            start_new_session=True,
-                        )
-                    )
+                # In a folder of its own: whatever the command saves is found by nobody.
+                environment = _environment(rank, ranks, port)
+                processes.append(lifetime.start(command, directory / "out.log", environment, folder=directory))
             log = TrainingLog(logs, "rank-0/out.log")
             _follow(processes, log, deadline, on_step, logs)
             return log.steps, log.digest
         finally:
             for process in processes:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                lifetime.stop(process)
 
 
 def _follow(
