@@ -84,6 +84,7 @@ class Checkpointer:
             if run_dir
             else FolderBackend(Path(folder or "checkpoints"), self.rank, self.world_size, keep)
         )
+        self._sanity_gate = sanity_gate
         self._saver = Saver(self._backend, self.rank, self.world_size, sanity_gate=sanity_gate)
         self.step_number = 0
         """Optimizer steps done, restored ones included."""
@@ -154,7 +155,7 @@ class Checkpointer:
             if self._layout is None:
                 self._prepare()
             return
-        if loss is not None and not math.isfinite(loss):
+        if self._sanity_gate and loss is not None and not math.isfinite(loss):
             self._skip("NotFinite", f"the loss is {loss}")
             return
         try:
