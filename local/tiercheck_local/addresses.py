@@ -1,11 +1,12 @@
-"""One octet of 127.0.0.0/8 per cluster, so that clusters on one machine never meet.
+"""Addresses that nobody else on this machine uses: one octet of 127.0.0.0/8 per cluster, and free ports.
 
-Held by an abstract Unix socket: it belongs to the same network namespace as the addresses do, and the kernel frees it when
+The octet is held by an abstract Unix socket: it belongs to the same network namespace as the addresses do, and the kernel frees it when
 the holder dies, however it dies.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 
@@ -34,3 +35,12 @@ class Octet:
 
     def release(self) -> None:
         self._holder.close()
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports of 127.0.0.1 that nobody listens on, held together until all are chosen, so that they differ."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any, TypeVar
 import yaml
 
 from tiercheck_local import api, markers, remains
-from tiercheck_local.addresses import Octet
+from tiercheck_local.addresses import Octet, free_ports
 from tiercheck_local.api import Api
 from tiercheck_local.client import CRDS, NODES, PODS, ApiFailure, Object
 from tiercheck_local.controllers.node_lifecycle import ready_status
@@ -159,7 +158,7 @@ class LocalCluster:
 
     def start_operator(self, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         """The real operator process; its log is logs/operator.log, its metrics are at `metrics_address`."""
-        self.metrics_address = f"127.0.0.1:{_free_port()}"
+        self.metrics_address = f"127.0.0.1:{free_ports(1)[0]}"
         environment = {
             "KUBECONFIG": str(self.kubeconfig),
             "TIERCHECK_METRICS_ADDRESS": self.metrics_address,
@@ -287,12 +286,6 @@ def _state(state: Mapping[str, Any]) -> str:
 
 def _pairs(values: Mapping[str, str]) -> str:
     return ",".join(f"{key}={value}" for key, value in values.items())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def temporary_directory() -> Path:

@@ -29,7 +29,6 @@ class Job:
     cluster: LocalCluster
     name: str
     workers: int
-    seen_attempts: set[int] = field(default_factory=set)
 
     @property
     def stage(self) -> LaptopStage:

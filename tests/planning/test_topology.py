@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.planning.clusters import RACK, ZONE, example
-from tiercheck_operator.planning.topology import HOSTNAME_LABEL, PRESETS, Level, Topology, levels_from_spec
+from tiercheck_operator.planning.topology import (
+    HOSTNAME_LABEL,
+    PRESETS,
+    Level,
+    Topology,
+    levels_from_spec,
+    spread_level,
+)
 
 GENERIC = levels_from_spec("generic", None)
 
@@ -81,3 +88,12 @@ def test_distance_counts_levels_up_to_the_first_shared_domain() -> None:
     topology = example("gke-blocks.yaml", "gke").topology
     names = [f"gke-gpu-{index:02d}" for index in (0, 0, 1, 3, 6)]
     assert [topology.distance(names[0], other) for other in names] == [0, 0, 1, 2, 3]
+
+
+def test_copies_spread_over_the_narrowest_level_above_the_host_unless_one_is_named() -> None:
+    levels = levels_from_spec("generic", None)
+    assert spread_level(levels, None).name == "rack"
+    assert spread_level(levels, "zone").name == "zone"
+    assert spread_level(levels[-1:], None).name == "host"
+    with pytest.raises(ValueError, match="no topology level is named 'pdu'; there are zone, rack, host"):
+        spread_level(levels, "pdu")

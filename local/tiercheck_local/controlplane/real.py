@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
-import socket
 import ssl
 import subprocess
 import urllib.error
@@ -15,6 +13,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
+from tiercheck_local.addresses import free_ports
 from tiercheck_local.controlplane import lifetime
 from tiercheck_local.controlplane.interface import ControlPlane, ControlPlaneFailed
 from tiercheck_local.controlplane.kubeconfig import write_kubeconfig
@@ -48,7 +47,7 @@ class RealControlPlane(ControlPlane):
             lifetime.stop(self._processes.pop())
 
     def _start_etcd(self) -> str:
-        client, peer = (f"http://127.0.0.1:{port}" for port in _free_ports(2))
+        client, peer = (f"http://127.0.0.1:{port}" for port in free_ports(2))
         log = self._directory / "etcd.log"
         command = [
             str(self._assets / "etcd"), "--name", "local", "--data-dir", str(self._directory / "etcd"), "--unsafe-no-fsync",
@@ -61,7 +60,7 @@ class RealControlPlane(ControlPlane):
         return client
 
     def _start_api_server(self, etcd: str) -> None:
-        (port,) = _free_ports(1)
+        (port,) = free_ports(1)
         url = f"https://127.0.0.1:{port}"
         token = secrets.token_urlsafe(24)
         self._write_private("tokens.csv", f'{token},admin,admin-uid,"system:masters"\n'.encode())
@@ -96,15 +95,6 @@ class RealControlPlane(ControlPlane):
         with os.fdopen(handle, "wb") as file:
             file.write(content)
         return path
-
-
-def _free_ports(count: int) -> list[int]:
-    """Held together until all are chosen, so that they differ."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def _answers(url: str, ca: Path | None = None, token: str = "") -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tiercheck_local.addresses import free_ports
 from tiercheck_local.controlplane import lifetime
 
 ACCESS_KEY = "tiercheck-demo"
@@ -24,9 +25,7 @@ class ObjectStore:
         self.bucket = bucket
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port: int = probe.getsockname()[1]
+        (self._port,) = free_ports(1)
 
     @property
     def endpoint(self) -> str:

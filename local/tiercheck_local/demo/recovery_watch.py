@@ -27,7 +27,6 @@ class Recovery:
     attempt: int
     in_flight: dict[str, Any] = field(default_factory=dict)
     finished: dict[str, Any] | None = None
-    ranks: dict[int, RankRestore] = field(default_factory=dict)
 
 
 @dataclass
@@ -51,11 +50,8 @@ class RecoveryWatch:
 
     def ask_sidecars(self, attempt: int) -> dict[int, RankRestore]:
         """How each rank was restored in `attempt`; ranks whose sidecar does not answer are left out."""
-        recovery = self._of(attempt)
-        for report in self.reports().values():
-            if report.attempt == attempt:
-                recovery.ranks.update({rank.rank: rank for rank in report.restore.ranks})
-        return recovery.ranks
+        current = [report for report in self.reports().values() if report.attempt == attempt]
+        return {rank.rank: rank for report in current for rank in report.restore.ranks}
 
     def reports(self) -> dict[int, Report]:
         """What each worker's sidecar reports now; workers whose sidecar does not answer are left out."""

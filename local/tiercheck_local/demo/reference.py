@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tiercheck_local.addresses import free_ports
 from tiercheck_local.controlplane import lifetime
 from tiercheck_local.demo.training_log import Digest, Step, TrainingLog
 
@@ -27,7 +27,7 @@ def run_uninterrupted(
     """
     with tempfile.TemporaryDirectory(prefix="tiercheck-reference-") as folder:
         logs = Path(folder)
-        port = _free_port()
+        (port,) = free_ports(1)
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(ranks):
@@ -87,10 +87,3 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -60,7 +60,6 @@ class Story:
     tick: Callable[[Mapping[str, Any]], None] = lambda status: None
     patience: float = 90.0
     """Seconds before one wait is given up."""
-    outcomes: list[Outcome] = field(default_factory=list)
     samples: list[WatermarkSample] = field(default_factory=list)
     """How the watermark of each tier moved."""
 
@@ -96,7 +95,6 @@ class Story:
             ),
         )
         outcome = self._outcome(failure, target, injected_at, before)
-        self.outcomes.append(outcome)
         failure.repair(self.stage)
         return outcome
 

@@ -7,7 +7,7 @@ way, but not lost: they stay in the log files.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,16 +91,3 @@ class TrainingLog:
     @property
     def last(self) -> Step | None:
         return self.steps[-1] if self.steps else None
-
-
-def read_steps(lines: Iterable[str]) -> tuple[list[Step], Digest | None]:
-    """All steps and the digest of a finished run's output."""
-    steps: list[Step] = []
-    digest: Digest | None = None
-    for line in lines:
-        record = parse(line)
-        if isinstance(record, Step):
-            steps.append(record)
-        elif isinstance(record, Digest):
-            digest = record
-    return steps, digest

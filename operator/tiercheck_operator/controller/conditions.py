@@ -86,8 +86,6 @@ RESUMED = "Resumed"
 # Completed, Failed
 ALL_SUCCEEDED = "AllTrainersSucceeded"
 """Every training command exited with 0."""
-NOT_FINISHED = "NotFinished"
-"""The job goes on."""
 MAX_RESTARTS_EXCEEDED = "MaxRestartsExceeded"
 """The training command crashed more often than failurePolicy.maxRestarts allows."""
 TORCH_MISSING = "TorchMissing"
