@@ -27,6 +27,17 @@ class Phase(str, Enum):
         return list(Phase).index(self)
 
 
+class DeltaMode(str, Enum):
+    """Whether deltas are taken (`spec.checkpoint.delta.mode`)."""
+
+    AUTO = "Auto"
+    """Where the optimizer is known, or was seen, to replay exactly, and memory has room for them."""
+    REPLAY = "Replay"
+    """The user vouches for the optimizer; what a restore finds out to the contrary still counts."""
+    NONE = "None"
+    """Snapshots only."""
+
+
 class Tier(str, Enum):
     """Where an artifact lies."""
 
@@ -45,11 +56,26 @@ class Peer:
 
 
 @dataclass(frozen=True)
+class ParityGroup:
+    """Workers whose artifacts are folded into parity: any len(`holders`) of all these workers may be lost at once.
+
+    Local rank i of each member is coded with local rank i of the others.
+    """
+
+    members: tuple[Peer, ...]
+    """In coding order."""
+    holders: tuple[Peer, ...]
+    """Who keeps the parity blocks: block j lies at holder j. Never a member."""
+
+
+@dataclass(frozen=True)
 class Source:
-    """One place a rank's artifacts can be restored from. `peer` is set for the peer tier only."""
+    """One place a rank's artifacts can be restored from. In the peer tier either `peer` or `parity` is set."""
 
     tier: Tier
     peer: Peer | None = None
+    parity: ParityGroup | None = None
+    """Rebuild from the group's parity and from what its other members hold."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +88,7 @@ class RankSources:
 
 @dataclass(frozen=True)
 class Restore:
-    """Bring every local rank to `version`."""
+    """Bring every local rank to `version`: a snapshot, and the deltas after it, each from the nearest source that has it."""
 
     version: Version
     ranks: tuple[RankSources, ...]
@@ -72,14 +98,21 @@ class Restore:
 class Policy:
     """The part of the job's spec that may change while it runs."""
 
-    snapshot_every: int
-    """Steps between snapshots."""
+    snapshot_every: int | None
+    """Steps between snapshots; None: chosen from the sizes (`tiercheck_sidecar.cadence`)."""
     remote_every: int
     """Steps between snapshots that also go to the remote tier."""
     remote_keep: int
     """Versions kept in the remote tier."""
     remote_bandwidth: int | None = None
     """Bytes per second for this worker's uploads; None: not limited."""
+    remote_keep_seconds: float | None = None
+    """Versions younger than this are kept as well, however many they are; None: only the count decides."""
+    peer_bandwidth: int | None = None
+    """Bytes per second that this worker sends to its holders; None: not limited."""
+    delta: DeltaMode = DeltaMode.AUTO
+    sanity_gate: bool = True
+    """Refuse artifacts of a state or a gradient that is not finite."""
 
 
 @dataclass(frozen=True)
@@ -105,5 +138,9 @@ class Directive:
     master_host: str
     master_port: int
     """Rendezvous of the training processes of this attempt."""
+    parity: ParityGroup | None = None
+    """The group that this worker's artifacts are coded with; then it has no `holders`."""
+    folded: tuple[ParityGroup, ...] = ()
+    """Groups that this worker is a holder of."""
     revision: str = ""
     """Digest of the above, chosen by the controller; the sidecar echoes it in its report."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiercheck.protocol.directive import Phase
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.directive import DeltaMode, Phase
 from tiercheck.protocol.version import Version
 
 
@@ -56,20 +57,29 @@ class LauncherEvent:
 class Request:
     """From a rank.
 
-    - "reserve": the rank's slots must hold `bytes` each. Answered when they are allocated and pre-faulted.
-    - "begin": a slot for the snapshot after `step`. Reply carries `path`, or `skip` with the reason.
-    - "complete": the slot at `path` is written.
+    - "reserve": the rank's snapshot slots must hold `bytes` each, its delta slots `delta_bytes` (0: it takes no deltas).
+      Answered when the snapshot slots are allocated and pre-faulted; delta slots follow.
+    - "begin": a slot for the artifact of `kind` after `step`, of at most `bytes`. Reply carries `path`, or `skip` with the reason.
+    - "complete": the slot at `path` is written; its first `bytes` are the artifact.
     - "abandon": the slot at `path` will not be completed.
-    - "progress": `step` was reached, with `loss` if known. No reply.
+    - "progress": `step` was reached, with `loss` if known; `not_finite` steps in a row up to it were refused by the sanity
+      gate. No reply.
+    - "no-deltas": this rank takes none, because `message`.
+    - "mismatch": replaying the delta of `step` did not give the state that it was taken from (`message` says where). No
+      version that needs it may be restored again.
     - "restored": the rank has loaded the version it was offered.
     """
 
     op: str
     step: int = 0
     bytes: int = 0
+    delta_bytes: int = 0
+    kind: Kind = Kind.SNAPSHOT
     path: str = ""
     loss: float | None = None
     step_seconds: float | None = None
+    not_finite: int = 0
+    message: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,16 +90,23 @@ class Reply:
     path: str = ""
     skip: str = ""
     error: str = ""
+    snapshot_every: int = 0
+    """Steps between snapshots from now on; 0: nothing new."""
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """To a rank, in answer to its Hello: what to restore, and how often to take snapshots."""
+    """To a rank, in answer to its Hello: what to restore, and what to save."""
 
     attempt: int
     snapshot_every: int
+    """Steps between snapshots; 0: not decided yet, replies will tell."""
     restore_version: Version | None = None
     restore_path: str = ""
-    """A sealed, verified slot; valid until the rank's "restored" request."""
+    """A sealed, verified snapshot; valid, as are the deltas, until the rank's "restored" request."""
+    restore_deltas: tuple[str, ...] = ()
+    """Sealed, verified deltas, to be replayed on the snapshot in this order to get to the version."""
+    delta: DeltaMode = DeltaMode.NONE
+    sanity_gate: bool = True
     error: str = ""
     """Set when the rank is refused (stale attempt, unknown rank)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from tiercheck.protocol.artifact import Kind, Share
 from tiercheck.protocol.directive import Phase, Tier
 from tiercheck.protocol.version import Version
 
@@ -42,6 +43,10 @@ class RankRestore:
     seconds: float
     failures: tuple[str, ...] = ()
     """One sentence per source that was tried in vain."""
+    deltas: int = 0
+    """Length of the chain that leads from the snapshot to the version."""
+    rebuilt: bool = False
+    """The snapshot was rebuilt from parity (peer tier, `worker` is None)."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,10 @@ class TrainerReport:
     """Newest step reported by any local rank."""
     step_seconds: float | None = None
     """Moving average."""
+    not_finite: int = 0
+    """Steps in a row, up to now, whose loss, gradient or state the sanity gate refused; the largest count of any local rank."""
+    no_deltas: str = ""
+    """Why this worker's ranks take no deltas although the job wants them: a sentence; empty if they do."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +87,13 @@ class Holding:
     """One verified artifact in this sidecar's memory. `tier` is local for own ranks, peer for copies of others."""
 
     rank: int
+    """Of a parity block: the first of its ranks."""
     version: Version
     tier: Tier
     bytes: int
+    kind: Kind = Kind.SNAPSHOT
+    share: Share | None = None
+    """Set if this is a parity block."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +113,8 @@ class Watermarks:
     local: Version | None = None
     peer: Version | None = None
     remote: Version | None = None
+    snapshot: Version | None = None
+    """Newest version of which every rank holds a whole snapshot in its own memory: what an upload can begin from."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +124,14 @@ class MemoryReport:
     used: int
     needed: int
     """Bytes for all slots of this worker's ranks and of the copies it hosts, as far as sizes are known; else 0."""
+    local: int = 0
+    """The part of `needed` that is for own ranks."""
+    peer: int = 0
+    """The part of `needed` that is for copies and parity of others."""
+    snapshot: int = 0
+    """Bytes of the largest snapshot of an own rank; 0: not known yet."""
+    delta: int = 0
+    """Bytes of the largest delta slot of an own rank; 0: no deltas, or not known yet."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +142,9 @@ class Quarantined:
     version: Version
     worker: int
     reason: str
+    kind: Kind = Kind.SNAPSHOT
+    everywhere: bool = False
+    """Every copy of it is equally bad: its replay did not give the state that it was taken from."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +164,14 @@ class Counters:
     uploaded: int = 0
     refused_stale: int = 0
     """Messages refused because they carried an older attempt."""
+    deltas: int = 0
+    """Deltas captured."""
+    deltas_skipped: int = 0
+    """Deltas that were due and not taken: the versions after them wait for the next snapshot."""
+    replay_mismatches: int = 0
+    """Restores whose replay did not give the recorded state."""
+    not_finite: int = 0
+    """Artifacts that the sanity gate refused."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.version import Version
 
 PAGE = 4096
@@ -48,7 +49,8 @@ class SlotHeader:
     metadata: Mapping[str, str]
     tensors: tuple[Tensor, ...]
     size: int
-    """Bytes of the whole file."""
+    """Bytes of the artifact. The file of a delta slot may be longer: its deltas differ in size."""
+    kind: Kind = Kind.SNAPSHOT
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,14 @@ class SlotLayout:
         )
         return SlotLayout(tensors, data_begin, data_begin + offset, tuple(declared))
 
-    def header(self, rank: int, version: Version, world_size: int, metadata: Mapping[str, str]) -> bytes:
+    def header(
+        self,
+        rank: int,
+        version: Version,
+        world_size: int,
+        metadata: Mapping[str, str],
+        kind: Kind = Kind.SNAPSHOT,
+    ) -> bytes:
         """The bytes that follow the state word, exactly up to the data. Raises ValueError if `metadata` is too long."""
         text = _header_json(
             list(self._declared),
@@ -97,6 +106,7 @@ class SlotLayout:
                 "step": str(version.step),
                 "attempt": str(version.attempt),
                 "world_size": str(world_size),
+                "kind": kind.value,
                 **metadata,
             },
         )
@@ -154,6 +164,7 @@ def read_header(view: memoryview | bytes, size: int | None = None) -> SlotHeader
             rank=int(metadata.pop("rank")),
             version=Version(step=int(metadata.pop("step")), attempt=int(metadata.pop("attempt"))),
             world_size=int(metadata.pop("world_size")),
+            kind=Kind(metadata.pop("kind", Kind.SNAPSHOT.value)),
             metadata=metadata,
             tensors=tensors,
             size=end,
