@@ -176,9 +176,9 @@ def main() -> None:
             optimizer.zero_grad()
             schedule.step()
             mean = mean_over_ranks(loss.detach(), ranks)
-            checkpointer.step(mean)
-            if rank == 0:
+            if rank == 0:  # before the step is kept: what is restored was printed, whenever the process dies
                 say(step=step, loss=mean, loss_hex=mean.hex(), attempt=checkpointer.attempt, rank=0, time=time.time())
+            checkpointer.step(mean)
         combined = digest(model, ranks)
         if rank == 0:
             say(digest=combined, steps=checkpointer.step_number)

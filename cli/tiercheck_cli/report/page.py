@@ -115,8 +115,8 @@ def _faults(record: RunRecord) -> str:
 
 def _chips(fault: FaultRecord) -> str:
     chips = [
-        f'<span class="chip" style="border-color:var(--{tier})">{fault.tiers[tier]} × {TIER_WORDS[tier]}</span>'
-        for tier in TIERS
+        f'<span class="chip" style="border-color:var(--{tier})">{fault.tiers[tier]} × {words}</span>'
+        for tier, words in TIER_WORDS.items()
         if fault.tiers.get(tier)
     ]
     return "".join(chips) or '<span class="chip">from scratch</span>'

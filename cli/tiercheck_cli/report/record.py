@@ -48,7 +48,7 @@ class FaultRecord:
     restored_step: int
     lost_steps: int
     tiers: dict[str, int] = field(default_factory=dict)
-    """How many ranks came back from "local", "peer" and "remote"."""
+    """How many ranks came back from "local", "peer", "parity" (rebuilt from what peers hold) and "remote"."""
     rank_sources: list[str] = field(default_factory=list)
     """For each rank, in order, where it came back from: "own memory", "worker 2 (rack b)", "S3"."""
     reason: str = ""

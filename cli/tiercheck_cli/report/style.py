@@ -2,10 +2,10 @@
 
 CSS = """
 :root { color-scheme: light dark; --paper: #fbfaf8; --card: #ffffff; --ink: #1c1f23; --soft: #5d646d; --rule: #e2e0db;
-  --local: #009E73; --peer: #0072B2; --remote: #CC79A7;
+  --local: #009E73; --peer: #0072B2; --parity: #0072B2; --remote: #CC79A7;
   --pale: #cfd3d8; --run: #1c1f23; --fault: #c24e00; --good: #0a7a52; --bad: #b3261e; --again: #E69F0040; --down: #80808038; }
 @media (prefers-color-scheme: dark) { :root { --paper: #15181c; --card: #1d2126; --ink: #e8e9eb; --soft: #a3abb5;
-  --local: #35c99b; --peer: #56B4E9; --remote: #e3a3c8; --rule: #343a42; --pale: #4b535d; --run: #f2f3f5; --fault: #ff9a5c; --good: #4fd1a1; --bad: #ff8a80;
+  --local: #35c99b; --peer: #56B4E9; --parity: #56B4E9; --remote: #e3a3c8; --rule: #343a42; --pale: #4b535d; --run: #f2f3f5; --fault: #ff9a5c; --good: #4fd1a1; --bad: #ff8a80;
   --again: #E69F0038; --down: #a0a0a030; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }

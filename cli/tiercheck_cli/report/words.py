@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tiercheck_cli.report.record import TIERS, FaultRecord
+from tiercheck_cli.report.record import FaultRecord
 
 HEADINGS = (
     "",
@@ -18,7 +18,8 @@ HEADINGS = (
     "Next step",
     "Total",
 )
-TIER_WORDS = {"local": "own memory", "peer": "peer memory", "remote": "remote store"}
+TIER_WORDS = {"local": "own memory", "peer": "peer memory", "parity": "parity of peers", "remote": "remote store"}
+"""Where ranks come back from, nearest first. Parity lies in the peer tier."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,13 @@ def seconds(value: float) -> str:
 
 def tier_counts(tiers: dict[str, int]) -> str:
     """How many ranks came from where, nearest first; "from scratch" if none came from anywhere."""
-    named = [f"{tiers[tier]} × {TIER_WORDS[tier]}" for tier in TIERS if tiers.get(tier)]
+    named = [f"{tiers[tier]} × {TIER_WORDS[tier]}" for tier in TIER_WORDS if tiers.get(tier)]
     return ", ".join(named) or "from scratch"
 
 
 def tier_note(tiers: dict[str, int]) -> str:
     """The same, short: "3 local, 1 peer"."""
-    return ", ".join(f"{tiers[tier]} {tier}" for tier in TIERS if tiers.get(tier)) or "from scratch"
+    return ", ".join(f"{tiers[tier]} {tier}" for tier in TIER_WORDS if tiers.get(tier)) or "from scratch"
 
 
 def plural(count: int, noun: str) -> str:
