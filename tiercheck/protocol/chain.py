@@ -42,9 +42,7 @@ def chain_to(
     return Chain(link, tuple(reversed(links)))
 
 
-def rebuildable(
-    snapshots: Collection[Version], deltas: Collection[Version], history: History
-) -> frozenset[Version]:
+def rebuildable(snapshots: Collection[Version], deltas: Collection[Version], history: History) -> frozenset[Version]:
     """Every accepted version that these artifacts of one rank lead to."""
     found: set[Version] = set()
     for base in snapshots:

@@ -196,3 +196,5 @@ class Report:
     quarantined: tuple[Quarantined, ...] = ()
     problems: tuple[Problem, ...] = ()
     counters: Counters = Counters()
+    snapshot_every: int = 0
+    """Steps between snapshots that the coordinator has named (`checkpoint.snapshot.everySteps` if given); 0: not decided yet."""
