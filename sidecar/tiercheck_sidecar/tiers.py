@@ -7,6 +7,7 @@ import time
 
 import msgspec
 
+from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import Directive, Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck_sidecar.board import Board
@@ -68,7 +69,9 @@ class TierClient:
                 RankTiers(
                     rank=rank,
                     local=tuple(seal.version for seal in local if seal.rank == rank and accepts(seal.version)),
-                    unfinished=tuple(sorted(version for each, version in unfinished if each == rank)),
+                    unfinished=tuple(
+                        sorted(each.version for each in unfinished if each.rank == rank and each.kind is Kind.SNAPSHOT)
+                    ),
                     reached=reached.get(rank),
                     copied=self._replicator.copied(rank),
                     holders=holders,

@@ -174,7 +174,7 @@ class RankSession:
             error = self._objection(directive, trainer.lost_container, state)
             if error or directive is None:
                 return Welcome(board.attempt, 0, error=error)
-        every = directive.policy.snapshot_every
+        every = directive.policy.snapshot_every or 0
         if directive.restore is None:
             return Welcome(directive.attempt, every)
         version = directive.restore.version

@@ -14,7 +14,7 @@ from pathlib import Path
 from tiercheck.protocol.slot import NotASlot, read_header
 from tiercheck_sidecar.digest import first_mismatch
 from tiercheck_sidecar.vault.seal import SUFFIX, Seal, read_seal, seal_path
-from tiercheck_sidecar.vault.slots import Slot, SlotState, remove
+from tiercheck_sidecar.vault.slots import Pool, Slot, SlotState, remove
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,8 @@ def _inspect(path: Path) -> Slot | None:
     if seal is None:
         log.info("%s has no seal: torn or free", path.name)
         return None
-    slot = Slot(path=path, size=path.stat().st_size, rank=seal.rank, tier=seal.tier, state=SlotState.SEALED, seal=seal)
+    pool = Pool(seal.tier, seal.rank, seal.kind, seal.share)
+    slot = Slot(path=path, size=path.stat().st_size, pool=pool, state=SlotState.SEALED, seal=seal)
     try:
         reason = fault(slot)
     except OSError as error:
@@ -53,13 +54,14 @@ def fault(slot: Slot) -> str:
     seal = slot.seal
     if seal is None:
         return "it has no seal"
-    if slot.size != seal.digests.size:
-        return f"it is {slot.size} bytes long, its seal says {seal.digests.size}"
-    with slot.mapped() as view:
+    size = seal.digests.size
+    if slot.size < size:
+        return f"it is {slot.size} bytes long, its seal says {size}"
+    with slot.mapped(size=size) as view:
         bad = first_mismatch(view, seal.digests)
         if bad is not None:
             return f"chunk {bad} does not match its digest"
-        return header_fault(view, seal)
+        return header_fault(view, seal) if seal.share is None else ""
 
 
 def header_fault(view: memoryview, seal: Seal) -> str:
@@ -68,8 +70,9 @@ def header_fault(view: memoryview, seal: Seal) -> str:
         header = read_header(view)
     except NotASlot as error:
         return str(error)
-    if (header.rank, header.version) != (seal.rank, seal.version):
-        return f"it says rank {header.rank} {header.version}, its seal says rank {seal.rank} {seal.version}"
+    if (header.rank, header.version, header.kind) != (seal.rank, seal.version, seal.kind):
+        found = f"{header.kind.value} of rank {header.rank}, {header.version}"
+        return f"it says {found}, its seal says {seal}"
     return ""
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from tiercheck.protocol.artifact import Kind, Share
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests
@@ -21,13 +22,26 @@ SUFFIX = ".seal"
 
 @dataclass(frozen=True)
 class Seal:
-    """What a slot holds. `tier` is local for own ranks, peer for copies of others."""
+    """What a slot holds. `tier` is local for own ranks, peer for copies and parity blocks of others."""
 
     rank: int
+    """Of a parity block: the first of its ranks."""
     version: Version
     world_size: int
     tier: Tier
     digests: Digests
+    """Of the artifact, whose size they tell: the slot's file may be longer."""
+    kind: Kind = Kind.SNAPSHOT
+    share: Share | None = None
+    """Set if this is a parity block."""
+    members: tuple[Digests, ...] = ()
+    """Of a parity block: the digests of each rank's artifact, in coding order."""
+
+    def __str__(self) -> str:
+        if self.share is None:
+            return f"{self.kind.value} of rank {self.rank}, {self.version}"
+        ranks = ", ".join(map(str, self.share.ranks))
+        return f"parity block {self.share.index} over the {self.kind.value}s of ranks {ranks}, {self.version}"
 
 
 def seal_path(slot: Path) -> Path:

@@ -1,27 +1,42 @@
 """How many slots fit into the memory volume: arithmetic only, so that every refusal can name its numbers.
 
-Three slots per own rank let a capture start while the committed version is kept and a pending one is replicated;
-two are the least that can replace a committed version without giving it up first. Hosted copies need two.
+Three snapshot slots per own rank let a capture start while the committed version is kept and a pending one is replicated;
+two are the least that can replace a committed version without giving it up first. Hosted copies and parity blocks need two.
+Deltas take what is left: two chains for every rank, because the next snapshot is still on its way to the holders while the
+chain after the last one grows. With less than a chain and two there would be more gaps than chains, so then there are none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 OWN_SLOTS = 3
 OWN_SLOTS_MIN = 2
 HOSTED_SLOTS = 2
+SPARE_DELTAS = 2
+"""Delta slots beyond one chain without which no deltas are taken."""
 
 PAGE = 4096
 _SEAL_PER_CHUNK = 40
 _CHUNK = 4 * 1024 * 1024
+_SMALLEST = 64 * 1024
 
 
-def cost(size: int) -> int:
-    """Bytes of the memory volume that a slot of `size` bytes and its seal take."""
-    seal = PAGE + (size // _CHUNK) * _SEAL_PER_CHUNK
+def cost(size: int, parts: int = 1) -> int:
+    """Bytes of the memory volume that a slot of `size` bytes and its seal take. The seal of a parity block has the digests of
+    `parts` artifacts: its own and its members'.
+    """
+    seal = PAGE + (size // _CHUNK) * _SEAL_PER_CHUNK * parts
     return _pages(size) + _pages(seal)
+
+
+def roomy(size: int) -> int:
+    """The capacity of a slot for artifacts that differ in size: at most an eighth more, so that the next one fits too."""
+    if size <= _SMALLEST:
+        return _SMALLEST
+    unit = 1 << (size.bit_length() - 4)
+    return -(-size // unit) * unit
 
 
 def _pages(size: int) -> int:
@@ -29,27 +44,80 @@ def _pages(size: int) -> int:
 
 
 @dataclass(frozen=True)
+class Room:
+    """Bytes of one snapshot slot and of one delta slot of a rank. A snapshot of 0 is not known yet; so is a delta of None;
+    a delta of 0 means that there are none.
+    """
+
+    snapshot: int = 0
+    delta: int | None = None
+    parts: int = 1
+    """As in `cost`."""
+
+
+@dataclass(frozen=True)
 class Sizing:
-    """`own_slots` is 0 if not even the minimum fits. `needed` and `minimum` are bytes for all slots."""
+    """How many slots of each kind a rank gets. Bytes are for all slots of this worker, as far as sizes are known."""
 
     own_slots: int
+    """Snapshot slots per own rank; 0 if not even the fewest fit."""
+    delta_slots: int
+    """Delta slots per own rank, hosted rank and parity block; 0: none are wanted, or too few fit."""
     needed: int
+    """Bytes for everything that is wanted."""
     minimum: int
+    """Bytes without which saving is refused."""
+    delta_minimum: int
+    """Bytes without which no deltas are taken."""
+    local: int
+    """The part of `needed` that is for own ranks."""
+    peer: int
+    """The part of `needed` that is for copies and parity of others."""
+    snapshot: int
+    """Bytes of the largest own snapshot."""
+    delta: int
+    """Bytes of the largest own delta slot."""
 
     @property
     def fits(self) -> bool:
         return self.own_slots > 0
 
+    @property
+    def lacks_deltas(self) -> bool:
+        """Deltas are wanted and do not fit."""
+        return self.fits and self.delta > 0 and self.delta_slots == 0
 
-def plan(limit: int, own: Mapping[int, int], hosted: Mapping[int, int | None]) -> Sizing:
-    """Slots per own rank under `limit` bytes, given bytes per rank. A hosted rank of unknown size (None) is taken to
-    be as large as the largest known rank: data-parallel shards are alike.
+
+def plan(
+    limit: int, own: Collection[Room], hosted: Collection[Room], cadence: int, guess: Room | None = None
+) -> Sizing:
+    """Slots under `limit` bytes. `hosted` are the ranks and parity blocks kept for others; what is not known of them is
+    taken to be `guess`, or as large as the largest that is known: data-parallel shards are alike. `cadence` is the length
+    of a chain.
     """
-    known = [size for size in (*own.values(), *hosted.values()) if size]
-    guess = max(known, default=0)
-    kept = sum(HOSTED_SLOTS * cost(size or guess) for size in hosted.values()) if guess else 0
-    once = sum(cost(size) for size in own.values())
-    full, least = kept + OWN_SLOTS * once, kept + OWN_SLOTS_MIN * once
-    if full <= limit:
-        return Sizing(OWN_SLOTS, full, least)
-    return Sizing(OWN_SLOTS_MIN if least <= limit else 0, full, least)
+    all_ = (*own, *hosted)
+    snapshot = (guess.snapshot if guess else 0) or max((room.snapshot for room in all_), default=0)
+    delta = (guess.delta if guess else 0) or max((room.delta or 0 for room in all_), default=0)
+    one_own = sum(cost(room.snapshot) for room in own if room.snapshot)
+    kept = HOSTED_SLOTS * sum(cost(room.snapshot or snapshot, room.parts) for room in hosted) if snapshot else 0
+    own_delta = sum(cost(room.delta) for room in own if room.delta)
+    sizes = [(delta if room.delta is None else room.delta, room.parts) for room in hosted]
+    peer_delta = sum(cost(size, parts) for size, parts in sizes if size)
+
+    full, least = kept + OWN_SLOTS * one_own, kept + OWN_SLOTS_MIN * one_own
+    slots = OWN_SLOTS if full <= limit else OWN_SLOTS_MIN if least <= limit else 0
+    row = own_delta + peer_delta
+    wanted, fewest = (2 * cadence, cadence + SPARE_DELTAS) if row else (0, 0)
+    taken = full if slots == OWN_SLOTS else least
+    room_for = (limit - taken) // row if slots and row else 0
+    return Sizing(
+        own_slots=slots,
+        delta_slots=min(wanted, room_for) if room_for >= fewest else 0,
+        needed=full + wanted * row,
+        minimum=least,
+        delta_minimum=least + fewest * row,
+        local=OWN_SLOTS * one_own + wanted * own_delta,
+        peer=kept + wanted * peer_delta,
+        snapshot=max((room.snapshot for room in own), default=0),
+        delta=max((room.delta or 0 for room in own), default=0),
+    )

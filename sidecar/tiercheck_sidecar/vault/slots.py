@@ -1,4 +1,4 @@
-"""One slot: a plain file of exact size on the memory volume, its memory paid for by the sidecar.
+"""One slot: a plain file of fixed size on the memory volume, its memory paid for by the sidecar.
 
 Never `multiprocessing.shared_memory`, whose segments vanish with their creator. The file is pre-faulted here, because
 first touch is several times slower than reuse and its memory is charged to whoever touches first.
@@ -15,12 +15,28 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from tiercheck.protocol.artifact import Kind, Share
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.slot import TORN
 from tiercheck_sidecar.vault.seal import Seal, break_seal
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 _ZEROS = bytes(1024 * 1024)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Slots that can stand in for each other: those of one rank, or of one parity block, for one kind in one tier."""
+
+    tier: Tier
+    rank: int
+    kind: Kind = Kind.SNAPSHOT
+    share: Share | None = None
+
+    @property
+    def parts(self) -> int:
+        """How many artifacts' digests a seal in this pool has."""
+        return 1 + len(self.share.ranks) if self.share else 1
 
 
 class SlotState(Enum):
@@ -38,8 +54,8 @@ class Slot:
 
     path: Path
     size: int
-    rank: int
-    tier: Tier
+    """Bytes of the file. The artifact in it may be shorter."""
+    pool: Pool
     state: SlotState = SlotState.ALLOCATING
     seal: Seal | None = None
     pins: int = 0
@@ -48,12 +64,24 @@ class Slot:
     attempt: int = field(default=0)
     step: int = field(default=0)
 
+    @property
+    def rank(self) -> int:
+        return self.pool.rank
+
+    @property
+    def tier(self) -> Tier:
+        return self.pool.tier
+
+    @property
+    def kind(self) -> Kind:
+        return self.pool.kind
+
     @contextlib.contextmanager
-    def mapped(self, write: bool = False) -> Iterator[memoryview]:
-        """The slot's bytes. Raises OSError."""
+    def mapped(self, write: bool = False, size: int | None = None) -> Iterator[memoryview]:
+        """The slot's first `size` bytes, or all. Raises OSError; ValueError if it has fewer."""
         with open(self.path, "r+b" if write else "rb") as file:
             access = mmap.ACCESS_WRITE if write else mmap.ACCESS_READ
-            area = mmap.mmap(file.fileno(), self.size, access=access)
+            area = mmap.mmap(file.fileno(), self.size if size is None else size, access=access)
         view = memoryview(area)
         try:
             yield view
@@ -95,6 +123,13 @@ def tear(slot: Slot) -> None:
     break_seal(slot.path)
     with open(slot.path, "r+b") as file:
         file.write(TORN)
+
+
+def blank(view: memoryview) -> None:
+    """Fill with zeros."""
+    for offset in range(0, len(view), len(_ZEROS)):
+        end = min(offset + len(_ZEROS), len(view))
+        view[offset:end] = _ZEROS[: end - offset]
 
 
 def remove(path: Path) -> None:

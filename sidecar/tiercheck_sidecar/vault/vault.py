@@ -10,59 +10,25 @@ import contextlib
 import logging
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from tiercheck.protocol.artifact import Artifact, Kind, Share
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.slot import NotASlot, read_header
+from tiercheck.protocol.slot import NotASlot, SlotHeader, read_header
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.vault import sizing
-from tiercheck_sidecar.vault.inventory import SLOT_SUFFIX, fault, header_fault, take_inventory
+from tiercheck_sidecar.vault.demand import Demand
+from tiercheck_sidecar.vault.draft import Draft
+from tiercheck_sidecar.vault.errors import MemoryTooSmall, NoDeltas, NoFreeSlot, NotHeld
+from tiercheck_sidecar.vault.inventory import SLOT_SUFFIX, fault, take_inventory
+from tiercheck_sidecar.vault.refusals import deltas_refused, saving_refused
 from tiercheck_sidecar.vault.seal import Seal, write_seal
-from tiercheck_sidecar.vault.slots import Slot, SlotState, create, remove, tear
+from tiercheck_sidecar.vault.slots import Pool, Slot, SlotState, create, remove, tear
 
 log = logging.getLogger(__name__)
-
-
-class NoFreeSlot(Exception):
-    """Every slot that could be used is in use; the message is a sentence. Try again later."""
-
-
-class MemoryTooSmall(Exception):
-    """The memory volume cannot hold the fewest slots that saving needs; the message says what to set."""
-
-
-class NotHeld(LookupError):
-    """No such verified artifact is here."""
-
-
-class Draft:
-    """A slot that this sidecar itself fills, chunk by verified chunk."""
-
-    def __init__(self, vault: Vault, slot: Slot, seal: Seal) -> None:
-        self._vault, self._slot, self.seal = vault, slot, seal
-        self._over = False
-        self._stack = contextlib.ExitStack()
-        self.view = self._stack.enter_context(slot.mapped(write=True))
-
-    def keep(self) -> None:
-        """The caller has verified every chunk: seal. Raises NotASlot if the content is not the artifact it claims to be."""
-        reason = header_fault(self.view, self.seal)
-        if reason:
-            self.discard()
-            raise NotASlot(reason)
-        self._stack.close()
-        self._vault._seal(self._slot, self.seal)
-        self._over = True
-
-    def discard(self) -> None:
-        """Give the slot back. Harmless after `keep`."""
-        if self._over:
-            return
-        self._over = True
-        self._stack.close()
-        self._vault._drop(self._slot)
 
 
 class Vault:
@@ -77,8 +43,7 @@ class Vault:
         self._on_change = on_change
         self._lock = threading.RLock()
         self._slots: dict[Path, Slot] = {}
-        self._own: dict[int, int] = {}
-        self._hosted: dict[int, int | None] = {}
+        self._demand = Demand(limit)
         self._instance, self._serial = uuid.uuid4().hex[:6], 0
 
     def open(self) -> None:
@@ -88,113 +53,133 @@ class Vault:
             self._directory.chmod(0o777)
         for slot in take_inventory(self._directory):
             self._slots[slot.path] = slot
-            if slot.tier is Tier.LOCAL:
-                self._own.setdefault(slot.rank, slot.size)
+            self._demand.found(slot.pool, slot.size)
 
     # What is here
 
     def held(self) -> tuple[Seal, ...]:
-        """Every verified artifact, oldest first."""
+        """Every verified artifact and parity block, oldest first."""
         with self._lock:
             seals = [slot.seal for slot in self._slots.values() if _readable(slot) and slot.seal]
-        return tuple(sorted(seals, key=lambda seal: (seal.version, seal.rank)))
+        return tuple(sorted(seals, key=lambda seal: (seal.version, seal.rank, seal.kind, seal.share is not None)))
 
-    def find(self, rank: int, version: Version, tier: Tier | None = None) -> Seal | None:
+    def find(self, rank: int, version: Version, tier: Tier | None = None, kind: Kind = Kind.SNAPSHOT) -> Seal | None:
+        """A whole artifact; never a parity block."""
         with self._lock:
-            slot = self._find(rank, version, tier)
+            slot = self._find(rank, version, tier, kind)
             return slot.seal if slot else None
 
-    def unfinished(self) -> set[tuple[int, Version]]:
+    def find_share(self, share: Share, version: Version, kind: Kind) -> Seal | None:
+        """A complete parity block."""
+        with self._lock:
+            slot = self._find(share.ranks[0], version, Tier.PEER, kind, share)
+            return slot.seal if slot else None
+
+    def unfinished(self) -> set[Artifact]:
         """What own ranks are writing, or wrote and is not sealed yet."""
         with self._lock:
             return {
-                (slot.rank, Version(slot.step, slot.attempt))
+                Artifact(slot.rank, Version(slot.step, slot.attempt), slot.kind)
                 for slot in self._slots.values()
                 if slot.tier is Tier.LOCAL and slot.state in (SlotState.WRITING, SlotState.SEALING) and not slot.doomed
             }
 
-    @contextlib.contextmanager
-    def pin(self, rank: int, version: Version, tier: Tier | None = None) -> Iterator[Slot]:
-        """Keep an artifact from being freed while it is read. Raises NotHeld."""
-        with self._lock:
-            slot = self._find(rank, version, tier)
-            if slot is None:
-                raise NotHeld(f"rank {rank} {version} is not here")
-            slot.pins += 1
-        try:
-            yield slot
-        finally:
-            with self._lock:
-                slot.pins -= 1
-                self._settle(slot)
+    def pin(
+        self, rank: int, version: Version, tier: Tier | None = None, kind: Kind = Kind.SNAPSHOT
+    ) -> contextlib.AbstractContextManager[Slot]:
+        """Keep a whole artifact from being freed while it is read. Raises NotHeld."""
+        return self._pin(rank, version, tier, kind, None)
 
-    def fault(self, rank: int, version: Version, tier: Tier | None = None) -> str:
+    def pin_share(self, share: Share, version: Version, kind: Kind) -> contextlib.AbstractContextManager[Slot]:
+        """As `pin`, for a parity block."""
+        return self._pin(share.ranks[0], version, Tier.PEER, kind, share)
+
+    def fault(self, rank: int, version: Version, tier: Tier | None = None, kind: Kind = Kind.SNAPSHOT) -> str:
         """Read an artifact again and say what is wrong with it; empty if nothing is. Raises NotHeld, OSError."""
-        with self.pin(rank, version, tier) as slot:
+        with self.pin(rank, version, tier, kind) as slot:
+            return fault(slot)
+
+    def fault_share(self, share: Share, version: Version, kind: Kind) -> str:
+        """As `fault`, for a parity block."""
+        with self.pin_share(share, version, kind) as slot:
             return fault(slot)
 
     # Room
 
     def size_plan(self) -> sizing.Sizing:
         with self._lock:
-            return sizing.plan(self.limit, self._own, self._hosted)
+            return self._demand.plan()
 
     def used(self) -> int:
         """Bytes of the volume taken by slots and seals."""
         with self._lock:
-            return sum(sizing.cost(slot.size) for slot in self._slots.values())
+            return sum(_cost(slot) for slot in self._slots.values())
 
-    def host(self, ranks: Iterable[int]) -> None:
-        """Whose copies are kept here from now on."""
+    def reserved(self, rank: int) -> sizing.Room | None:
+        """What an own rank asked for, as far as it is known."""
         with self._lock:
-            known = {slot.rank: slot.size for slot in self._slots.values() if slot.tier is Tier.PEER}
-            self._hosted = {rank: self._hosted.get(rank) or known.get(rank) for rank in ranks}
+            return self._demand.own.get(rank)
+
+    def host(self, ranks: Iterable[int], shares: Iterable[Share] = ()) -> None:
+        """Whose copies and which parity blocks are kept here from now on."""
+        with self._lock:
+            known = [(slot.pool, slot.size) for slot in self._slots.values() if slot.tier is Tier.PEER]
+            self._demand.host(ranks, shares, known)
         self.tidy()
 
-    def reserve(self, rank: int, size: int) -> None:
-        """Have slots of exactly `size` bytes for an own rank, pre-faulted. Raises MemoryTooSmall."""
-        if rank not in self.ranks or size <= 0:
-            raise ValueError(f"cannot reserve {size} bytes for rank {rank}")
+    def expect(self, cadence: int, guess: sizing.Room) -> None:
+        """The coordinator's word: steps between snapshots, and the largest slots that any rank of the job has."""
         with self._lock:
-            self._own[rank] = size
-        fits = self.size_plan()
-        if not fits.fits:
-            raise MemoryTooSmall(self.too_small())
+            news = self._demand.expect(cadence, guess)
+        if news:
+            self.tidy()
+            self._on_change()
+
+    def reserve(self, rank: int, size: int, delta_size: int = 0) -> None:
+        """Have snapshot slots of exactly `size` bytes for an own rank, pre-faulted, and delta slots of `delta_size` (0: none),
+        which `prepare` allocates. Raises MemoryTooSmall.
+        """
+        if rank not in self.ranks or size <= 0 or delta_size < 0:
+            raise ValueError(f"cannot reserve {size} and {delta_size} bytes for rank {rank}")
+        with self._lock:
+            self._demand.reserve(rank, size, delta_size)
+        reason = self.too_small()
+        if reason:
+            raise MemoryTooSmall(reason)
         self.tidy()
 
     def too_small(self) -> str:
         """Why saving is refused, with the numbers; empty if memory is large enough."""
-        fits = self.size_plan()
-        if fits.fits:
-            return ""
-        return (
-            f"tiers.local.sizeLimit is {self.limit}, needed {fits.minimum} bytes ({fits.needed} to never skip a snapshot): "
-            f"two slots for each of {len(self._own)} ranks here and of {len(self._hosted)} ranks hosted for other workers. "
-            "Raise tiers.local.sizeLimit and the sidecar's memory limit"
-        )
+        with self._lock:
+            return saving_refused(self._demand)
+
+    def no_deltas(self) -> str:
+        """Why ranks that want to take deltas cannot, with the numbers; empty if they can, or none wants to."""
+        with self._lock:
+            return deltas_refused(self._demand)
 
     def tidy(self) -> None:
-        """Bring the slots to the planned number and size, as far as memory is free. Slow: pre-faults.
+        """Bring the snapshot slots to the planned number and size, as far as memory is free. Slow: pre-faults.
 
         Says that something changed only if it did: those who are told call this again.
         """
         self._trim()
-        added = False
-        while (slot := self._next_missing()) is not None and self._allocate(slot):
-            added = True
-        if added:
-            self._on_change()
+        self._grow(Kind.SNAPSHOT)
+
+    def prepare(self) -> None:
+        """The same for the delta slots of own ranks. Apart, so that no trainer waits for it."""
+        self._grow(Kind.DELTA)
 
     # Own ranks: the trainer writes
 
-    def begin(self, rank: int, version: Version) -> Path:
+    def begin(self, rank: int, version: Version, kind: Kind = Kind.SNAPSHOT) -> Path:
         """A slot for the trainer to write. Raises NoFreeSlot, MemoryTooSmall."""
+        pool = Pool(Tier.LOCAL, rank, kind)
         with self._lock:
-            slot = self._free_slot(rank, Tier.LOCAL, self._own.get(rank, 0))
+            slot = self._free_slot(pool, self._demand.capacity(pool) or 0)
             if slot is None:
-                if self.too_small():
-                    raise MemoryTooSmall(self.too_small())
-                raise NoFreeSlot("no slot is free: older snapshots are still needed or being copied")
+                self._refuse(kind)
+                raise NoFreeSlot(f"no slot is free: older {kind.value}s are still needed or being copied")
             slot.state, slot.step, slot.attempt = SlotState.WRITING, version.step, version.attempt
             return slot.path
 
@@ -203,14 +188,7 @@ class Vault:
         slot = self._writing(path)
         with slot.mapped() as view:
             try:
-                header = read_header(view)
-                wrong = ""
-                if (header.rank, header.version) != (slot.rank, Version(slot.step, slot.attempt)):
-                    wrong = f"it holds rank {header.rank} {header.version}, not what was begun"
-                elif header.size != slot.size:
-                    wrong = f"it holds {header.size} bytes, {slot.size} were reserved"
-                elif world_size and header.world_size != world_size:
-                    wrong = f"it says world size {header.world_size}, the job has {world_size}"
+                wrong = _unlike(slot, read_header(view), world_size)
             except NotASlot as error:
                 wrong = str(error)
         if wrong:
@@ -225,7 +203,8 @@ class Vault:
         try:
             with slot.mapped() as view:
                 header = read_header(view)
-                seal = Seal(slot.rank, header.version, header.world_size, Tier.LOCAL, digest(view))
+                digests = digest(view[: header.size])
+            seal = Seal(slot.rank, header.version, header.world_size, Tier.LOCAL, digests, slot.kind)
             self._seal(slot, seal)
         except (OSError, NotASlot) as error:
             log.warning("%s could not be sealed: %s", path.name, error)
@@ -246,25 +225,27 @@ class Vault:
             slot.state = SlotState.GONE
         self._trim()
 
-    # Copies and restored artifacts: this sidecar writes
+    # Copies, parity blocks and restored artifacts: this sidecar writes
 
     def draft(self, seal: Seal) -> Draft:
-        """A slot to receive an artifact into. Raises NoFreeSlot."""
+        """A slot to receive an artifact into, or to fold a parity block in. Raises NoFreeSlot, OSError."""
+        pool = Pool(seal.tier, seal.rank, seal.kind, seal.share)
         with self._lock:
-            if seal.tier is Tier.PEER and seal.rank in self._hosted:
-                self._hosted[seal.rank] = seal.digests.size
-            for slot in self._slots.values():
-                if slot.state is SlotState.WRITING and (slot.rank, slot.tier) == (seal.rank, seal.tier):
-                    same = Version(slot.step, slot.attempt) == seal.version
-                    if same and seal.tier is Tier.PEER:
-                        raise NoFreeSlot("this artifact is being received already")
-            slot = self._obtain(seal.rank, seal.tier, seal.digests.size)
+            self._demand.learn(pool, seal.digests.size)
+            if seal.tier is Tier.PEER and any(
+                slot.state is SlotState.WRITING
+                and slot.pool == pool
+                and Version(slot.step, slot.attempt) == seal.version
+                for slot in self._slots.values()
+            ):
+                raise NoFreeSlot("this artifact is being received already")
+            slot = self._obtain(pool, seal.digests.size)
             if slot.state is SlotState.FREE:
                 slot.state = SlotState.WRITING
             slot.step, slot.attempt = seal.version.step, seal.version.attempt
         if slot.state is SlotState.ALLOCATING and not self._allocate(slot, SlotState.WRITING):
             raise NoFreeSlot("the memory volume is full")
-        return Draft(self, slot, seal)
+        return Draft(slot, seal, self._seal, self._drop)
 
     # Freeing
 
@@ -283,10 +264,28 @@ class Vault:
 
     # Inside (the lock is held where a name says nothing else)
 
-    def _find(self, rank: int, version: Version, tier: Tier | None) -> Slot | None:
+    @contextlib.contextmanager
+    def _pin(self, rank: int, version: Version, tier: Tier | None, kind: Kind, share: Share | None) -> Iterator[Slot]:
+        with self._lock:
+            slot = self._find(rank, version, tier, kind, share)
+            if slot is None:
+                raise NotHeld(f"the {kind.value} of rank {rank}, {version}, is not here")
+            slot.pins += 1
+        try:
+            yield slot
+        finally:
+            with self._lock:
+                slot.pins -= 1
+                self._settle(slot)
+
+    def _find(
+        self, rank: int, version: Version, tier: Tier | None, kind: Kind, share: Share | None = None
+    ) -> Slot | None:
         for slot in self._slots.values():
-            seal = slot.seal
-            if _readable(slot) and seal and (seal.rank, seal.version) == (rank, version) and tier in (None, seal.tier):
+            seal, pool = slot.seal, slot.pool
+            if seal is None or seal.version != version or (pool.rank, pool.kind, pool.share) != (rank, kind, share):
+                continue
+            if tier in (None, pool.tier) and _readable(slot):
                 return slot
         return None
 
@@ -297,39 +296,48 @@ class Vault:
                 raise NotASlot(f"{path.name} was not begun here")
             return slot
 
-    def _free_slot(self, rank: int, tier: Tier, size: int) -> Slot | None:
+    def _refuse(self, kind: Kind) -> None:
+        reason = saving_refused(self._demand)
+        if reason:
+            raise MemoryTooSmall(reason)
+        if kind is Kind.DELTA and self._demand.plan().delta_slots == 0:
+            raise NoDeltas(deltas_refused(self._demand) or "no delta slots were reserved")
+
+    def _free_slot(self, pool: Pool, size: int) -> Slot | None:
+        exact = pool.tier is Tier.LOCAL or (pool.kind is Kind.SNAPSHOT and pool.share is None)
         for slot in self._slots.values():
-            if slot.state is SlotState.FREE and (slot.rank, slot.tier, slot.size) == (rank, tier, size):
+            fits = slot.size == size or (slot.size > size and not exact)
+            if slot.state is SlotState.FREE and slot.pool == pool and fits:
                 return slot
         return None
 
-    def _obtain(self, rank: int, tier: Tier, size: int) -> Slot:
-        slot = self._free_slot(rank, tier, size)
+    def _obtain(self, pool: Pool, size: int) -> Slot:
+        slot = self._free_slot(pool, size)
         if slot is not None:
             return slot
-        if tier is Tier.LOCAL:
-            self._own.setdefault(rank, size)
         self._trim()
-        cap = self._cap(tier)
-        if self._count(rank, tier) >= cap:
-            raise NoFreeSlot(f"all {cap} slots for rank {rank} hold artifacts that are still needed")
-        if self.used() + sizing.cost(size) > self.limit:
-            raise NoFreeSlot(f"{self.used()} of {self.limit} bytes are in use, {sizing.cost(size)} more do not fit")
-        return self._place(rank, tier, size)
+        # A restore needs the whole chain at once, however few slots training gets afterwards: only memory bounds it.
+        bounded = pool.tier is Tier.PEER or pool.kind is Kind.SNAPSHOT
+        cap = self._demand.cap(pool)
+        if bounded and self._count()[pool] >= cap:
+            raise NoFreeSlot(f"all {cap} {pool.kind.value} slots for rank {pool.rank} hold what is still needed")
+        capacity = size
+        if pool.tier is Tier.PEER:
+            capacity = max(size, self._demand.capacity(pool) or 0)
+        cost = sizing.cost(capacity, pool.parts)
+        if self.used() + cost > self.limit:
+            raise NoFreeSlot(f"{self.used()} of {self.limit} bytes are in use, {cost} more do not fit")
+        return self._place(pool, capacity)
 
-    def _cap(self, tier: Tier) -> int:
-        if tier is Tier.PEER:
-            return sizing.HOSTED_SLOTS
-        return sizing.plan(self.limit, self._own, self._hosted).own_slots or sizing.OWN_SLOTS_MIN
+    def _count(self) -> Counter[Pool]:
+        return Counter(slot.pool for slot in self._slots.values() if slot.state is not SlotState.GONE)
 
-    def _count(self, rank: int, tier: Tier) -> int:
-        return sum((slot.rank, slot.tier) == (rank, tier) for slot in self._slots.values())
-
-    def _place(self, rank: int, tier: Tier, size: int) -> Slot:
+    def _place(self, pool: Pool, size: int) -> Slot:
         self._serial += 1
-        word = "own" if tier is Tier.LOCAL else "copy"
-        path = self._directory / f"{word}-{rank}-{self._instance}-{self._serial}{SLOT_SUFFIX}"
-        slot = Slot(path=path, size=size, rank=rank, tier=tier)
+        word = "own" if pool.tier is Tier.LOCAL else "parity" if pool.share else "copy"
+        what = "delta-" if pool.kind is Kind.DELTA else ""
+        path = self._directory / f"{word}-{what}{pool.rank}-{self._instance}-{self._serial}{SLOT_SUFFIX}"
+        slot = Slot(path=path, size=size, pool=pool)
         self._slots[path] = slot
         return slot
 
@@ -346,15 +354,25 @@ class Vault:
             slot.state = state
         return True
 
-    def _next_missing(self) -> Slot | None:
+    def _grow(self, kind: Kind) -> None:
+        """Not under the lock."""
+        added = False
+        while (slot := self._next_missing(kind)) is not None and self._allocate(slot):
+            added = True
+        if added:
+            self._on_change()
+
+    def _next_missing(self, kind: Kind) -> Slot | None:
         """An own slot that the plan wants and memory allows, entered but not yet allocated."""
         with self._lock:
-            if not self.size_plan().fits:
+            if not self._demand.plan().fits:
                 return None  # saving is refused, so a slot would only raise hopes
-            cap = self._cap(Tier.LOCAL)
-            for rank, size in self._own.items():
-                if self._count(rank, Tier.LOCAL) < cap and self.used() + sizing.cost(size) <= self.limit:
-                    return self._place(rank, Tier.LOCAL, size)
+            count, used = self._count(), self.used()
+            for rank in self._demand.own:
+                pool = Pool(Tier.LOCAL, rank, kind)
+                size = self._demand.capacity(pool)
+                if size and count[pool] < self._demand.cap(pool) and used + sizing.cost(size) <= self.limit:
+                    return self._place(pool, size)
         return None
 
     def _seal(self, slot: Slot, seal: Seal) -> None:
@@ -380,25 +398,38 @@ class Vault:
     def _trim(self) -> None:
         """Remove free slots that the plan has no use for, and lost ones. The files go outside the lock if it can be."""
         with self._lock:
-            cap = self._cap(Tier.LOCAL)
+            count = self._count()
             for slot in self._slots.values():
-                if slot.state is SlotState.FREE and self._useless(slot, cap):
+                if slot.state is SlotState.FREE and self._useless(slot, count[slot.pool]):
                     slot.state = SlotState.GONE
+                    count[slot.pool] -= 1
             gone = [slot for slot in self._slots.values() if slot.state is SlotState.GONE]
         for slot in gone:
             remove(slot.path)
             with self._lock:
                 self._slots.pop(slot.path, None)
 
-    def _useless(self, slot: Slot, cap: int) -> bool:
-        if slot.tier is Tier.PEER:
-            return slot.rank not in self._hosted or self._hosted[slot.rank] not in (None, slot.size)
-        rest = sum(
-            (other.rank, other.tier) == (slot.rank, slot.tier) and other.state is not SlotState.GONE
-            for other in self._slots.values()
-        )
-        return self._own.get(slot.rank) != slot.size or rest > cap
+    def _useless(self, slot: Slot, count: int) -> bool:
+        capacity = self._demand.capacity(slot.pool)
+        return capacity is None or capacity not in (0, slot.size) or count > self._demand.cap(slot.pool)
 
 
 def _readable(slot: Slot) -> bool:
     return slot.state is SlotState.SEALED and not slot.doomed
+
+
+def _cost(slot: Slot) -> int:
+    return sizing.cost(slot.size, slot.pool.parts)
+
+
+def _unlike(slot: Slot, header: SlotHeader, world_size: int) -> str:
+    """Why the slot does not hold what was begun; empty if it does."""
+    begun = Artifact(slot.rank, Version(slot.step, slot.attempt), slot.kind)
+    written = Artifact(header.rank, header.version, header.kind)
+    if written != begun:
+        return f"it holds the {written}, not what was begun"
+    if slot.kind is Kind.SNAPSHOT and header.size != slot.size:
+        return f"it holds {header.size} bytes, {slot.size} were reserved"
+    if world_size and header.world_size != world_size:
+        return f"it says world size {header.world_size}, the job has {world_size}"
+    return ""

@@ -1,0 +1,120 @@
+"""The demand: which slots this worker should have, from what its ranks reserve and what it keeps for others.
+
+The sizes of what is kept for others are known once something of it has arrived. Until then the coordinator's word on the
+largest of all ranks is taken, so that room for copies is not given to deltas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from tiercheck.protocol.artifact import Kind, Share
+from tiercheck.protocol.directive import Tier
+from tiercheck_sidecar.cadence import LONGEST, auto
+from tiercheck_sidecar.vault import sizing
+from tiercheck_sidecar.vault.sizing import Room, Sizing
+from tiercheck_sidecar.vault.slots import Pool
+
+
+class Demand:
+    """Not thread-safe: the vault's lock guards it."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.own: dict[int, Room] = {}
+        self._hosted: dict[int, Room] = {}
+        self._lanes: dict[Share, Room] = {}
+        self._cadence = 0
+        self._guess: Room | None = None
+        self._plan: Sizing | None = None
+
+    def reserve(self, rank: int, snapshot: int, delta: int) -> None:
+        """What an own rank wants, exactly."""
+        self.own[rank] = Room(snapshot, delta)
+        self._plan = None
+
+    def expect(self, cadence: int, guess: Room) -> bool:
+        """How long chains are, and the largest slots of any rank. Whether that is news."""
+        news = (cadence, guess) != (self._cadence, self._guess)
+        self._cadence, self._guess = cadence, guess
+        self._plan = None
+        return news
+
+    def host(self, ranks: Iterable[int], shares: Iterable[Share], known: Iterable[tuple[Pool, int]]) -> None:
+        """Whose copies and which parity blocks are kept here. `known`: pools and sizes of slots that are here already."""
+        before, lanes = self._hosted, self._lanes
+        self._hosted = {rank: before.get(rank, Room()) for rank in ranks}
+        self._lanes = {share: lanes.get(share, Room(parts=1 + len(share.ranks))) for share in shares}
+        self._plan = None
+        for pool, size in known:
+            self.learn(pool, size)
+
+    def found(self, pool: Pool, size: int) -> None:
+        """An earlier process left a slot of `size` bytes."""
+        before = self.own.get(pool.rank, Room())
+        if pool.tier is Tier.LOCAL and pool.kind is Kind.DELTA:
+            self.own[pool.rank] = dataclasses.replace(before, delta=max(before.delta or 0, size))
+        self.learn(pool, size)
+
+    def learn(self, pool: Pool, size: int) -> None:
+        """An artifact of `size` bytes is in, or is to be put into, `pool`."""
+        if pool.tier is Tier.LOCAL:
+            # Restored, or left by an earlier process: the rank will say what it wants when it trains again.
+            before = self.own.get(pool.rank, Room())
+            if pool.kind is Kind.SNAPSHOT and not before.snapshot:
+                self.own[pool.rank] = dataclasses.replace(before, snapshot=size)
+        else:
+            table: dict[int, Room] | dict[Share, Room] = self._lanes if pool.share else self._hosted
+            key = pool.share or pool.rank
+            if key not in table:
+                return
+            before = table[key]  # type: ignore[index]
+            if pool.kind is Kind.DELTA:
+                after = dataclasses.replace(before, delta=max(before.delta or 0, sizing.roomy(size)))
+            elif pool.share:
+                after = dataclasses.replace(before, snapshot=max(before.snapshot, sizing.roomy(size)))
+            else:
+                after = dataclasses.replace(before, snapshot=size)
+            table[key] = after  # type: ignore[index]
+        self._plan = None
+
+    def plan(self) -> Sizing:
+        if self._plan is None:
+            hosted = (*self._hosted.values(), *self._lanes.values())
+            self._plan = sizing.plan(self.limit, tuple(self.own.values()), hosted, self.cadence, self._guess)
+        return self._plan
+
+    @property
+    def cadence(self) -> int:
+        """Until the coordinator has said: what it would say if all ranks were like ours."""
+        if self._cadence:
+            return self._cadence
+        own = self.own.values()
+        return auto(sum(room.snapshot for room in own), sum(room.delta or 0 for room in own)) or LONGEST
+
+    @property
+    def ranks(self) -> tuple[int, int, int]:
+        """How many own ranks, hosted ranks and parity blocks."""
+        return len(self.own), len(self._hosted), len(self._lanes)
+
+    def cap(self, pool: Pool) -> int:
+        """How many slots `pool` may have."""
+        plan = self.plan()
+        if pool.kind is Kind.DELTA:
+            return plan.delta_slots
+        if pool.tier is Tier.PEER:
+            return sizing.HOSTED_SLOTS
+        return plan.own_slots or sizing.OWN_SLOTS_MIN
+
+    def capacity(self, pool: Pool) -> int | None:
+        """Bytes that a free slot of `pool` must have to be worth keeping; 0: any; None: nobody wants such slots."""
+        if pool.tier is Tier.LOCAL:
+            room = self.own.get(pool.rank)
+            if room is None:
+                return None
+            return room.snapshot if pool.kind is Kind.SNAPSHOT else room.delta or None
+        wanted = self._lanes.get(pool.share) if pool.share else self._hosted.get(pool.rank)
+        if wanted is None:
+            return None
+        return wanted.snapshot if pool.kind is Kind.SNAPSHOT else wanted.delta or 0
