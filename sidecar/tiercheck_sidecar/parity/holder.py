@@ -1,0 +1,208 @@
+"""The blocks that this worker keeps for others: which are being made, which are complete, which can be given up.
+
+What is complete lies sealed in the vault. What is being made is known here only, so a holder that restarts asks for it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from tiercheck.protocol.artifact import Artifact, Kind, Share
+from tiercheck.protocol.directive import Directive, ParityGroup, Tier
+from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.version import Version
+from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.digest import CHUNK, is_well_formed
+from tiercheck_sidecar.exchange.handshake import Claim
+from tiercheck_sidecar.parity import isal
+from tiercheck_sidecar.parity.block import Block, BlockGone
+from tiercheck_sidecar.parity.groups import shares
+from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
+from tiercheck_sidecar.parity.overtaken import overtaken
+from tiercheck_sidecar.parity.scratch import Scratch
+from tiercheck_sidecar.vault import NoFreeSlot, Seal, Vault
+from tiercheck_sidecar.vault.sizing import roomy
+
+log = logging.getLogger(__name__)
+
+Key = tuple[Share, Version, Kind]
+
+
+class ParityHolder:
+    """Thread-safe. `run` gives up what can no longer become complete, or need not."""
+
+    def __init__(self, board: Board, vault: Vault) -> None:
+        self._board, self._vault = board, vault
+        self.scratch = Scratch()
+        self._lock = threading.Lock()
+        self._blocks: dict[Key, Block] = {}
+        self._opening: set[Key] = set()
+        self._largest: dict[tuple[Share, Kind], int] = {}
+
+    def run(self) -> None:
+        seen = -1
+        while not self._board.stopping:
+            seen = self._board.wait(seen, timeout=5.0)
+            self.prune()
+
+    def offer(self, claim: Claim, ask: ParityAsk) -> ParitySay:
+        """A member wants its artifact to be protected."""
+        refusal = self._unwanted(claim, ask)
+        if refusal:
+            return refusal
+        directive, artifact, digests = self._board.directive, ask.artifact, ask.digests
+        assert directive is not None
+        assert artifact is not None
+        assert digests is not None
+        share = self._share(directive, claim.worker, artifact.rank)
+        if share is None:
+            return ParitySay("refused", f"this worker keeps no parity for worker {claim.worker}")
+        sealed = self._vault.find_share(share, artifact.version, artifact.kind)
+        if sealed is not None:
+            if sealed.members[share.ranks.index(artifact.rank)] == digests:
+                return ParitySay("have")
+            return ParitySay("refused", f"{sealed} was made from other bytes")
+        if overtaken(artifact.version, artifact.kind, directive.history, self._board.verdict):
+            return ParitySay("late", f"{artifact.version} is overtaken")
+        try:
+            block = self._block(share, artifact, ask.world_size, digests)
+            missing = block.enter(artifact.rank, digests)
+        except isal.LibraryMissing as error:
+            return ParitySay("refused", str(error))
+        except (NoFreeSlot, OSError) as error:
+            return ParitySay("busy", str(error))
+        except BlockGone:
+            return ParitySay("busy", "the block is being replaced")
+        if missing:
+            return ParitySay("send", missing=missing)
+        self.settle(block)
+        return ParitySay("in")
+
+    def block_for(self, claim: Claim, artifact: Artifact) -> Block | None:
+        """The block that an offered artifact is folded into."""
+        directive = self._board.directive
+        if directive is None or directive.attempt != claim.attempt:
+            return None
+        share = self._share(directive, claim.worker, artifact.rank)
+        with self._lock:
+            return self._blocks.get((share, artifact.version, artifact.kind)) if share else None
+
+    def settle(self, block: Block) -> None:
+        """Seal the block if everything is in."""
+        try:
+            if not block.seal():
+                return
+        except OSError as error:
+            log.warning("a parity block could not be sealed: %s", error)
+        with self._lock:
+            self._blocks = {key: each for key, each in self._blocks.items() if each is not block}
+        self._board.bump()
+
+    def status(self, claim: Claim) -> ParitySay:
+        """What of the caller's artifacts is here."""
+        directive = self._board.directive
+        if directive is None or directive.attempt != claim.attempt:
+            return ParitySay("status")
+        procs = directive.procs_per_worker
+        own = range(claim.worker * procs, (claim.worker + 1) * procs)
+        with self._lock:
+            folded = {artifact for block in self._blocks.values() for artifact in block.artifacts()}
+        complete = {
+            Artifact(rank, seal.version, seal.kind)
+            for seal in self._vault.held()
+            if seal.share is not None
+            for rank in seal.share.ranks
+        }
+        return ParitySay(
+            "status",
+            complete=tuple(sorted((each for each in complete if each.rank in own), key=str)),
+            folded=tuple(sorted((each for each in folded - complete if each.rank in own), key=str)),
+        )
+
+    def prune(self) -> None:
+        """Give up blocks that nobody will need."""
+        with self._board.lock:
+            directive, verdict = self._board.directive, self._board.verdict
+        if directive is None:
+            return
+        shares = {share for group in directive.folded for share in self._shares(directive, group)}
+        with self._lock:
+            doomed = {
+                key: block
+                for key, block in self._blocks.items()
+                if key[0] not in shares or overtaken(key[1], key[2], directive.history, verdict)
+            }
+        for key in doomed:
+            self._give_up(key)
+
+    # Inside
+
+    def _block(self, share: Share, artifact: Artifact, world_size: int, digests: Digests) -> Block:
+        """The block to fold into, made anew if it cannot take this artifact. Raises NoFreeSlot, LibraryMissing, OSError."""
+        key = (share, artifact.version, artifact.kind)
+        with self._lock:
+            size = max(self._largest.get((share, artifact.kind), 0), roomy(digests.size))
+            self._largest[share, artifact.kind] = size
+            block = self._blocks.get(key)
+        if block is not None:
+            if block.capacity >= digests.size and block.digests_of(artifact.rank) in (None, digests):
+                return block
+            self._give_up(key)
+        self.prune()
+        with self._lock:
+            if key in self._blocks or key in self._opening:
+                raise NoFreeSlot("another member has just begun the block")
+            self._opening.add(key)
+        try:  # not under the lock: a new slot is filled with zeros first
+            block = self._open(key, world_size, size)
+            with self._lock:
+                self._blocks[key] = block
+            return block
+        finally:
+            with self._lock:
+                self._opening.discard(key)
+
+    def _open(self, key: Key, world_size: int, size: int) -> Block:
+        share, version, kind = key
+        digests = Digests(size, CHUNK, ())
+        draft = self._vault.draft(Seal(share.ranks[0], version, world_size, Tier.PEER, digests, kind, share))
+        try:
+            return Block(share, version, kind, world_size, draft)
+        except BaseException:
+            draft.discard()
+            raise
+
+    def _give_up(self, key: Key) -> None:
+        with self._lock:
+            block = self._blocks.pop(key, None)
+        if block is not None:
+            block.discard()
+            self._board.bump()
+
+    def _unwanted(self, claim: Claim, ask: ParityAsk) -> ParitySay | None:
+        directive = self._board.directive
+        if directive is None or directive.attempt < claim.attempt:
+            return ParitySay("busy", f"attempt {claim.attempt} is not known here yet")
+        if directive.attempt > claim.attempt:
+            self._board.count(refused_stale=1)
+            return ParitySay("refused", f"attempt {claim.attempt} is over")
+        if ask.artifact is None or ask.digests is None or not is_well_formed(ask.digests) or ask.digests.chunk != CHUNK:
+            return ParitySay("refused", "the offer is malformed")
+        if ask.artifact.rank // directive.procs_per_worker != claim.worker:
+            return ParitySay("refused", f"rank {ask.artifact.rank} is not of worker {claim.worker}")
+        if not directive.history.accepts(ask.artifact.version):
+            return ParitySay("refused", f"{ask.artifact.version} is not of the accepted history")
+        return None
+
+    def _share(self, directive: Directive, worker: int, rank: int) -> Share | None:
+        """Which block the artifacts of a member's rank are folded into here."""
+        for group in directive.folded:
+            if worker in {member.worker for member in group.members}:
+                shares = self._shares(directive, group)
+                return next((share for share in shares if rank in share.ranks), None)
+        return None
+
+    def _shares(self, directive: Directive, group: ParityGroup) -> list[Share]:
+        index = [holder.worker for holder in group.holders].index(directive.worker)
+        return shares(group, index, directive.procs_per_worker)

@@ -1,0 +1,44 @@
+"""What members, replacements and holders of a parity group say to each other, once `Ask("parity")` has turned the conversation to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tiercheck.protocol.artifact import Artifact, Share
+from tiercheck.protocol.manifest import Digests
+
+
+@dataclass(frozen=True)
+class ParityAsk:
+    """From the side that connected. `op`:
+
+    - "offer": fold this artifact of mine? - "chunks": chunks of it follow, until END; answered by what is still missing.
+    - "status": answered when it differs from the last answer on this connection, or after a few seconds.
+    - "read": have you the block `share` of `artifact`'s version and kind? Then its chunks are asked for by index, until END.
+    - "corrupt": the chunks of that block do not match their digests.
+    """
+
+    op: str
+    artifact: Artifact | None = None
+    world_size: int = 0
+    digests: Digests | None = None
+    share: Share | None = None
+
+
+@dataclass(frozen=True)
+class ParitySay:
+    """The answer. `state`: "send" (`missing` chunks), "in" (folded; other members' are awaited), "have" (the block is
+    complete), "late" (nobody will need it), "busy", "refused"; "status"; "found", "missing"; "ok", "bad".
+    """
+
+    state: str
+    message: str = ""
+    missing: tuple[int, ...] = ()
+    complete: tuple[Artifact, ...] = ()
+    """Artifacts of the asking worker whose blocks are sealed here."""
+    folded: tuple[Artifact, ...] = ()
+    """Artifacts of the asking worker that are wholly in blocks which still wait for other members."""
+    world_size: int = 0
+    digests: Digests | None = None
+    members: tuple[Digests, ...] = ()
+    """Of each member's artifact, in coding order."""

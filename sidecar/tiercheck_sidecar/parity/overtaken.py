@@ -1,0 +1,24 @@
+"""When a block that is still being made is given up: a rule, so that memory is bounded without a clock."""
+
+from __future__ import annotations
+
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.version import History, Version
+from tiercheck_sidecar.watermark import Verdict
+
+
+def overtaken(version: Version, kind: Kind, history: History, verdict: Verdict | None) -> bool:
+    """Whether an incomplete block of `version` can be given up in attempt `history.attempt`.
+
+    One snapshot is copied at a time, so a snapshot older than the named one will get no more chunks. What is older than the
+    floor will not be restored, or its block would be complete.
+    """
+    if not history.accepts(version):
+        return True
+    if verdict is None or verdict.attempt != history.attempt:
+        return False
+    if version in verdict.abandoned:
+        return True
+    if kind is Kind.SNAPSHOT and verdict.copy is not None and version < verdict.copy:
+        return True
+    return verdict.floor is not None and version < verdict.floor

@@ -1,0 +1,114 @@
+"""The holder's end of a parity conversation: one proven connection, one thread."""
+
+from __future__ import annotations
+
+import time
+
+from tiercheck.protocol.report import Quarantined
+from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.digest import CHUNK, digest_chunk
+from tiercheck_sidecar.exchange.frames import END, Wire, WireBroken
+from tiercheck_sidecar.exchange.handshake import Claim
+from tiercheck_sidecar.parity.block import BlockGone
+from tiercheck_sidecar.parity.holder import ParityHolder
+from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
+from tiercheck_sidecar.vault import NotHeld, Vault
+
+_STATUS_EVERY = 5.0
+"""Seconds after which an unchanged status is said again, so that both ends know that the other lives."""
+
+
+class ParitySession:
+    """`serve` ends when the caller hangs up. Raises WireBroken."""
+
+    def __init__(self, board: Board, vault: Vault, holder: ParityHolder, wire: Wire, claim: Claim) -> None:
+        self._board, self._vault, self._holder = board, vault, holder
+        self._wire, self._claim = wire, claim
+        self._said: ParitySay | None = None
+
+    def serve(self) -> None:
+        while True:
+            ask = self._wire.receive(ParityAsk)
+            if ask.op == "offer":
+                self._wire.send(self._holder.offer(self._claim, ask))
+            elif ask.op == "chunks":
+                self._wire.send(self._chunks(ask))
+            elif ask.op == "status":
+                self._wire.send(self._status())
+            elif ask.op == "read":
+                self._read(ask)
+            elif ask.op == "corrupt":
+                self._wire.send(self._corrupt(ask))
+            else:
+                raise WireBroken(f"unknown message {ask.op!r}")
+
+    def _chunks(self, ask: ParityAsk) -> ParitySay:
+        block = self._holder.block_for(self._claim, ask.artifact) if ask.artifact else None
+        digests = block.digests_of(ask.artifact.rank) if block and ask.artifact else None
+        if block is None or digests is None or ask.artifact is None:
+            raise WireBroken("no such block is being made")
+        rank = ask.artifact.rank
+        try:
+            while True:
+                index, length = self._wire.receive_chunk_header()
+                if index == END:
+                    return ParitySay("ok", missing=block.missing(rank))
+                if index >= len(digests.values) or length != min(CHUNK, digests.size - index * CHUNK):
+                    raise WireBroken("a chunk does not fit into the artifact")
+                with self._holder.scratch.buffer() as buffer:
+                    chunk = buffer[:length]
+                    self._wire.receive_into(chunk)
+                    if self._board.attempt != self._claim.attempt:
+                        self._board.count(refused_stale=1)
+                        raise WireBroken(f"attempt {self._claim.attempt} is over")
+                    if digest_chunk(chunk) == digests.values[index]:
+                        block.fold(rank, index, chunk)
+        except BlockGone as error:
+            raise WireBroken("the block was given up") from error
+        finally:
+            self._holder.settle(block)
+
+    def _status(self) -> ParitySay:
+        """Level-based: whatever was missed is in the next answer."""
+        until = time.monotonic() + _STATUS_EVERY
+        seen = -1
+        while True:
+            seen = self._board.wait(seen, max(0.0, until - time.monotonic()))
+            said = self._holder.status(self._claim)
+            if said != self._said or time.monotonic() >= until or self._board.stopping:
+                self._said = said
+                return said
+
+    def _read(self, ask: ParityAsk) -> None:
+        if ask.share is None or ask.artifact is None:
+            raise WireBroken("which block?")
+        try:
+            with self._vault.pin_share(ask.share, ask.artifact.version, ask.artifact.kind) as slot:
+                seal = slot.seal
+                assert seal is not None
+                self._wire.send(
+                    ParitySay("found", world_size=seal.world_size, digests=seal.digests, members=seal.members)
+                )
+                with open(slot.path, "rb") as file:
+                    while (index := self._wire.receive_index()) != END:
+                        if index >= len(seal.digests.values):
+                            raise WireBroken("no such chunk")
+                        begin = index * CHUNK
+                        self._wire.send_chunk(file.fileno(), index, begin, min(CHUNK, seal.digests.size - begin))
+        except NotHeld as error:
+            self._wire.send(ParitySay("missing", str(error)))
+
+    def _corrupt(self, ask: ParityAsk) -> ParitySay:
+        """Someone says that a block here is bad: believe our own eyes."""
+        if ask.share is None or ask.artifact is None:
+            raise WireBroken("which block?")
+        share, version, kind = ask.share, ask.artifact.version, ask.artifact.kind
+        try:
+            reason = self._vault.fault_share(share, version, kind)
+        except (NotHeld, OSError) as error:
+            reason = str(error)
+        if not reason:
+            return ParitySay("ok", "the block here is good")
+        self._vault.free(lambda seal: (seal.share, seal.version, seal.kind) == (share, version, kind))
+        self._board.quarantine(Quarantined(share.ranks[0], version, self._board.config.worker, reason, kind))
+        return ParitySay("bad", reason)
