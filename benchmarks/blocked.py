@@ -1,0 +1,179 @@
+"""How long training waits for a snapshot: against a plain copy of the state, and against everybody else in the same loop.
+
+What counts is the time that the training thread spends in the saving call and in hooks around the update. How much longer the steps
+became altogether is reported beside it: it contains what the background work takes from the machine, and its noise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.amounts import bytes_text, seconds_text
+from benchmarks.figure import Figure, Outcome, Sense
+from benchmarks.job import Job, shared_memory
+from benchmarks.peers.environment import DLROVER, NVRX, OURS, CannotInstall, Environment
+from benchmarks.scale import ROOT, Scale
+
+THREADS = 1
+"""Cores that a step computes on. One is left for what happens beside it, as on a host whose devices do the computing."""
+LONG_STEP_TOKENS = 256
+_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class System:
+    """One contestant."""
+
+    name: str
+    module: str
+    environment: Environment = OURS
+    mode: str = ""
+    long_step: bool = True
+
+
+TIERCHECK = System("TierCheck", "ours")
+WORST = System("TierCheck, step shorter than the copy", "ours", long_step=False)
+DCP = (
+    System("torch DCP async_save, thread", "dcp", mode="thread"),
+    System("torch DCP async_save, process", "dcp", mode="process"),
+)
+OTHERS = (
+    System("DLRover 0.6.1 flash checkpoint", "dlrover", DLROVER),
+    System("NVRx 0.4.1 local, synchronous", "nvrx", NVRX, mode="sync"),
+    System("NVRx 0.4.1 local, asynchronous", "nvrx", NVRX, mode="async"),
+)
+PEERS = DCP + OTHERS
+
+
+def run(scale: Scale) -> Outcome:
+    """Rounds over all systems at the first size; one round at the others."""
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    problems: dict[str, str] = {}
+    for size in scale.states:
+        for _ in range(scale.rounds if size == scale.judged else 1):
+            for system in (TIERCHECK, WORST, *PEERS):
+                if system.name in problems:
+                    continue
+                try:
+                    result = measure(system, size, scale)
+                except (CannotInstall, RuntimeError) as error:
+                    problems[system.name] = str(error)
+                    continue
+                found.setdefault(system.name, {}).setdefault(str(size), []).append(result)
+    return Outcome(figures(found, problems, scale), {"systems": found, "problems": problems})
+
+
+def measure(system: System, size: int, scale: Scale) -> dict[str, Any]:
+    """One process: train with `system` saving a state of `size` bytes. Raises CannotInstall, or RuntimeError if it fails."""
+    folder = Path(tempfile.mkdtemp(prefix="tiercheck-bench-", dir=shared_memory()))
+    try:
+        if system.module != "ours":
+            return _process(system, size, scale, folder, {})
+        # Three slots, and some room for headers.
+        with Job(limit=3 * size + size // 4 + (64 << 20), every=2 * _half(system)) as job:
+            job.begin()
+            return _process(system, size, scale, folder, job.trainer_env(0))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _half(system: System) -> int:
+    return 2 if system.long_step else 4
+
+
+def _process(system: System, size: int, scale: Scale, folder: Path, env: dict[str, str]) -> dict[str, Any]:
+    answer = folder / "answer.json"
+    command = [str(system.environment.python()), "-m", f"benchmarks.peers.{system.module}"]
+    command += ["--state-bytes", str(size), "--tokens", str(LONG_STEP_TOKENS if system.long_step else 0)]
+    command += ["--cycles", str(scale.cycles), "--half", str(_half(system)), "--threads", str(THREADS)]
+    command += ["--folder", str(folder), "--mode", system.mode, "--answer", str(answer)]
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, **env, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"no answer within {_SECONDS:.0f} s") from error
+    if not answer.exists():
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise RuntimeError(lines[-1])
+    found: dict[str, Any] = json.loads(answer.read_text())
+    return found
+
+
+def median_of(results: list[dict[str, Any]], key: str) -> float:
+    """Over all cycles of all rounds."""
+    return statistics.median(cycle[key] for result in results for cycle in result["cycles"])
+
+
+def figures(found: dict[str, dict[str, list[dict[str, Any]]]], problems: dict[str, str], scale: Scale) -> list[Figure]:
+    """Rows: ours against the copy, then against each peer, at the judged size."""
+    size = str(scale.judged)
+    rows: list[Figure] = []
+
+    def of(system: System) -> list[dict[str, Any]]:
+        return found.get(system.name, {}).get(size, [])
+
+    for system, name, bound in (
+        (TIERCHECK, "training blocked per snapshot, step longer than the copy", 0.1),
+        (WORST, "training blocked per snapshot, step shorter than the copy", 1.1),
+    ):
+        results = of(system)
+        if not results:
+            rows.append(Figure(name, bound=bound, note=problems.get(system.name, "no result")))
+            continue
+        copy = statistics.median(result["copy_seconds"] for result in results)
+        blocked, longer, step = (median_of(results, key) for key in ("blocked", "longer", "step"))
+        against = f"copy of {bytes_text(results[0]['state_bytes'])}: {seconds_text(copy)}"
+        rows.append(
+            Figure(
+                name,
+                seconds_text(blocked),
+                against,
+                blocked / copy,
+                bound,
+                note=f"a step without a snapshot takes {seconds_text(step)}",
+            )
+        )
+        rows.append(
+            Figure(
+                f"{name}: steps longer altogether",
+                seconds_text(longer),
+                against,
+                longer / copy,
+                note="includes what the copy takes from the cores and the memory that the step computes on",
+            )
+        )
+    ours = of(TIERCHECK)
+    for system in PEERS:
+        name, bound = f"training blocked, against {system.name}", 5.0 if system in DCP else 1.0
+        theirs = of(system)
+        if not (theirs and ours):
+            note = problems.get(system.name) or problems.get(TIERCHECK.name, "no result")
+            rows.append(Figure(name, bound=bound, sense=Sense.AT_LEAST, note=note))
+            continue
+        mine, other = median_of(ours, "blocked"), median_of(theirs, "blocked")
+        rows.append(
+            Figure(
+                name,
+                seconds_text(mine),
+                seconds_text(other),
+                other / mine,
+                bound,
+                Sense.AT_LEAST,
+                note="how many times longer theirs blocks",
+            )
+        )
+    return rows

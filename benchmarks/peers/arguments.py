@@ -1,0 +1,44 @@
+"""The command line that every system of the comparison understands, and the file in which it answers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.workload import HookClock, Training, run_cycles, summary
+
+AfterStep = Callable[[int], None]
+Settle = Callable[[], object]
+Setup = Callable[[Training, argparse.Namespace], tuple[AfterStep, Settle]]
+"""Builds a system around a training: (what to call after each step, what waits for its background work)."""
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser()
+    found.add_argument("--state-bytes", type=int, required=True)
+    found.add_argument("--tokens", type=int, required=True)
+    found.add_argument("--width", type=int, default=1024)
+    found.add_argument("--cycles", type=int, required=True)
+    found.add_argument("--half", type=int, required=True)
+    found.add_argument("--threads", type=int, required=True)
+    found.add_argument("--folder", required=True, help="a folder in memory")
+    found.add_argument("--answer", required=True, help="the file for the result")
+    found.add_argument("--mode", default="")
+    return found
+
+
+def measure(setup: Setup) -> None:
+    """Train as told by the command line with the system that `setup` builds; write down what it cost."""
+    arguments = parser().parse_args()
+    torch.set_num_threads(arguments.threads)
+    training = Training(arguments.state_bytes, arguments.tokens, arguments.width)
+    clock = HookClock(training.optimizer)
+    copies = training.copy_seconds()
+    after_step, settle = setup(training, arguments)
+    clock.close_bracket()
+    cycles = run_cycles(training, clock, after_step, settle, cycles=arguments.cycles, half=arguments.half)
+    Path(arguments.answer).write_text(json.dumps(summary(training, cycles, copies + training.copy_seconds())))

@@ -1,0 +1,176 @@
+"""One training loop for everybody: TierCheck and its peers save the same state in it, and are timed by the same clock.
+
+Needs torch only, because it runs in the peers' environments too.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+STATE_BYTES_PER_PARAMETER = 12
+"""fp32 parameter and the two moments of Adam."""
+
+
+class Stack(nn.Module):
+    """Square linear layers with residual connections: as many bytes of parameters as wanted, all used in every step."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.relu(layer(x)) * 0.1
+        return x
+
+
+class Training:
+    """A model whose state (parameters and Adam's moments) has about `state_bytes`; `tokens` make a step long or short.
+
+    With `tokens=0` a step is the update alone: the gradients are made once.
+    """
+
+    def __init__(self, state_bytes: int, tokens: int, width: int = 1024) -> None:
+        torch.manual_seed(0)
+        layers = max(1, round(state_bytes / STATE_BYTES_PER_PARAMETER / width**2))
+        self.model = Stack(width, layers)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self._input = torch.randn(max(tokens, 1), width)
+        self._tokens = tokens
+        for parameter in self.model.parameters():
+            parameter.grad = torch.randn_like(parameter) * 1e-3
+        self.optimizer.step()  # so that the moments exist
+        self.state_bytes = sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """All that a snapshot must hold, but for a few words."""
+        found = [parameter.detach() for parameter in self.model.parameters()]
+        for state in self.optimizer.state.values():
+            found += [value for value in state.values() if isinstance(value, Tensor)]
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """As peers want it: the tensors themselves, not copies."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def compute(self) -> None:
+        """Forward and backward."""
+        if self._tokens:
+            self.optimizer.zero_grad()
+            self.model(self._input).square().mean().backward()
+
+    def update(self) -> None:
+        """The optimizer's step."""
+        self.optimizer.step()
+
+    def copy_seconds(self, runs: int = 3) -> list[float]:
+        """The limit: seconds that copying the state into memory that is already there takes one thread."""
+        tensors = self.tensors()
+        into = [torch.empty_like(tensor) for tensor in tensors]
+        for target, source in zip(into, tensors, strict=True):
+            target.copy_(source)
+        found = []
+        for _ in range(runs):
+            start = time.perf_counter()
+            for target, source in zip(into, tensors, strict=True):
+                target.copy_(source)
+            found.append(time.perf_counter() - start)
+        return found
+
+
+class HookClock:
+    """Seconds that hooks of others spend around the optimizer's update, between a first and a last hook of ours."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._since = 0.0
+        self.seconds = 0.0
+        optimizer.register_step_pre_hook(self._start)
+        optimizer.register_step_post_hook(self._start)
+
+    def close_bracket(self) -> None:
+        """After the others have registered theirs."""
+        self._optimizer.register_step_pre_hook(self._end)
+        self._optimizer.register_step_post_hook(self._end)
+
+    def take(self) -> float:
+        """Seconds since the last call."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+    def _start(self, *_: object) -> None:
+        self._since = time.perf_counter()
+
+    def _end(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._since
+
+
+@dataclass
+class Cycle:
+    """One save and the steps around it, in seconds."""
+
+    blocked: float
+    """What training waited for: in the saving call, and in hooks around the updates."""
+    longer: float
+    """How much longer the steps after the save took than the same number of steps later on, the call included."""
+    step: float
+    """A step while nothing was being saved."""
+
+
+def run_cycles(
+    training: Training,
+    clock: HookClock,
+    after_step: Callable[[int], None],
+    settle: Callable[[], object],
+    *,
+    cycles: int,
+    half: int,
+    warm_up: int = 2,
+) -> list[Cycle]:
+    """Train for cycles of 2 x `half` steps. `after_step(n)` is called after every step and saves when n is a multiple of that.
+
+    `settle` waits for what still goes on in the background; it is called, and not counted, in the middle of a cycle, so that the
+    second half is undisturbed. The first `warm_up` cycles are not reported.
+    """
+    found: list[Cycle] = []
+    number = 0
+
+    def steps(count: int) -> tuple[float, float]:
+        """(seconds in the saving calls and hooks, seconds altogether), the call after each step included"""
+        nonlocal number
+        blocked, start = 0.0, time.perf_counter()
+        for _ in range(count):
+            training.compute()
+            training.update()
+            number += 1
+            called = time.perf_counter()
+            after_step(number)
+            blocked += time.perf_counter() - called
+        return blocked + clock.take(), time.perf_counter() - start
+
+    steps(2 * half - 1)
+    for _ in range(cycles + warm_up):
+        # The step that saves is counted with those after it, up to the middle.
+        first_blocked, first = steps(half)
+        settle()
+        second_blocked, second = steps(half)
+        found.append(Cycle(first_blocked + second_blocked, first - second, second / half))
+    settle()
+    return found[warm_up:]
+
+
+def summary(training: Training, cycles: list[Cycle], copies: list[float]) -> dict[str, Any]:
+    """What a process reports about itself."""
+    return {
+        "torch": torch.__version__,
+        "state_bytes": training.state_bytes,
+        "copy_seconds": statistics.median(copies),
+        "cycles": [asdict(cycle) for cycle in cycles],
+    }
