@@ -22,7 +22,7 @@ from tiercheck.protocol.version import Version
 from tiercheck_sidecar.remote import keys, retention
 from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteCorrupt, RemoteError, RemoteMissing
 from tiercheck_sidecar.remote.objects import Objects
-from tiercheck_sidecar.remote.pacing import TokenBucket
+from tiercheck_sidecar.pacing import TokenBucket
 from tiercheck_sidecar.remote.verify import check_chunks, check_shape
 
 FETCH_BYTES = 16 * 1024 * 1024

@@ -1,4 +1,4 @@
-"""Keeps uploads from taking the network that training needs: at most so many bytes per second for the whole worker.
+"""Keeps uploads and copies from taking the network that training needs: at most so many bytes per second for the whole worker.
 
 A token bucket in its time-based form: instead of counting tokens it remembers when the bytes already granted will
 be paid for. A piece of any size is granted as soon as the ones before it are paid, so a piece may exceed a second's worth.
@@ -13,11 +13,14 @@ from collections.abc import Callable
 BURST_SECONDS = 0.25
 """Unused time that may be made up for, so that small objects after a pause are not delayed."""
 
+SMALLEST_PIECE = 64 * 1024
+"""Bytes below which pacing would cost more than it gives."""
+
 
 class TokenBucket:
     """Grants bytes at `rate` per second to any number of threads. `rate` None: no limit.
 
-    `wait(seconds)` pauses the caller; it may raise to abandon the upload (that is how closing interrupts it).
+    `wait(seconds)` pauses the caller; it may raise to abandon the transfer (that is how closing interrupts it).
     """
 
     def __init__(
@@ -32,6 +35,11 @@ class TokenBucket:
         self._lock = threading.Lock()
         self._paid_at = clock()
         self.set_rate(rate)
+
+    @property
+    def rate(self) -> int | None:
+        """Bytes per second; None: no limit."""
+        return self._rate
 
     def set_rate(self, rate: int | None) -> None:
         """Change the limit for what is granted from now on. Raises ValueError if `rate` is not positive."""
@@ -52,3 +60,23 @@ class TokenBucket:
         # Waiting outside the lock: the place in the queue is already fixed by `start`.
         if start > now:
             self._wait(start - now)
+
+
+class Portion:
+    """A share of a bucket for one kind of traffic, which asks for `seconds` worth of bytes at a time.
+
+    Whoever asks for more at once gets a larger part of a bucket that is short: places in its queue are per request.
+    """
+
+    def __init__(self, bucket: TokenBucket, seconds: float) -> None:
+        self._bucket, self._seconds = bucket, seconds
+
+    @property
+    def piece(self) -> int | None:
+        """How many bytes to ask for at once; None: it does not matter."""
+        rate = self._bucket.rate
+        return None if rate is None else max(SMALLEST_PIECE, int(rate * self._seconds))
+
+    def take(self, size: int) -> None:
+        """Return when `size` bytes may be sent."""
+        self._bucket.take(size)
