@@ -1,0 +1,170 @@
+"""What the chart makes of its values: valid for Kubernetes, and changed by nobody unnoticed.
+
+After a wanted change: UPDATE_SNAPSHOTS=1 pytest tests/chart/test_chart_rendering.py
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from chart_under_test import CASES, CHART, NAMESPACE, helm, objects, of_kind, only, rendered, values_of
+
+SNAPSHOTS = Path(__file__).parent / "snapshots"
+NOT_KUBERNETES = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
+"""Kinds of the Prometheus operator, whose schemas are not Kubernetes' own."""
+WARNING = 2
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_helm_lint_finds_nothing_to_complain_about(case: str) -> None:
+    report = helm.lint(CHART, values_of(case), strict=True, namespace=NAMESPACE)
+    assert report["errors"] == []
+    assert [message for message in report["messages"] if message["severity"] >= WARNING] == []
+
+
+@pytest.mark.parametrize("version", ["1.33", kubernetes_validate.latest_version()])
+@pytest.mark.parametrize("case", CASES)
+def test_every_object_is_what_kubernetes_expects(case: str, version: str) -> None:
+    checked = 0
+    for entry in objects(values_of(case)):
+        if entry["kind"] not in NOT_KUBERNETES:
+            kubernetes_validate.validate(entry, version, strict=True)
+            checked += 1
+    assert checked >= 5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rendering_is_the_committed_one(case: str) -> None:
+    text = snapshot(case)
+    path = SNAPSHOTS / f"{case}.yaml"
+    if os.environ.get("UPDATE_SNAPSHOTS"):
+        path.write_text(text)
+    assert path.read_text() == text, "if this change is wanted: UPDATE_SNAPSHOTS=1 pytest tests/chart/test_chart_rendering.py"
+
+
+def test_every_snapshot_belongs_to_a_case() -> None:
+    assert {path.stem for path in SNAPSHOTS.glob("*.yaml")} == set(CASES)
+
+
+def snapshot(case: str) -> str:
+    """All objects, with what has a test of its own left out: the definition's body and the dashboard."""
+    texts = rendered(values_of(case))
+    parts = []
+    for path in sorted(texts):
+        if not path.endswith(".yaml"):
+            continue
+        for entry in yaml.safe_load_all(texts[path]):
+            if entry:
+                parts.append(f"# {path}\n{yaml.safe_dump(_abridged(entry), sort_keys=False, width=120)}")
+    notes = "".join(f"# {line}".rstrip() + "\n" for line in texts["NOTES.txt"].strip().splitlines())
+    return "---\n".join([f"# NOTES.txt\n{notes}", *parts])
+
+
+def _abridged(entry: dict[str, Any]) -> dict[str, Any]:
+    if entry["kind"] == "CustomResourceDefinition":
+        return {**entry, "spec": "as in crds/"}
+    if entry["kind"] == "ConfigMap":
+        return {**entry, "data": {name: f"as in files/dashboards/{name}" for name in entry["data"]}}
+    return entry
+
+
+def test_every_object_has_the_labels_and_annotations_that_are_asked_for() -> None:
+    for entry in objects(values_of("everything")):
+        assert entry["metadata"]["labels"]["example.com/owner"] == "platform", entry["kind"]
+        assert entry["metadata"]["annotations"]["example.com/contact"] == "platform@example.com", entry["kind"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_everything_with_a_namespace_is_in_the_releases_or_in_one_that_is_served(case: str) -> None:
+    places = {NAMESPACE, *values_of(case).get("watchNamespaces", ())}
+    global_kinds = {"ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition"}
+    for entry in objects(values_of(case)):
+        if entry["kind"] in global_kinds:
+            assert "namespace" not in entry["metadata"]
+        else:
+            assert entry["metadata"]["namespace"] in places
+
+
+def test_two_releases_for_their_own_namespaces_share_no_object() -> None:
+    one, other = (
+        {
+            (entry["kind"], entry["metadata"].get("namespace"), entry["metadata"]["name"])
+            for entry in objects({"watchNamespaces": [team], "crds": {"enabled": False}}, "tiercheck", f"{team}-system")
+        }
+        for team in ("red", "blue")
+    )
+    assert one
+    assert not one & other
+
+
+def test_long_release_name_leaves_every_name_usable() -> None:
+    for entry in objects({"networkPolicy": {"enabled": True}}, release="r" * 53):
+        assert len(entry["metadata"]["name"]) <= 63, entry["metadata"]["name"]
+
+
+def test_selectors_find_the_operators_pod_and_not_the_test_pod() -> None:
+    values = {"networkPolicy": {"enabled": True}, "podDisruptionBudget": {"enabled": True}, "podLabels": {"a": "b"}}
+    labels = only("Deployment", values)["spec"]["template"]["metadata"]["labels"].items()
+    test = only("Pod", values)["metadata"]["labels"].items()
+    selectors = [
+        only("Deployment", values)["spec"]["selector"]["matchLabels"],
+        only("Service", values)["spec"]["selector"],
+        only("NetworkPolicy", values)["spec"]["podSelector"]["matchLabels"],
+        only("PodDisruptionBudget", values)["spec"]["selector"]["matchLabels"],
+    ]
+    for selector in selectors:
+        assert selector.items() <= labels
+        assert not selector.items() <= test
+
+
+@pytest.mark.parametrize(
+    ("image", "reference"),
+    [
+        ({}, "tiercheck-operator:0.1.0"),
+        ({"registry": "r.example.com:5000/me"}, "r.example.com:5000/me/tiercheck-operator:0.1.0"),
+        ({"tag": "2"}, "tiercheck-operator:2"),
+        ({"digest": "sha256:" + "a" * 64}, "tiercheck-operator@sha256:" + "a" * 64),
+        ({"tag": "2", "digest": "sha256:" + "a" * 64}, "tiercheck-operator:2@sha256:" + "a" * 64),
+    ],
+)
+def test_image_is_named_by_registry_tag_and_digest(image: dict[str, str], reference: str) -> None:
+    (container,) = only("Deployment", {"image": image})["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == reference
+
+
+def test_notes_name_what_was_really_installed() -> None:
+    notes = rendered({"watchNamespaces": ["training"]}, release="mine", namespace="team")["NOTES.txt"]
+    assert "kubectl -n team rollout status deployment/mine-tiercheck-operator" in notes
+    assert "helm test mine -n team" in notes
+    assert "kubectl get tcj -n training --watch" in notes
+
+
+def test_notes_warn_of_what_would_surprise_later() -> None:
+    def notes(**values: Any) -> str:
+        return " ".join(rendered(values)["NOTES.txt"].split())
+
+    named = {"image": {"registry": "r.example.com"}, "sidecar": {"image": {"registry": "r.example.com"}}}
+    assert "NOTE" not in notes(**named)
+    assert "WARNING" not in notes(**named)
+    assert "tiercheck-operator:0.1.0 and tiercheck-sidecar:0.1.0 must be on your nodes already" in notes()
+    assert "delete the definition, and with it every TierCheckJob" in notes(crds={"keep": False}, **named)
+    assert "waits until somebody installs the definition" in notes(crds={"enabled": False}, **named)
+    assert "needs the rights" in notes(rbac={"create": False}, **named)
+    assert "`kubectl drain` of the operator's node waits" in notes(podDisruptionBudget={"enabled": True}, **named)
+    assert "only TierCheckOperatorDown" in notes(metrics={"prometheusRule": {"enabled": True}}, **named)
+
+
+def test_definition_is_kept_unless_told_otherwise() -> None:
+    keep = "helm.sh/resource-policy"
+    assert only("CustomResourceDefinition")["metadata"]["annotations"][keep] == "keep"
+    assert keep not in only("CustomResourceDefinition", {"crds": {"keep": False}})["metadata"].get("annotations", {})
+    assert of_kind("CustomResourceDefinition", {"crds": {"enabled": False}}) == []
+
+
+def test_by_default_nothing_needs_the_prometheus_operator() -> None:
+    assert not NOT_KUBERNETES & {entry["kind"] for entry in objects()}
