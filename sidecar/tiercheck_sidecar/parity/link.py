@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Peer, Tier
 from tiercheck.protocol.report import Quarantined, RestoreState
 from tiercheck_sidecar.board import Board
-from tiercheck_sidecar.exchange.frames import IO_TIMEOUT, Wire, WireBroken
+from tiercheck_sidecar.exchange.frames import Pace, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
+from tiercheck_sidecar.exchange.line import Line
 from tiercheck_sidecar.exchange.streams import TooDamaged
 from tiercheck_sidecar.parity.due import due
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
@@ -35,12 +36,21 @@ _PATIENCE = 3
 class Link:
     """Of one attempt; `close` ends its threads."""
 
-    def __init__(self, board: Board, vault: Vault, holder: Peer, attempt: int, dial: Callable[[], Wire]) -> None:
+    def __init__(
+        self,
+        board: Board,
+        vault: Vault,
+        holder: Peer,
+        attempt: int,
+        dial: Callable[[], Wire],
+        *,
+        pace: Pace | None = None,
+    ) -> None:
         self._board, self._vault, self.holder, self._attempt = board, vault, holder, attempt
-        self._dial = dial
+        self._dial, self._pace = dial, pace
         self._lock = threading.Lock()
         self._closed = False
-        self._wires: set[Wire] = set()
+        self._wires: weakref.WeakSet[Wire] = weakref.WeakSet()
         self._complete: frozenset[Artifact] = frozenset()
         self._folded: frozenset[Artifact] = frozenset()
         self._late: frozenset[Artifact] = frozenset()
@@ -59,7 +69,7 @@ class Link:
             self._closed = True
             wires = list(self._wires)
         for wire in wires:
-            wire.close()
+            wire.cut()
 
     @property
     def complete(self) -> frozenset[Artifact]:
@@ -73,7 +83,7 @@ class Link:
         failures = 0
         while self._is_open:
             try:
-                with self._connected() as wire:
+                with contextlib.closing(self._connect()) as wire:
                     while self._is_open:
                         wire.send(ParityAsk("status"))
                         said = wire.receive(ParitySay)
@@ -91,21 +101,14 @@ class Link:
 
     def _lane(self, kind: Kind) -> None:
         seen, failures = -1, 0
-        wire: Wire | None = None
-        used = 0.0
-        with contextlib.ExitStack() as stack:
+        with Line(self._connect) as line:
             while self._is_open:
                 seal = self._next(kind)
                 if seal is None:
                     seen = self._board.wait(seen, timeout=1.0)
                     continue
-                trouble = ""
                 try:
-                    if wire is None or time.monotonic() - used > IO_TIMEOUT / 2:
-                        stack.close()
-                        wire = stack.enter_context(self._connected())
-                    trouble = self._bring(seal, wire)
-                    used = time.monotonic()
+                    trouble = self._bring(seal, line)
                 except NotHeld:
                     continue
                 except TooDamaged as error:
@@ -113,21 +116,20 @@ class Link:
                     trouble = str(error)
                 except (WireBroken, PeerRefused, OSError) as error:
                     log.info("%s to worker %d: %s", seal, self.holder.worker, error)
-                    wire, trouble = None, str(error)
+                    trouble = str(error)
                 failures = self._judge(trouble, failures)
 
-    def _bring(self, seal: Seal, wire: Wire) -> str:
+    def _bring(self, seal: Seal, line: Line) -> str:
         """What went wrong, or nothing; "busy" is no reason to worry."""
-        said = push(self._vault, seal, wire, lambda: converse(self._dial()))
+        said = push(self._vault, seal, line, self._pace)
         artifact = Artifact(seal.rank, seal.version, seal.kind)
-        if said.state in ("in", "have"):
-            with self._lock:
+        with self._lock:
+            if said.state in ("in", "have"):
                 self._folded |= {artifact}
-            return ""
-        if said.state == "late":
-            with self._lock:
+                return ""
+            if said.state == "late":
                 self._late |= {artifact}
-            return ""
+                return ""
         return said.state if said.state == "busy" else said.message
 
     def _judge(self, trouble: str, failures: int) -> int:
@@ -153,18 +155,16 @@ class Link:
     def _pause(self, failures: int) -> None:
         self._board.wait_until(lambda: self._closed, min(_BACKOFF[1], _BACKOFF[0] * 2 ** min(failures, 10)))
 
-    @contextlib.contextmanager
-    def _connected(self) -> Iterator[Wire]:
-        with contextlib.closing(self._dial()) as wire:
-            with self._lock:
-                if self._closed:
-                    raise WireBroken("the attempt is over")
-                self._wires.add(wire)
-            try:
-                yield converse(wire)
-            finally:
-                with self._lock:
-                    self._wires.discard(wire)
+    def _connect(self) -> Wire:
+        """A connection that talks parity, and that `close` cuts. Raises WireBroken, PeerRefused."""
+        wire = self._dial()
+        with self._lock:
+            self._wires.add(wire)
+            closed = self._closed
+        if closed:
+            wire.close()
+            raise WireBroken("the attempt is over")
+        return converse(wire)
 
     def _next(self, kind: Kind) -> Seal | None:
         with self._board.lock:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
-from collections.abc import Callable
+import functools
 
 from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.manifest import Digests
-from tiercheck_sidecar.exchange.frames import Ask, Wire, WireBroken
-from tiercheck_sidecar.exchange.streams import STREAMS, TooDamaged, run_all
+from tiercheck_sidecar.digest import length_of
+from tiercheck_sidecar.exchange.frames import Ask, Pace, Wire, WireBroken
+from tiercheck_sidecar.exchange.line import Line
+from tiercheck_sidecar.exchange.streams import Deal, TooDamaged, run_all, stream_count
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.vault import Seal, Vault
 
-_TRIES = 3
-_CHUNKS_PER_STREAM = 2
+_DAMAGES = 3
+"""How often chunks may arrive damaged."""
+_MOST_BREAKS = 20
+"""How often one push goes on after a broken stream, as long as each connection brought something."""
 
 
 def converse(wire: Wire) -> Wire:
@@ -24,47 +25,47 @@ def converse(wire: Wire) -> Wire:
     return wire
 
 
-def push(vault: Vault, seal: Seal, wire: Wire, connect: Callable[[], Wire]) -> ParitySay:
-    """Offer an own artifact on `wire` and send what is missing. Returns the holder's last word: "in", "have", "late",
-    "busy" or "refused". Raises NotHeld, WireBroken, PeerRefused, TooDamaged.
+def push(vault: Vault, seal: Seal, line: Line, pace: Pace | None = None) -> ParitySay:
+    """Offer an own artifact on `line` (whose connections talk parity) and send what is missing. Returns the holder's last
+    word: "in", "have", "late", "busy" or "refused". Raises NotHeld, OSError, WireBroken, PeerRefused, TooDamaged; then `line`
+    is hung up.
     """
-    artifact = Artifact(seal.rank, seal.version, seal.kind)
-    with vault.pin(seal.rank, seal.version, Tier.LOCAL, seal.kind) as slot:
-        for _ in range(_TRIES + 1):
-            wire.send(ParityAsk("offer", artifact, seal.world_size, seal.digests))
-            said = wire.receive(ParitySay)
-            if said.state != "send":
-                return said
-            with open(slot.path, "rb") as file:
-                sending = _Sending(artifact, seal.digests, file.fileno())
-                sending.run(said.missing, wire, connect)
-        raise TooDamaged(f"{len(said.missing)} chunks arrived damaged {_TRIES} times")
+    try:
+        with vault.pin(seal.rank, seal.version, Tier.LOCAL, seal.kind) as slot, open(slot.path, "rb") as file:
+            for _ in range(_MOST_BREAKS):
+                hopeful, before = line.is_open, line.sent
+                try:
+                    return _push(seal, line, file.fileno(), pace)
+                except WireBroken:
+                    # A connection that lay idle may have been closed by the other end long ago: that proves nothing.
+                    if not hopeful and line.sent == before:
+                        raise
+                    line.drop()
+            raise WireBroken(f"the connection broke {_MOST_BREAKS} times")
+    except BaseException:
+        line.drop()
+        raise
 
 
-class _Sending:
-    """The chunks of one artifact, from an open file."""
+def _push(seal: Seal, line: Line, file: int, pace: Pace | None) -> ParitySay:
+    artifact, digests = Artifact(seal.rank, seal.version, seal.kind), seal.digests
 
-    def __init__(self, artifact: Artifact, digests: Digests, file: int) -> None:
-        self._artifact, self._digests, self._file = artifact, digests, file
-        self._waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-    def run(self, missing: tuple[int, ...], wire: Wire, connect: Callable[[], Wire]) -> None:
-        for index in missing:
-            self._waiting.put(index)
-        with contextlib.ExitStack() as stack:
-            extra = [
-                stack.enter_context(contextlib.closing(connect()))
-                for _ in range(min(STREAMS, len(missing) // _CHUNKS_PER_STREAM) - 1)
-            ]
-            run_all([lambda each=each: self._stream(each) for each in (*extra, wire)])  # type: ignore[misc]
-
-    def _stream(self, wire: Wire) -> None:
-        size, chunk = self._digests.size, self._digests.chunk
-        wire.send(ParityAsk("chunks", self._artifact))
-        with contextlib.suppress(queue.Empty):
-            while True:
-                index = self._waiting.get_nowait()
-                wire.send_chunk(self._file, index, index * chunk, min(chunk, size - index * chunk))
+    def stream(wire: Wire, deal: Deal) -> None:
+        wire.send(ParityAsk("chunks", artifact))
+        while (index := deal.take()) is not None:
+            wire.send_chunk(file, index, index * digests.chunk, length_of(digests, index), pace)
         wire.send_end()
         if wire.receive(ParitySay).state != "ok":
             raise WireBroken("the chunks were not taken")
+
+    (wire,) = line.wires(1)
+    for _ in range(_DAMAGES + 1):
+        wire.send(ParityAsk("offer", artifact, seal.world_size, digests))
+        said = wire.receive(ParitySay)
+        if said.state != "send":
+            return said
+        chunks = len(digests.values)
+        deal = Deal(chunks, set(range(chunks)) - set(said.missing))
+        wires = line.wires(stream_count(digests, len(deal)))
+        run_all([functools.partial(stream, each, deal) for each in reversed(wires)])
+    raise TooDamaged(f"{len(said.missing)} chunks arrived damaged {_DAMAGES} times")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from tiercheck.protocol.report import Quarantined
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.digest import CHUNK, digest_chunk
-from tiercheck_sidecar.exchange.frames import END, Wire, WireBroken
+from tiercheck_sidecar.exchange.frames import END, IDLE_TIMEOUT, IO_TIMEOUT, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Claim
 from tiercheck_sidecar.parity.block import BlockGone
 from tiercheck_sidecar.parity.holder import ParityHolder
@@ -16,6 +17,11 @@ from tiercheck_sidecar.vault import NotHeld, Vault
 
 _STATUS_EVERY = 5.0
 """Seconds after which an unchanged status is said again, so that both ends know that the other lives."""
+
+
+def serving(board: Board, vault: Vault, holder: ParityHolder) -> Callable[[Wire, Claim], None]:
+    """For the exchange server: what to do with a connection that was turned to parity."""
+    return lambda wire, claim: ParitySession(board, vault, holder, wire, claim).serve()
 
 
 class ParitySession:
@@ -28,7 +34,9 @@ class ParitySession:
 
     def serve(self) -> None:
         while True:
+            self._wire.patience(IDLE_TIMEOUT)
             ask = self._wire.receive(ParityAsk)
+            self._wire.patience(IO_TIMEOUT)
             if ask.op == "offer":
                 self._wire.send(self._holder.offer(self._claim, ask))
             elif ask.op == "chunks":
@@ -43,6 +51,7 @@ class ParitySession:
                 raise WireBroken(f"unknown message {ask.op!r}")
 
     def _chunks(self, ask: ParityAsk) -> ParitySay:
+        self._must_be_current()
         block = self._holder.block_for(self._claim, ask.artifact) if ask.artifact else None
         digests = block.digests_of(ask.artifact.rank) if block and ask.artifact else None
         if block is None or digests is None or ask.artifact is None:
@@ -58,15 +67,19 @@ class ParitySession:
                 with self._holder.scratch.buffer() as buffer:
                     chunk = buffer[:length]
                     self._wire.receive_into(chunk)
-                    if self._board.attempt != self._claim.attempt:
-                        self._board.count(refused_stale=1)
-                        raise WireBroken(f"attempt {self._claim.attempt} is over")
+                    self._must_be_current()
                     if digest_chunk(chunk) == digests.values[index]:
                         block.fold(rank, index, chunk)
         except BlockGone as error:
             raise WireBroken("the block was given up") from error
         finally:
             self._holder.settle(block)
+
+    def _must_be_current(self) -> None:
+        """Raises WireBroken."""
+        if self._board.attempt != self._claim.attempt:
+            self._board.count(refused_stale=1)
+            raise WireBroken(f"attempt {self._claim.attempt} is over")
 
     def _status(self) -> ParitySay:
         """Level-based: whatever was missed is in the next answer."""

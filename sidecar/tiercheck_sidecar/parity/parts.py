@@ -1,0 +1,96 @@
+"""The parts that a lost artifact is put together from: what other members still hold, and parity blocks; each asked in its own words."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tiercheck.protocol.artifact import Artifact, Share
+from tiercheck.protocol.directive import Peer
+from tiercheck.protocol.manifest import Digests
+from tiercheck_sidecar.digest import CHUNK, is_well_formed
+from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
+from tiercheck_sidecar.exchange.handshake import PeerRefused
+from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
+from tiercheck_sidecar.parity.push import converse
+
+Dial = Callable[[Peer], Wire]
+"""A proven connection to a worker's sidecar. Raises WireBroken, PeerRefused."""
+
+
+class PartMissing(Exception):
+    """The worker has no such part, or one of other bytes; the message is a sentence."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where one part lies. `artifact` is a member's, or names the version and kind of the block `share`."""
+
+    peer: Peer
+    artifact: Artifact
+    share: Share | None = None
+
+    def __str__(self) -> str:
+        what = str(self.artifact) if self.share is None else f"parity block {self.share.index}"
+        return f"{what} at worker {self.peer.worker}"
+
+    def ask(self, wire: Wire) -> Found:
+        """Begin to read it on `wire`; then chunks can be asked for by index. Raises PartMissing, WireBroken."""
+        said: Say | ParitySay
+        if self.share is None:
+            wire.send(Ask("read", self.artifact.rank, self.artifact.version, kind=self.artifact.kind))
+            said = wire.receive(Say)
+        else:
+            converse(wire).send(ParityAsk("read", self.artifact, share=self.share))
+            said = wire.receive(ParitySay)
+        digests = said.digests
+        if said.state != "found" or digests is None:
+            raise PartMissing(f"{self}: {said.message or 'it is not there'}")
+        if not is_well_formed(digests) or digests.chunk != CHUNK:
+            raise PartMissing(f"{self}: it has senseless digests")
+        return Found(digests, said.world_size, said.members if isinstance(said, ParitySay) else ())
+
+    def find(self, dial: Dial) -> Found:
+        """Raises PartMissing, also if its worker cannot be reached."""
+        try:
+            with contextlib.closing(dial(self.peer)) as wire:
+                return self.ask(wire)
+        except (WireBroken, PeerRefused) as error:
+            raise PartMissing(f"{self}: {error}") from error
+
+    def accuse(self, dial: Dial) -> str:
+        """Tell its worker that its chunks do not match their digests. What it finds when it reads again; empty if all is well."""
+        try:
+            with contextlib.closing(dial(self.peer)) as wire:
+                if self.share is None:
+                    wire.send(Ask("corrupt", self.artifact.rank, self.artifact.version, kind=self.artifact.kind))
+                    said: Say | ParitySay = wire.receive(Say)
+                else:
+                    converse(wire).send(ParityAsk("corrupt", self.artifact, share=self.share))
+                    said = wire.receive(ParitySay)
+        except (WireBroken, PeerRefused) as error:
+            return f"its chunks do not match their digests, and then {error}"
+        return "" if said.state == "ok" else said.message or "its chunks do not match their digests"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a worker says about its part. `members`: of a block, the digests of each member's artifact."""
+
+    digests: Digests
+    world_size: int
+    members: tuple[Digests, ...] = ()
+
+    def length(self, index: int) -> int:
+        """Bytes of chunk `index`; 0 past the end."""
+        return max(0, min(CHUNK, self.digests.size - index * CHUNK))
+
+
+@contextlib.contextmanager
+def opened(part: Part, dial: Dial, expected: Digests) -> Iterator[Wire]:
+    """A connection on which chunks can be asked for. Raises PartMissing, WireBroken, PeerRefused."""
+    with contextlib.closing(dial(part.peer)) as wire:
+        if part.ask(wire).digests != expected:
+            raise PartMissing(f"{part}: it changed while it was being read")
+        yield wire

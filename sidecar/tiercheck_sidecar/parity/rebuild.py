@@ -1,0 +1,144 @@
+"""Rebuild: put a lost artifact together from what the other members of its parity group hold, and from parity blocks.
+
+The same chunk is asked of all parts at once and folded piece by piece while it is in the cache; only the result is digested.
+Where it is not what it should be, the parts are read again and digested one by one, so that the bad one can be named, and
+another block takes its place if there is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from tiercheck.protocol.artifact import Artifact, Share
+from tiercheck.protocol.directive import ParityGroup, Tier
+from tiercheck.protocol.report import Quarantined
+from tiercheck_sidecar.exchange.streams import STREAMS
+from tiercheck_sidecar.parity import coding, isal
+from tiercheck_sidecar.parity.groups import coded_with
+from tiercheck_sidecar.parity.parts import Dial, Found, Part, PartMissing
+from tiercheck_sidecar.parity.unfold import PartFailed, Unfolding
+from tiercheck_sidecar.restore import SourceCorrupt, SourceFailed
+from tiercheck_sidecar.vault import Seal, Vault
+
+log = logging.getLogger(__name__)
+
+_STRIKES = 2
+"""Broken connections after which a part is given up."""
+
+
+def rebuild(
+    vault: Vault,
+    artifact: Artifact,
+    group: ParityGroup,
+    dial: Dial,
+    on_bad: Callable[[Quarantined], None] = lambda bad: None,
+) -> Seal:
+    """Rebuild an own artifact into a sealed own slot. `on_bad` hears of each part that proved to be bad, also if another
+    took its place. Raises SourceFailed (SourceCorrupt if bad parts are the reason), NoFreeSlot, NotASlot, OSError.
+    """
+    return _Rebuild(vault, artifact, group, dial, on_bad).run()
+
+
+class _Rebuild:
+    def __init__(
+        self,
+        vault: Vault,
+        artifact: Artifact,
+        group: ParityGroup,
+        dial: Dial,
+        on_bad: Callable[[Quarantined], None],
+    ) -> None:
+        self._vault, self._artifact, self._dial, self._on_bad = vault, artifact, dial, on_bad
+        ranks = coded_with(group, artifact.rank, len(vault.ranks))
+        self._me = ranks.index(artifact.rank)
+        self._data = len(ranks)
+        self._members = {
+            position: Part(peer, Artifact(rank, artifact.version, artifact.kind))
+            for position, (peer, rank) in enumerate(zip(group.members, ranks, strict=True))
+            if position != self._me
+        }
+        self._blocks = {index: Part(peer, artifact, Share(index, ranks)) for index, peer in enumerate(group.holders)}
+        self._found: dict[Part, Found] = {}
+        self._failures: list[str] = []
+        self._strikes: Counter[Part] = Counter()
+        self._corrupt = False
+
+    def run(self) -> Seal:
+        block = self._search()
+        artifact, digests = self._artifact, block.members[self._me]
+        seal = Seal(artifact.rank, artifact.version, block.world_size, Tier.LOCAL, digests, artifact.kind)
+        self._recipe()  # before a slot is taken
+        with contextlib.ExitStack() as stack:
+            draft = self._vault.draft(seal)
+            stack.callback(draft.discard)
+            unfolding = Unfolding(draft.view, digests, self._dial)
+            while not unfolding.done:
+                try:
+                    unfolding.go_on(self._recipe(), STREAMS)
+                except PartFailed as failed:
+                    self._give_up(failed)
+            draft.keep()
+        return seal
+
+    def _search(self) -> Found:
+        """Ask everybody at once what they have. Returns what the blocks say. Raises SourceFailed."""
+        parts = (*self._blocks.values(), *self._members.values())
+        with ThreadPoolExecutor(len(parts), thread_name_prefix="rebuild") as pool:
+            for part, found in zip(parts, pool.map(self._ask, parts), strict=True):
+                if found is not None:
+                    self._found[part] = found
+        blocks = [self._found[part] for part in self._blocks.values() if part in self._found]
+        truth = next((each for each in blocks if len(each.members) == self._data), None)
+        if truth is None:
+            raise SourceFailed("no parity block of it is left: " + "; ".join(self._failures))
+        for position, part in self._members.items():
+            if part in self._found and self._found[part].digests != truth.members[position]:
+                self._drop(part, "it is not what the parity was made from")
+        for part in self._blocks.values():
+            if part in self._found and self._found[part].members != truth.members:
+                self._drop(part, "it was made from other bytes")
+        return truth
+
+    def _ask(self, part: Part) -> Found | None:
+        try:
+            return part.find(self._dial)
+        except PartMissing as error:
+            self._failures.append(str(error))
+            return None
+
+    def _recipe(self) -> dict[Part, tuple[int, Found]]:
+        """Which parts to read now, with their weights. Raises SourceFailed."""
+        lost = {self._me} | {position for position, part in self._members.items() if part not in self._found}
+        left = [index for index, part in self._blocks.items() if part in self._found]
+        try:
+            recipe = coding.recipe(self._data, self._me, lost, left)
+        except (coding.NotRecoverable, isal.LibraryMissing) as error:
+            kind = SourceCorrupt if self._corrupt else SourceFailed
+            raise kind("; ".join((str(error), *self._failures))) from error
+        weights = {self._members[position]: weight for position, weight in recipe.members.items()}
+        weights |= {self._blocks[index]: weight for index, weight in recipe.blocks.items()}
+        return {part: (weight, self._found[part]) for part, weight in weights.items() if weight}
+
+    def _give_up(self, failed: PartFailed) -> None:
+        part = failed.part
+        if failed.corrupt:
+            reason = part.accuse(self._dial)
+            if reason:
+                self._corrupt = True
+                rank = part.share.ranks[0] if part.share else part.artifact.rank
+                version, kind = part.artifact.version, part.artifact.kind
+                self._on_bad(Quarantined(rank, version, part.peer.worker, reason, kind))
+                self._drop(part, reason)
+                return
+        self._strikes[part] += 1
+        if self._strikes[part] >= _STRIKES:
+            self._drop(part, str(failed))
+
+    def _drop(self, part: Part, reason: str) -> None:
+        log.warning("rebuild of %s goes on without %s: %s", self._artifact, part, reason)
+        self._failures.append(f"{part}: {reason}")
+        self._found.pop(part, None)

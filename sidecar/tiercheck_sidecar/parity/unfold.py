@@ -1,0 +1,147 @@
+"""The byte path of a rebuild: chunks stream in from every part at once and are added up where the artifact is to lie."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+
+from tiercheck.protocol.manifest import Digests
+from tiercheck_sidecar.digest import digest_chunk, piece
+from tiercheck_sidecar.exchange.frames import Wire, WireBroken
+from tiercheck_sidecar.exchange.handshake import PeerRefused
+from tiercheck_sidecar.exchange.streams import run_all
+from tiercheck_sidecar.parity import coding
+from tiercheck_sidecar.parity.parts import Dial, Found, Part, PartMissing, opened
+
+FRAGMENT = 256 * 1024
+"""Bytes of each part that are added up at a time: of a few parts, they fit into a core's cache."""
+_AHEAD = 2
+"""Chunks asked for before the previous one has arrived, so that no line is ever idle."""
+_CHUNKS_PER_STREAM = 2
+
+Parts = Mapping[Part, tuple[int, Found]]
+"""What is read, with its weight."""
+
+
+class PartFailed(Exception):
+    """A part could not be read, or (`corrupt`) gave bytes that do not match its digests."""
+
+    def __init__(self, part: Part, reason: str, corrupt: bool = False) -> None:
+        super().__init__(reason)
+        self.part, self.corrupt = part, corrupt
+
+
+class Unfolding:
+    """One artifact, whose finished chunks stay finished whatever parts fail."""
+
+    def __init__(self, view: memoryview, digests: Digests, dial: Dial) -> None:
+        self._view, self._digests, self._dial = view, digests, dial
+        self._lock = threading.Lock()
+        self._missing = set(range(len(digests.values)))
+        self._waiting: deque[int] = deque()
+        self._stopped = False
+
+    @property
+    def done(self) -> bool:
+        return not self._missing
+
+    def go_on(self, parts: Parts, streams: int) -> None:
+        """Do what is missing. Raises PartFailed, the first one; the rest can be tried again without that part."""
+        self._waiting, self._stopped = deque(sorted(self._missing)), False
+        count = max(1, min(streams, len(self._missing) // _CHUNKS_PER_STREAM))
+        run_all([lambda: self._stream(parts)] * count)
+
+    def _stream(self, parts: Parts) -> None:
+        try:
+            with contextlib.ExitStack() as stack:
+                wires: dict[Part, Wire] = {}
+                for part, (_, found) in parts.items():
+                    with _blaming(part):
+                        wires[part] = stack.enter_context(opened(part, self._dial, found.digests))
+                self._chunks(parts, wires)
+        except BaseException:
+            self._stopped = True
+            raise
+
+    def _chunks(self, parts: Parts, wires: Mapping[Part, Wire]) -> None:
+        buffers = {part: memoryview(bytearray(FRAGMENT)) for part in parts}
+        asked: deque[int] = deque()
+        while True:
+            while len(asked) < _AHEAD and (index := self._take()) is not None:
+                self._ask(index, parts, wires)
+                asked.append(index)
+            if not asked:
+                return
+            index = asked.popleft()
+            self._receive(index, parts, wires, buffers)
+            target = piece(self._view, self._digests, index)
+            if digest_chunk(target) != self._digests.values[index]:
+                self._examine(index, parts)
+            with self._lock:
+                self._missing.discard(index)
+
+    def _take(self) -> int | None:
+        with self._lock:
+            return None if self._stopped or not self._waiting else self._waiting.popleft()
+
+    def _ask(self, index: int, parts: Parts, wires: Mapping[Part, Wire]) -> None:
+        for part, (_, found) in parts.items():
+            if found.length(index):
+                with _blaming(part):
+                    wires[part].send_index(index)
+
+    def _receive(
+        self, index: int, parts: Parts, wires: Mapping[Part, Wire], buffers: Mapping[Part, memoryview]
+    ) -> None:
+        lengths = {part: found.length(index) for part, (_, found) in parts.items()}
+        for part, length in lengths.items():
+            if length:
+                with _blaming(part):
+                    if wires[part].receive_chunk_header() != (index, length):
+                        raise WireBroken("it sent a chunk that was not asked for")
+        target = piece(self._view, self._digests, index)
+        for begin in range(0, max(lengths.values()), FRAGMENT):
+            weights, pieces = [], []
+            for part, (weight, _) in parts.items():
+                fragment = buffers[part][: max(0, min(FRAGMENT, lengths[part] - begin))]
+                if fragment:
+                    with _blaming(part):
+                        wires[part].receive_into(fragment)
+                    weights.append(weight)
+                    pieces.append(fragment)
+            if begin < len(target):  # the others' may be longer
+                coding.combine(target[begin : begin + FRAGMENT], weights, pieces)
+
+    def _examine(self, index: int, parts: Parts) -> None:
+        """The sum is wrong: read every part again and find out which. Raises PartFailed; returns if it was the line."""
+        weights, pieces = [], []
+        for part, (weight, found) in parts.items():
+            length = found.length(index)
+            if not length:
+                continue
+            with _blaming(part), opened(part, self._dial, found.digests) as wire:
+                wire.send_index(index)
+                if wire.receive_chunk_header() != (index, length):
+                    raise WireBroken("it sent a chunk that was not asked for")
+                chunk = memoryview(bytearray(length))
+                wire.receive_into(chunk)
+            if digest_chunk(chunk) != found.digests.values[index]:
+                raise PartFailed(part, f"chunk {index} does not match its digest", corrupt=True)
+            weights.append(weight)
+            pieces.append(chunk)
+        target = piece(self._view, self._digests, index)
+        coding.combine(target, weights, pieces)
+        if digest_chunk(target) != self._digests.values[index]:
+            block = next(part for part in parts if part.share is not None)
+            raise PartFailed(block, f"chunk {index} of it does not fit to the members'")
+
+
+@contextlib.contextmanager
+def _blaming(part: Part) -> Iterator[None]:
+    """Whatever goes wrong is this part's. Raises PartFailed."""
+    try:
+        yield
+    except (WireBroken, PeerRefused, PartMissing) as error:
+        raise PartFailed(part, str(error)) from error

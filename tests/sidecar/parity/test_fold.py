@@ -1,0 +1,244 @@
+"""What a holder promises: less memory than copies, every chunk once, and no acknowledgement before the block is complete."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+from station import Job, Station, until
+
+from tiercheck.protocol.artifact import Artifact, Kind, Share
+from tiercheck.protocol.version import Version
+from tiercheck_sidecar.digest import CHUNK
+from tiercheck_sidecar.exchange.frames import Wire, WireBroken
+from tiercheck_sidecar.exchange.handshake import PeerRefused, dial
+from tiercheck_sidecar.parity import coding
+from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
+from tiercheck_sidecar.parity.push import converse
+from tiercheck_sidecar.vault import Seal
+
+MakeJob = Callable[..., Job]
+V = Version(10, 1)
+
+
+def expected(saved: dict[int, bytes], ranks: tuple[int, ...], index: int) -> bytes:
+    block = bytearray(max(len(saved[rank]) for rank in ranks))
+    for rank, coefficient in zip(ranks, coding.row(len(ranks), index), strict=True):
+        coding.fold(memoryview(block), coefficient, memoryview(saved[rank]))
+    return bytes(block)
+
+
+def block_of(holder: Station, share: Share, version: Version = V, kind: Kind = Kind.SNAPSHOT) -> bytes:
+    with holder.vault.pin_share(share, version, kind) as slot, slot.mapped() as view:
+        assert slot.seal is not None
+        return bytes(view[: slot.seal.digests.size])
+
+
+def talk(station: Station, holder: Station, attempt: int | None = None) -> Wire:
+    """A connection of a member that says what the test wants."""
+    attempt = station.board.attempt if attempt is None else attempt
+    return converse(dial(station.identity, attempt, holder.identity.host, 8471))
+
+
+def offer(wire: Wire, seal: Seal) -> ParitySay:
+    wire.send(ParityAsk("offer", Artifact(seal.rank, seal.version, seal.kind), seal.world_size, seal.digests))
+    return wire.receive(ParitySay)
+
+
+def send(wire: Wire, seal: Seal, chunks: dict[int, bytes]) -> ParitySay:
+    wire.send(ParityAsk("chunks", Artifact(seal.rank, seal.version, seal.kind)))
+    for index, chunk in chunks.items():
+        read, write = os.memfd_create("chunk"), 0
+        os.write(read, chunk)
+        wire.send_chunk(read, index, write, len(chunk))
+        os.close(read)
+    wire.send_end()
+    return wire.receive(ParitySay)
+
+
+def chunks_of(content: bytes, *indices: int) -> dict[int, bytes]:
+    return {index: content[index * CHUNK : (index + 1) * CHUNK] for index in indices}
+
+
+def test_blocks_are_the_code_of_their_members(make_job: MakeJob) -> None:
+    job = make_job(data=3, parity=2, procs=2)
+    job.begin()
+    saved = job.protect(V, 9_000_000, 4_000_000, 6_000_001)
+    for index, holder in enumerate(job.holders):
+        for local in range(2):
+            ranks = (local, 2 + local, 4 + local)
+            assert block_of(holder, Share(index, ranks)) == expected(saved, ranks, index)
+
+
+def test_holder_needs_a_fraction_of_the_memory_of_copies(make_job: MakeJob) -> None:
+    size, data = 8_000_000, 4
+    job = make_job(data=data, parity=1)
+    job.begin()
+    job.protect(V, size)
+    held = sum(path.stat().st_blocks * 512 for path in job.holders[0].directory.iterdir())
+    assert size <= held < 1.25 * size, "one block, not one copy per member"
+
+
+def test_block_is_not_acknowledged_before_all_members_are_in(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1)
+    job.begin()
+    first, second = job.members
+    first.save(0, V, 5_000_000)
+    job.name(V)
+    artifact = Artifact(0, V)
+    until(lambda: artifact in job.holders[0].holder.status(claim(job, 0)).folded, "the first is in")
+    assert first.sender.copied(0) == ()
+    assert not job.holders[0].blocks()
+    second.save(1, V, 5_000_000)
+    until(lambda: V in first.sender.copied(0) and V in second.sender.copied(1), "both are protected")
+
+
+def claim(job: Job, worker: int):  # type: ignore[no-untyped-def]
+    from tiercheck_sidecar.exchange.handshake import Claim
+
+    return Claim("uid", worker, job.attempt, "")
+
+
+def test_broken_stream_goes_on_where_it_stopped_and_nothing_is_folded_twice(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1)
+    job.begin()
+    saved = job.save(V, 3 * CHUNK)
+    one, other, holder = *job.members, job.holders[0]
+    seal, second = one.vault.find(0, V), other.vault.find(1, V)
+    assert seal is not None
+    assert second is not None
+    wire = talk(one, holder)
+    assert offer(wire, seal).missing == (0, 1, 2, 3)
+    said = send(wire, seal, chunks_of(saved[0], 2, 0))
+    assert said.missing == (1, 3)
+    wire.send(ParityAsk("chunks", Artifact(0, V)))
+    wire.close()
+    wire = talk(one, holder)
+    assert offer(wire, seal).missing == (1, 3)
+    send(wire, seal, chunks_of(saved[0], 0, 1, 1, 2))  # again, and once more
+    assert offer(wire, seal).missing == (3,)
+    send(wire, seal, chunks_of(saved[0], 3, 3, 0))
+    assert offer(wire, seal).state == "in"
+    wire = talk(other, holder)
+    offer(wire, second)
+    send(wire, second, chunks_of(saved[1], 3, 2, 1, 0))
+    assert offer(wire, second).state == "have"
+    assert block_of(holder, Share(0, (0, 1))) == expected(saved, (0, 1), 0)
+
+
+def test_chunk_that_arrives_damaged_is_not_folded(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1)
+    job.begin()
+    saved = job.save(V, CHUNK)
+    seal = job.members[0].vault.find(0, V)
+    assert seal is not None
+    wire = talk(job.members[0], job.holders[0])
+    offer(wire, seal)
+    damaged = bytearray(saved[0][:CHUNK])
+    damaged[77] ^= 1
+    assert send(wire, seal, {0: bytes(damaged)}).missing == (0, 1)
+    job.name(V)
+    until(lambda: job.holders[0].blocks(), "the block is complete")
+    assert block_of(job.holders[0], Share(0, (0, 1))) == expected(saved, (0, 1), 0)
+
+
+def test_larger_member_makes_the_block_anew(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1)
+    job.begin()
+    saved = {0: job.members[0].save(0, V, 1_000_000)}
+    job.name(V)
+    until(lambda: job.holders[0].holder.status(claim(job, 0)).folded, "the small one is in")
+    saved[1] = job.members[1].save(1, V, 9_000_000)
+    until(lambda: job.holders[0].blocks(), "the block is complete")
+    assert block_of(job.holders[0], Share(0, (0, 1))) == expected(saved, (0, 1), 0)
+    until(lambda: V in job.members[0].sender.copied(0), "the first knows")
+
+
+def test_attempt_that_is_over_is_refused(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1)
+    job.begin()
+    saved = job.save(V, 2 * CHUNK)
+    seal = job.members[0].vault.find(0, V)
+    assert seal is not None
+    wire = talk(job.members[0], job.holders[0])
+    offer(wire, seal)
+    job.holders[0].board.accept(_later(job))
+    with pytest.raises(WireBroken):
+        send(wire, seal, chunks_of(saved[0], 0))
+    with pytest.raises(PeerRefused, match="attempt 1 is over"):
+        talk(job.members[0], job.holders[0], attempt=1)
+    assert job.holders[0].board.counters.refused_stale >= 2
+
+
+def _later(job: Job):  # type: ignore[no-untyped-def]
+    job.attempt, job.history = 2, job.history.after(2, 10)
+    return job.directive(job.holders[0].worker)
+
+
+def test_folding_goes_on_in_the_next_attempt(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1)
+    job.begin()
+    saved = job.save(V, 2 * CHUNK)
+    seal = job.members[0].vault.find(0, V)
+    assert seal is not None
+    wire = talk(job.members[0], job.holders[0])
+    offer(wire, seal)
+    send(wire, seal, chunks_of(saved[0], 1))
+    job.next_attempt(V)
+    wire = talk(job.members[0], job.holders[0])
+    assert offer(wire, seal).missing == (0, 2)
+    job.name(V)
+    until(lambda: job.holders[0].blocks(), "the block is complete")
+    assert block_of(job.holders[0], Share(0, (0, 1))) == expected(saved, (0, 1), 0)
+
+
+def test_stranger_to_the_group_is_refused(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1)
+    job.begin()
+    job.save(V, 1_000)
+    seal = job.members[1].vault.find(1, V)
+    assert seal is not None
+    said = offer(talk(job.members[0], job.holders[0]), seal)
+    assert (said.state, said.message) == ("refused", "rank 1 is not of worker 0")
+    said = offer(talk(job.members[1], job.members[0]), seal)
+    assert (said.state, said.message) == ("refused", "this worker keeps no parity for worker 1")
+
+
+def test_overtaken_block_makes_room_for_the_next(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1)
+    job.begin()
+    for step in (10, 20, 30, 40):
+        job.members[0].save(0, Version(step, 1), 1_000_000)
+        job.name(Version(step, 1))
+        version = Version(step, 1)
+        until(
+            lambda version=version: Artifact(0, version) in job.holders[0].holder.status(claim(job, 0)).folded,
+            f"{version} is folded",
+        )
+        job.members[0].vault.free(lambda seal, version=version: seal.version < version)
+    until(lambda: len(job.holders[0].holder.status(claim(job, 0)).folded) == 1, "only the newest is being made")
+
+
+def test_deltas_are_folded_in_the_order_of_their_steps_after_their_snapshot(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1)
+    job.begin()
+    job.save(Version(9, 1), 300_000, kind=Kind.SNAPSHOT)
+    for step in (10, 11, 12):
+        job.save(Version(step, 1), 100_000, 30_000, kind=Kind.DELTA)
+    assert not job.holders[0].blocks(), "deltas without a snapshot are of no use"
+    job.name(Version(9, 1))
+    steps = [Version(step, 1) for step in (10, 11, 12)]
+    until(lambda: list(job.members[0].sender.copied(0, Kind.DELTA)) == steps, "all deltas are protected")
+
+
+def test_killed_holder_costs_training_nothing_and_its_successor_gets_everything(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1)
+    job.begin()
+    job.protect(V, 1_000_000)
+    job.lose(2)
+    job.save(Version(20, 1), 1_000_000)
+    job.next_attempt(Version(20, 1))
+    job.name(Version(20, 1))
+    until(lambda: Version(20, 1) in job.members[0].sender.copied(0), "protected again")
+    assert V not in job.members[0].sender.copied(0), "the new holder never had it"
