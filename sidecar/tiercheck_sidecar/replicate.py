@@ -1,7 +1,8 @@
-"""Replicate: bring the version that the coordinator names from own ranks' memory to this worker's holders.
+"""Replicate: bring own ranks' artifacts from memory to this worker's holders, while the next step trains.
 
-One thread per holder, so that a slow one delays nobody else and no trainer ever. What a holder has is asked again in each
-attempt: after a recovery the versions that exist are offered to the new holders at once, without waiting for a snapshot.
+Two threads per holder, one for the snapshot that the coordinator names and one for deltas, so that no delta waits behind a
+snapshot, a slow holder delays nobody else, and no holder ever delays a trainer. What a holder has is asked again in each
+attempt: after a recovery what exists is offered to the new holders at once, without waiting for a snapshot.
 """
 
 from __future__ import annotations
@@ -9,33 +10,53 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
+from dataclasses import dataclass
 
+from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Peer, Tier
 from tiercheck.protocol.report import Quarantined, RestoreState
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import History
 from tiercheck_sidecar.board import Board
-from tiercheck_sidecar.exchange.frames import Wire, WireBroken
+from tiercheck_sidecar.exchange.agenda import due, first_of_each_rank
+from tiercheck_sidecar.exchange.backoff import Backoff
+from tiercheck_sidecar.exchange.frames import WireBroken
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
+from tiercheck_sidecar.exchange.line import Line
 from tiercheck_sidecar.exchange.sender import Pushed, PushRefused, push
 from tiercheck_sidecar.exchange.streams import TooDamaged
+from tiercheck_sidecar.forgetting import Place, expendable
+from tiercheck_sidecar.pacing import Portion, TokenBucket
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
+from tiercheck_sidecar.watermark import Verdict
 
 log = logging.getLogger(__name__)
 
-_BACKOFF = (0.1, 5.0)
-"""Seconds between tries: first, longest."""
 _PATIENCE = 3
 """Tries in vain before a person is told."""
+_PORTIONS = {Kind.SNAPSHOT: 0.1, Kind.DELTA: 2.0}
+"""Seconds' worth of bandwidth that a lane asks for at once: where it is short, deltas get the larger part."""
+
+
+@dataclass(frozen=True)
+class _Era:
+    """While it lasts, acknowledgements count."""
+
+    attempt: int
+    holders: tuple[Peer, ...]
 
 
 class Replicator:
-    """Thread-safe. `run` keeps one thread per holder of the current attempt."""
+    """Thread-safe. `run` keeps two threads per holder of the current attempt."""
 
     def __init__(self, board: Board, vault: Vault, identity: Identity, port: int) -> None:
         self._board, self._vault, self._identity, self._port = board, vault, identity, port
         self._lock = threading.Lock()
-        self._key: tuple[int, tuple[Peer, ...]] | None = None
-        self._acknowledged: dict[Peer, set[tuple[int, Version]]] = {}
+        self._era: _Era | None = None
+        self._acknowledged: dict[Peer, frozenset[Artifact]] = {}
+        self._troubles: dict[tuple[Peer, Kind], str] = {}
+        self.bucket = TokenBucket(None)
+        """Everything that this worker sends to its holders takes from here (`Policy.peer_bandwidth`)."""
 
     def run(self) -> None:
         seen = -1
@@ -44,98 +65,134 @@ class Replicator:
             directive = self._board.directive
             if directive is None:
                 continue
-            key = (directive.attempt, directive.holders)
+            self.bucket.set_rate(directive.policy.peer_bandwidth)
+            self._forget()
+            era = _Era(directive.attempt, directive.holders)
             with self._lock:
-                if key == self._key:
+                if era == self._era:
                     continue
-                kept = self._acknowledged if self._key and self._key[0] == key[0] else {}
-                self._key = key
-                self._acknowledged = {holder: kept.get(holder, set()) for holder in directive.holders}
+                kept = self._acknowledged if self._era and self._era.attempt == era.attempt else {}
+                self._era, self._troubles = era, {}
+                self._acknowledged = {holder: kept.get(holder, frozenset()) for holder in era.holders}
             self._board.problem("PeerUnreachable", "")
-            for holder in directive.holders:
-                name = f"to-worker-{holder.worker}"
-                threading.Thread(target=self._serve_holder, args=(holder, key), name=name, daemon=True).start()
+            for holder in era.holders:
+                for kind in Kind:
+                    name = f"{kind.value}s-to-worker-{holder.worker}"
+                    threading.Thread(target=self._serve, args=(holder, kind, era), name=name, daemon=True).start()
 
-    def copied(self, rank: int) -> tuple[Version, ...]:
-        """Versions of an own rank that all its holders have verified in this attempt; empty if it has no holders."""
+    def acknowledged(self) -> list[tuple[int, frozenset[Artifact]]]:
+        """Each holder's worker, and what it has verified of own ranks in this attempt and has had no reason to free."""
         with self._lock:
-            sets = [{version for each, version in acks if each == rank} for acks in self._acknowledged.values()]
-        return tuple(sorted(set.intersection(*sets))) if sets else ()
+            return [(holder.worker, artifacts) for holder, artifacts in self._acknowledged.items()]
 
-    def holders(self) -> tuple[int, ...]:
-        with self._lock:
-            return tuple(sorted(peer.worker for peer in self._acknowledged))
-
-    def _serve_holder(self, holder: Peer, key: tuple[int, tuple[Peer, ...]]) -> None:
-        seen, failures = -1, 0
-        while not self._board.stopping and self._key == key:
-            seal = self._next(holder, key[0])
-            if seal is None:
-                seen = self._board.wait(seen, timeout=1.0)
-                continue
-            trouble = self._send(holder, seal, key[0])
-            if not trouble:
-                failures = 0
-                self._board.problem("PeerUnreachable", "")
-                self._acknowledge(holder, seal, key)
-                continue
-            failures += 1
-            if failures == _PATIENCE and trouble != Pushed.BUSY.value:
-                self._board.problem(
-                    "PeerUnreachable",
-                    f"worker {holder.worker} does not take copies: {trouble}. "
-                    "Training goes on; its snapshots are protected as soon as that worker answers or is replaced",
+    def _serve(self, holder: Peer, kind: Kind, era: _Era) -> None:
+        """One lane."""
+        seen = -1
+        waits: Backoff[int | None] = Backoff()
+        with Line(lambda: dial(self._identity, era.attempt, holder.host, self._port)) as line:
+            while not self._board.stopping and self._era == era:
+                now = time.monotonic()
+                candidates = first_of_each_rank(self._due(holder, kind, era))
+                seal = next(
+                    (each for each in candidates if waits.ready(each.rank, now) and waits.ready(None, now)), None
                 )
-            pause = min(_BACKOFF[1], _BACKOFF[0] * 2 ** min(failures, 10))
-            self._board.wait_until(lambda: self._key != key, pause if trouble != Pushed.BUSY.value else _BACKOFF[0])
+                if seal is None:
+                    # While something waits for its next try, what happens elsewhere must not wake this lane again and again.
+                    if candidates:
+                        soonest = max(waits.until(None), min(waits.until(each.rank) for each in candidates))
+                        self._board.wait_until(lambda: self._era != era, max(0.0, soonest - now))
+                    else:
+                        seen = self._board.wait(seen, timeout=1.0)
+                    continue
+                self._send(holder, seal, line, waits, era)
 
-    def _next(self, holder: Peer, attempt: int) -> Seal | None:
-        """An artifact of the version to copy that `holder` has not acknowledged."""
+    def _due(self, holder: Peer, kind: Kind, era: _Era) -> list[Seal]:
         with self._board.lock:
-            verdict, attempt_now = self._board.verdict, self._board.attempt
+            verdict, directive = self._board.verdict, self._board.directive
             ready = self._board.restore.state is RestoreState.READY
-        if verdict is None or not ready or attempt_now != attempt:
-            return None
+        if verdict is None or not ready or directive is None or directive.attempt != era.attempt:
+            return []
         with self._lock:
-            has = set(self._acknowledged.get(holder, ()))
-        for seal in self._vault.held():
-            if seal.tier is Tier.LOCAL and seal.version == verdict.copy and (seal.rank, seal.version) not in has:
-                return seal
-        return None
+            has = self._acknowledged.get(holder, frozenset())
+        return due(kind, self._vault.held(), has, verdict.copy, directive.history)
 
-    def _send(self, holder: Peer, seal: Seal, attempt: int) -> str:
-        """What went wrong, or nothing."""
-
-        def connect() -> Wire:
-            return dial(self._identity, attempt, holder.host, self._port)
-
+    def _send(self, holder: Peer, seal: Seal, line: Line, waits: Backoff[int | None], era: _Era) -> None:
+        """One artifact, and what follows from what became of it: a rank, or the whole lane, may have to wait."""
+        lane = (holder, seal.kind)
         try:
-            said = push(self._vault, seal, connect)
+            said = push(self._vault, seal, line, Portion(self.bucket, _PORTIONS[seal.kind]))
         except NotHeld:
-            return "it was freed"
+            return  # freed meanwhile: no longer due
         except TooDamaged as error:
             self._distrust(seal)
-            return str(error)
-        except (WireBroken, PeerRefused, PushRefused, OSError) as error:
-            log.info("rank %d %s to worker %d: %s", seal.rank, seal.version, holder.worker, error)
-            return str(error)
-        return "" if said is Pushed.KEPT else said.value
+            waits.failed(seal.rank, time.monotonic())
+            self._trouble(lane, str(error))
+        except PushRefused as error:
+            log.info("%s to worker %d: %s", seal, holder.worker, error)
+            if waits.failed(seal.rank, time.monotonic()) >= _PATIENCE:
+                self._trouble(lane, str(error))
+        except (WireBroken, PeerRefused, OSError) as error:
+            log.info("%s to worker %d: %s", seal, holder.worker, error)
+            if waits.failed(None, time.monotonic()) >= _PATIENCE:
+                self._trouble(lane, str(error))
+        else:
+            waits.succeeded(None)
+            self._trouble(lane, "")
+            if said is Pushed.KEPT:
+                waits.succeeded(seal.rank)
+                self._acknowledge(holder, seal, era)
+            else:
+                waits.failed(seal.rank, time.monotonic())
 
-    def _acknowledge(self, holder: Peer, seal: Seal, key: tuple[int, tuple[Peer, ...]]) -> None:
+    def _acknowledge(self, holder: Peer, seal: Seal, era: _Era) -> None:
         with self._lock:
-            if self._key != key:
+            if self._era != era:
                 return
-            acks = self._acknowledged[holder]
-            acks.add((seal.rank, seal.version))
-            oldest = min((each.version for each in self._vault.held()), default=seal.version)
-            self._acknowledged[holder] = {ack for ack in acks if ack[1] >= oldest}
+            self._acknowledged[holder] |= {Artifact(seal.rank, seal.version, seal.kind)}
         self._board.count(replicated=1)
         self._board.bump()
+
+    def _forget(self) -> None:
+        """What the holders may have freed, by the rule that they follow, is not counted upon any longer."""
+        with self._board.lock:
+            verdict, directive = self._board.verdict, self._board.directive
+        if directive is None:
+            return
+        with self._lock:
+            for holder, has in self._acknowledged.items():
+                self._acknowledged[holder] = still_kept(has, directive.history, verdict)
+
+    def _trouble(self, lane: tuple[Peer, Kind], reason: str) -> None:
+        """State why a holder takes no copies, or with an empty reason that it does."""
+        with self._lock:
+            if lane[0] not in self._acknowledged:
+                return
+            self._troubles[lane] = reason
+            worst = {holder.worker: why for (holder, _), why in self._troubles.items() if why}
+        if not worst:
+            self._board.problem("PeerUnreachable", "")
+            return
+        told = ". ".join(f"Worker {worker} does not take copies: {why}" for worker, why in sorted(worst.items()))
+        hope = "Training goes on; its snapshots are protected as soon as that worker answers or is replaced"
+        self._board.problem("PeerUnreachable", f"{told}. {hope}")
 
     def _distrust(self, seal: Seal) -> None:
         """Chunks keep arriving damaged: is it our own copy that rotted?"""
         with contextlib.suppress(NotHeld, OSError):
-            reason = self._vault.fault(seal.rank, seal.version, Tier.LOCAL)
+            reason = self._vault.fault(seal.rank, seal.version, Tier.LOCAL, seal.kind)
             if reason:
                 self._vault.free(lambda each: each == seal)
-                self._board.quarantine(Quarantined(seal.rank, seal.version, self._board.config.worker, reason))
+                worker = self._board.config.worker
+                self._board.quarantine(Quarantined(seal.rank, seal.version, worker, reason, seal.kind))
+
+
+def still_kept(acknowledged: frozenset[Artifact], history: History, verdict: Verdict | None) -> frozenset[Artifact]:
+    """What a holder that follows `verdict` has not freed."""
+    kept: set[Artifact] = set()
+    for rank in {artifact.rank for artifact in acknowledged}:
+        mine = {artifact for artifact in acknowledged if artifact.rank == rank}
+        snapshots = frozenset(each.version for each in mine if each.kind is Kind.SNAPSHOT)
+        deltas = frozenset(each.version for each in mine if each.kind is Kind.DELTA)
+        gone = expendable(Place(Tier.PEER, snapshots, deltas), history, verdict)
+        kept |= {each for each in mine if (each.kind, each.version) not in gone}
+    return frozenset(kept)

@@ -17,7 +17,7 @@ def overtaken(version: Version, kind: Kind, history: History, verdict: Verdict |
         return True
     if verdict is None or verdict.attempt != history.attempt:
         return False
-    if version in verdict.abandoned:
+    if kind is Kind.SNAPSHOT and version in verdict.abandoned:
         return True
     if kind is Kind.SNAPSHOT and verdict.copy is not None and version < verdict.copy:
         return True

@@ -42,6 +42,11 @@ class ParitySender:
         for link in self._links:
             link.close()
 
+    def acknowledged(self) -> list[tuple[int, frozenset[Artifact]]]:
+        """Per holder: which worker it is, and which own artifacts have their blocks complete there."""
+        with self._lock:
+            return [(link.holder.worker, link.complete) for link in self._links]
+
     def copied(self, rank: int, kind: Kind = Kind.SNAPSHOT) -> tuple[Version, ...]:
         """Versions of an own rank's artifacts whose blocks are complete at every holder; empty if there is no group."""
         with self._lock:
