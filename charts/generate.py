@@ -93,7 +93,8 @@ def _readme() -> dict[Path, str]:
     schema = json.loads((CHART / "values.schema.json").read_text())
     defaults = yaml.safe_load((CHART / "values.yaml").read_text())
     rows = "".join(
-        f"| `{key}` | {'' if default is None else f'`{json.dumps(default)}`'} | {text} |\n" for key, default, text in _values(schema, defaults, schema)
+        f"| `{key}` | {'' if default is None else f'`{json.dumps(default)}`'} | {text} |\n"
+        for key, default, text in _values(schema, defaults, schema)
     )
     table = f"| value | default | meaning |\n| --- | --- | --- |\n{rows}"
     return {readme: _TABLE.sub(lambda found: found[1] + table + found[2], readme.read_text())}

@@ -23,7 +23,9 @@ def values_of(case: str) -> dict[str, Any]:
     return loaded
 
 
-def rendered(values: Mapping[str, Any] | None = None, release: str = RELEASE, namespace: str = NAMESPACE) -> dict[str, str]:
+def rendered(
+    values: Mapping[str, Any] | None = None, release: str = RELEASE, namespace: str = NAMESPACE
+) -> dict[str, str]:
     """Template -> text, NOTES.txt included. Raises helm.HelmValuesError, helm.HelmRenderError."""
     with helm.Chart.load(CHART) as chart:
         texts: dict[str, str] = chart.render(dict(values or {}), name=release, namespace=namespace)

@@ -72,7 +72,6 @@ def test_variable_of_ones_own_is_welcome() -> None:
     assert "HTTPS_PROXY" in rendered({"extraEnv": [{"name": "HTTPS_PROXY", "value": "http://p"}]})["deployment.yaml"]
 
 
-
 def test_cluster_without_stable_native_sidecars_is_refused() -> None:
     """Helm itself compares the cluster's version with this."""
     with helm.Chart.load(CHART) as chart:

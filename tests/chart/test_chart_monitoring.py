@@ -1,0 +1,211 @@
+"""Alerts and dashboard ask for metrics that exist, with labels that they have, in PromQL that parses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import promql_parser
+import pytest
+from chart_under_test import ROOT, of_kind, only, strings
+
+from tiercheck.protocol import names
+from tiercheck.protocol.report import (
+    Counters,
+    MemoryReport,
+    Problem,
+    RemoteReport,
+    Report,
+    RestoreReport,
+    RestoreState,
+    TrainerReport,
+    TrainerState,
+    Watermarks,
+)
+from tiercheck.protocol.version import Version
+from tiercheck_operator.controller import conditions
+from tiercheck_operator.metrics import Metrics
+from tiercheck_sidecar.metrics import ReportCollector
+
+MONITORED = {
+    "metrics": {
+        "serviceMonitor": {"enabled": True},
+        "podMonitor": {"enabled": True},
+        "prometheusRule": {"enabled": True},
+    },
+    "grafana": {"dashboard": {"enabled": True}},
+}
+OF_THE_TARGET = {"namespace", "job", "pod", "container", "instance", "tiercheck_io_worker", "le"}
+"""Labels that Prometheus adds to what a sidecar says, and that of histograms' buckets."""
+
+
+class OneReport:
+    """A sidecar's reporter with something in every field, so that every metric has a sample."""
+
+    def report(self) -> Report:
+        version = Version(1, 1)
+        return Report(
+            job_uid="u", worker=0, pod_uid="p", instance="i", serial=1, attempt=1, revision="r", phase=None,
+            restore=RestoreReport(RestoreState.IDLE, None), trainer=TrainerReport(TrainerState.RUNNING),
+            holdings=(), remote=RemoteReport(False, None), watermarks=Watermarks(version, version, version),
+            memory=MemoryReport(1, 1, 1), problems=(Problem("Some", "thing"),), counters=Counters(),
+        )  # fmt: skip
+
+
+def exposed() -> dict[str, set[str]]:
+    """Name of every series -> its labels, asked from the code that makes them."""
+    found: dict[str, set[str]] = {}
+    for collector, series in Metrics().registry._collector_to_names.items():
+        family = collector._name if collector._type in ("counter", "histogram") else ""
+        for name in set(series) - {family}:
+            found.setdefault(name, set()).update(collector._labelnames)
+    for family in ReportCollector(OneReport()).collect():
+        suffix = "_total" if family.type == "counter" else ""
+        labels = {label for sample in family.samples for label in sample.labels}
+        found.setdefault(family.name + suffix, set()).update(labels)
+    return found
+
+
+def selectors(node: Any) -> Iterator[promql_parser.VectorSelector]:
+    """Every selector of a parsed expression."""
+    if isinstance(node, promql_parser.VectorSelector):
+        yield node
+    for part in ("expr", "lhs", "rhs", "vector_selector", "param"):
+        inner = getattr(node, part, None)
+        if inner is not None and not isinstance(inner, str | int | float):
+            yield from selectors(inner)
+    for argument in getattr(node, "args", None) or ():
+        yield from selectors(argument)
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in only("PrometheusRule", MONITORED)["spec"]["groups"] for rule in group["rules"]]
+
+
+def dashboard() -> dict[str, Any]:
+    text = next(entry for entry in of_kind("ConfigMap", MONITORED))["data"]["tiercheck.json"]
+    parsed: dict[str, Any] = json.loads(text)
+    return parsed
+
+
+def dashboard_expressions() -> list[str]:
+    board = dashboard()
+    found = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    found += [entry["expr"] for entry in board["annotations"]["list"]]
+    return [text.replace("$__rate_interval", "5m").replace("$__range", "1h") for text in found]
+
+
+EXPRESSIONS = {
+    **{rule["alert"]: rule["expr"] for rule in rules()},
+    **{f"dashboard {number}": expression for number, expression in enumerate(dashboard_expressions())},
+}
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_expression_asks_for_what_is_exposed(name: str) -> None:
+    known = exposed()
+    asked = list(selectors(promql_parser.parse(EXPRESSIONS[name])))
+    assert asked
+    for selector in asked:
+        assert selector.name in known, f"{selector.name} is exposed by nobody"
+        for matcher in selector.matchers.matchers:
+            assert matcher.name in known[selector.name] | OF_THE_TARGET, f"{selector.name} has no label {matcher.name}"
+
+
+def test_labels_that_alerts_speak_of_are_labels_of_their_series() -> None:
+    known = exposed()
+    for rule in rules():
+        spoken = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
+        had = set().union(*(known[selector.name] for selector in selectors(promql_parser.parse(rule["expr"]))))
+        assert spoken <= had | OF_THE_TARGET, rule["alert"]
+
+
+def test_conditions_that_are_asked_for_exist() -> None:
+    known = {value for name, value in vars(conditions).items() if name.isupper()}
+    for expression in EXPRESSIONS.values():
+        for selector in selectors(promql_parser.parse(expression)):
+            if selector.name == "tiercheck_job_condition":
+                kinds = [matcher.value for matcher in selector.matchers.matchers if matcher.name == "type"]
+                assert {kind for text in kinds for kind in text.split("|")} <= known
+
+
+def test_every_alert_says_how_bad_it_is_what_happened_and_what_to_do() -> None:
+    found = rules()
+    assert len(found) > 10
+    assert len({rule["alert"] for rule in found}) == len(found)
+    for rule in found:
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert set(rule["annotations"]) == {"summary", "description"}
+        assert "${" not in json.dumps(rule), "a threshold was not filled in"
+
+
+def test_thresholds_labels_and_unwanted_alerts_are_the_users() -> None:
+    values = {
+        "metrics": {
+            "prometheusRule": {
+                "enabled": True,
+                "peerStaleSeconds": 77,
+                "alertLabels": {"team": "training"},
+                "disabled": ["TierCheckReconcileSlow"],
+            }
+        }
+    }
+    found = {
+        rule["alert"]: rule for group in only("PrometheusRule", values)["spec"]["groups"] for rule in group["rules"]
+    }
+    assert set(found) == {rule["alert"] for rule in rules()} - {"TierCheckReconcileSlow"}
+    assert "> 77" in found["TierCheckPeerCopiesStale"]["expr"]
+    assert all(rule["labels"]["team"] == "training" for rule in found.values())
+
+
+def test_group_without_alerts_is_left_out() -> None:
+    disabled = [rule["alert"] for rule in rules() if "Operator" in rule["alert"] or "Reconcile" in rule["alert"]]
+    values = {"metrics": {"prometheusRule": {"enabled": True, "disabled": disabled}}}
+    groups = only("PrometheusRule", values)["spec"]["groups"]
+    assert [group["name"] for group in groups] == ["tiercheck-jobs", "tiercheck-sidecars"]
+
+
+def test_job_and_namespace_of_a_series_are_those_of_the_tiercheckjob() -> None:
+    """Else Prometheus would call them exported_job, and every rule above would find nothing."""
+    (endpoint,) = only("ServiceMonitor", MONITORED)["spec"]["endpoints"]
+    assert endpoint["honorLabels"] is True
+    assert only("PodMonitor", MONITORED)["spec"]["jobLabel"] == names.LABEL_JOB
+
+
+def test_monitors_find_ports_that_exist() -> None:
+    service = only("Service", MONITORED)
+    monitor = only("ServiceMonitor", MONITORED)["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert [endpoint["port"] for endpoint in monitor["endpoints"]] == [
+        port["name"] for port in service["spec"]["ports"]
+    ]
+    (endpoint,) = only("PodMonitor", MONITORED)["spec"]["podMetricsEndpoints"]
+    assert f'"name": "{endpoint["port"]}"' in (ROOT / "operator/tiercheck_operator/manifests/pod.py").read_text()
+    (label,) = only("PodMonitor", MONITORED)["spec"]["selector"]["matchExpressions"]
+    assert label["key"] == names.LABEL_JOB_UID
+
+
+def test_dashboard_is_found_by_grafana_and_reads_from_the_data_source_that_is_chosen() -> None:
+    (config,) = of_kind("ConfigMap", MONITORED)
+    assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
+    board = dashboard()
+    assert {panel["datasource"]["uid"] for panel in board["panels"] if "datasource" in panel} == {"${datasource}"}
+    variables = {variable["name"] for variable in board["templating"]["list"]}
+    used = set(re.findall(r"\$\{?([a-z]\w*)", " ".join(strings([board["panels"], board["templating"]]))))
+    assert used <= variables
+
+
+def test_panels_have_a_title_a_meaning_and_a_place_of_their_own() -> None:
+    panels = dashboard()["panels"]
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & taken, f"{panel['title']} overlaps another panel"
+        assert place["x"] + place["w"] <= 24
+        taken |= cells
+        assert panel["title"]
+        assert panel["type"] == "row" or panel["description"]
+    assert len({panel["id"] for panel in panels}) == len(panels)

@@ -1,0 +1,94 @@
+"""Pods of the chart pass the restricted Pod Security Standard, hold a token only where it is needed, and talk to few."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from chart_under_test import CASES, objects, of_kind, only, values_of
+
+
+def pods(case: str) -> list[dict[str, Any]]:
+    """Pod specs: the operator's and that of `helm test`."""
+    return [
+        entry["spec"]["template"]["spec"] if entry["kind"] == "Deployment" else entry["spec"]
+        for entry in objects(values_of(case))
+        if entry["kind"] in ("Deployment", "Pod")
+    ]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_pod_is_restricted_and_writes_nowhere_but_into_volumes(case: str) -> None:
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted"""
+    found = pods(case)
+    assert found
+    for spec in found:
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert spec["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
+        for container in spec["containers"]:
+            security = container["securityContext"]
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["capabilities"] == {"drop": ["ALL"]}
+            assert security["readOnlyRootFilesystem"] is True
+        for volume in spec.get("volumes", ()):
+            assert {"emptyDir", "configMap", "secret", "projected"} & set(volume)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_the_operators_pod_holds_a_token(case: str) -> None:
+    assert only("Deployment", values_of(case))["spec"]["template"]["spec"]["automountServiceAccountToken"] is True
+    for account in of_kind("ServiceAccount", values_of(case)):
+        assert account["automountServiceAccountToken"] is False
+    for pod in of_kind("Pod", values_of(case)):
+        assert pod["spec"]["automountServiceAccountToken"] is False
+
+
+def test_memory_is_bounded() -> None:
+    for spec in pods("default"):
+        for container in spec["containers"]:
+            assert {"memory"} <= set(container["resources"]["limits"])
+            assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+
+
+# Network
+
+
+def policy(**settings: Any) -> dict[str, Any]:
+    values = {"networkPolicy": {"enabled": True, **settings}}
+    spec: dict[str, Any] = only("NetworkPolicy", values)["spec"]
+    return spec
+
+
+def test_both_directions_are_closed_but_for_what_is_listed() -> None:
+    spec = policy()
+    assert set(spec["policyTypes"]) == {"Ingress", "Egress"}
+    (metrics,) = spec["ingress"]
+    assert metrics["ports"] == [{"port": "metrics", "protocol": "TCP"}]
+    api_server, sidecars = spec["egress"]
+    assert [port["port"] for port in api_server["ports"]] == [443, 6443]
+    assert [port["port"] for port in sidecars["ports"]] == [8470]
+
+
+def test_api_server_can_be_pinned_to_addresses() -> None:
+    api_server = policy(apiServer={"cidrs": ["10.0.0.1/32", "2001:db8::1/128"]})["egress"][0]
+    assert api_server["to"] == [{"ipBlock": {"cidr": "10.0.0.1/32"}}, {"ipBlock": {"cidr": "2001:db8::1/128"}}]
+
+
+def test_helm_test_gets_through_whoever_else_may_read_metrics() -> None:
+    values = values_of("namespaced")
+    (rule,) = only("NetworkPolicy", values)["spec"]["ingress"]
+    peers = [peer["podSelector"]["matchLabels"] for peer in rule["from"] if "podSelector" in peer]
+    (test,) = of_kind("Pod", values)
+    assert [peer for peer in peers if peer.items() <= test["metadata"]["labels"].items()]
+    assert {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}} in rule["from"]
+
+
+def test_sidecars_are_called_only_where_jobs_may_be() -> None:
+    everywhere, *_ = [rule["to"][0] for rule in policy()["egress"] if "to" in rule]
+    assert everywhere["namespaceSelector"] == {}
+    spec = only("NetworkPolicy", values_of("namespaced"))["spec"]
+    (there,) = [rule["to"][0] for rule in spec["egress"] if "podSelector" in rule["to"][0]]
+    (expression,) = there["namespaceSelector"]["matchExpressions"]
+    assert expression["values"] == ["training", "research"]
