@@ -21,7 +21,7 @@ from tiercheck_sidecar.parity import coding, isal
 from tiercheck_sidecar.parity.groups import coded_with
 from tiercheck_sidecar.parity.parts import Dial, Found, Part, PartMissing
 from tiercheck_sidecar.parity.unfold import PartFailed, Unfolding
-from tiercheck_sidecar.restore import SourceCorrupt, SourceFailed
+from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.vault import Seal, Vault
 
 log = logging.getLogger(__name__)

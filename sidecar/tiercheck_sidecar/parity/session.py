@@ -74,6 +74,7 @@ class ParitySession:
             raise WireBroken("the block was given up") from error
         finally:
             self._holder.settle(block)
+            self._board.bump()  # what is folded now is news for the status
 
     def _must_be_current(self) -> None:
         """Raises WireBroken."""

@@ -9,10 +9,11 @@ import pytest
 from station import Job, Station, until
 
 from tiercheck.protocol.artifact import Artifact, Kind, Share
+from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
-from tiercheck_sidecar.exchange.handshake import PeerRefused, dial
+from tiercheck_sidecar.exchange.handshake import Claim, PeerRefused, dial
 from tiercheck_sidecar.parity import coding
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.parity.push import converse
@@ -94,9 +95,7 @@ def test_block_is_not_acknowledged_before_all_members_are_in(make_job: MakeJob) 
     until(lambda: V in first.sender.copied(0) and V in second.sender.copied(1), "both are protected")
 
 
-def claim(job: Job, worker: int):  # type: ignore[no-untyped-def]
-    from tiercheck_sidecar.exchange.handshake import Claim
-
+def claim(job: Job, worker: int) -> Claim:
     return Claim("uid", worker, job.attempt, "")
 
 
@@ -139,7 +138,7 @@ def test_chunk_that_arrives_damaged_is_not_folded(make_job: MakeJob) -> None:
     damaged[77] ^= 1
     assert send(wire, seal, {0: bytes(damaged)}).missing == (0, 1)
     job.name(V)
-    until(lambda: job.holders[0].blocks(), "the block is complete")
+    until(job.holders[0].blocks, "the block is complete")
     assert block_of(job.holders[0], Share(0, (0, 1))) == expected(saved, (0, 1), 0)
 
 
@@ -150,7 +149,7 @@ def test_larger_member_makes_the_block_anew(make_job: MakeJob) -> None:
     job.name(V)
     until(lambda: job.holders[0].holder.status(claim(job, 0)).folded, "the small one is in")
     saved[1] = job.members[1].save(1, V, 9_000_000)
-    until(lambda: job.holders[0].blocks(), "the block is complete")
+    until(job.holders[0].blocks, "the block is complete")
     assert block_of(job.holders[0], Share(0, (0, 1))) == expected(saved, (0, 1), 0)
     until(lambda: V in job.members[0].sender.copied(0), "the first knows")
 
@@ -171,7 +170,7 @@ def test_attempt_that_is_over_is_refused(make_job: MakeJob) -> None:
     assert job.holders[0].board.counters.refused_stale >= 2
 
 
-def _later(job: Job):  # type: ignore[no-untyped-def]
+def _later(job: Job) -> Directive:
     job.attempt, job.history = 2, job.history.after(2, 10)
     return job.directive(job.holders[0].worker)
 
@@ -189,7 +188,7 @@ def test_folding_goes_on_in_the_next_attempt(make_job: MakeJob) -> None:
     wire = talk(job.members[0], job.holders[0])
     assert offer(wire, seal).missing == (0, 2)
     job.name(V)
-    until(lambda: job.holders[0].blocks(), "the block is complete")
+    until(job.holders[0].blocks, "the block is complete")
     assert block_of(job.holders[0], Share(0, (0, 1))) == expected(saved, (0, 1), 0)
 
 

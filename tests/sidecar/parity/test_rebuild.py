@@ -11,7 +11,7 @@ from station import Job, flip, until
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.restore import SourceCorrupt, SourceFailed
+from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
 
 MakeJob = Callable[..., Job]
 V = Version(10, 1)
@@ -122,7 +122,9 @@ def test_more_losses_than_blocks_say_who_is_missing(make_job: MakeJob) -> None:
     job.protect(V, 1_000_000)
     job.lose(0, 1)
     job.next_attempt(V)
-    with pytest.raises(SourceFailed, match="2 members of the group are lost and 1 parity blocks.*rank 1.* at worker 1"):
+    with pytest.raises(
+        SourceFailed, match=r"2 members of the group are lost and 1 parity blocks.*rank 1.* at worker 1"
+    ):
         job.stations[0].rebuild(0, V, job.group)
 
 
