@@ -12,6 +12,7 @@ import shutil
 import statistics
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,11 @@ def run(scale: Scale) -> Outcome:
     return Outcome(figures(found, problems, scale), {"systems": found, "problems": problems})
 
 
-def measure(system: System, size: int, scale: Scale) -> dict[str, Any]:
-    """One process: train with `system` saving a state of `size` bytes. Raises CannotInstall, or RuntimeError if it fails."""
+def measure(system: System, size: int, scale: Scale, look: Callable[[Job], object] = lambda _: None) -> dict[str, Any]:
+    """One process: train with `system` saving a state of `size` bytes. Raises CannotInstall, or RuntimeError if it fails.
+
+    If it is ours, `look` sees the sidecar afterwards.
+    """
     folder = Path(tempfile.mkdtemp(prefix="tiercheck-bench-", dir=shared_memory()))
     try:
         if system.module != "ours":
@@ -80,7 +84,9 @@ def measure(system: System, size: int, scale: Scale) -> dict[str, Any]:
         # Three slots, and some room for headers.
         with Job(limit=3 * size + size // 4 + (64 << 20), every=2 * _half(system)) as job:
             job.begin()
-            return _process(system, size, scale, folder, job.trainer_env(0))
+            found = _process(system, size, scale, folder, job.trainer_env(0))
+            look(job)
+            return found
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

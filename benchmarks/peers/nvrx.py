@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
+from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict, dict_list_map_inplace
+from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
 from torch import Tensor
 
 from benchmarks.peers.arguments import AfterStep, Settle, measure
 from benchmarks.workload import Training
-from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
-from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict, dict_list_map_inplace
-from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
 
 
 class OnCpu(BasicTensorAwareStateDict):

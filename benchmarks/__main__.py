@@ -1,0 +1,115 @@
+"""Runs every benchmark, each in a process of its own, and writes the table, the numbers and the plots.
+
+python -m benchmarks                     everything, into docs/benchmarks
+python -m benchmarks --only blocked      this one again; the rest of the table stays as it was
+python -m benchmarks --quick             small sizes, only to see that it works; nothing is published
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import json
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from benchmarks.machine import describe, load
+from benchmarks.report import Entry, Run, print_table, publish
+from benchmarks.scale import CACHE, FULL, QUICK, ROOT, Scale
+
+BENCHMARKS = {
+    "blocked": "training blocked per snapshot, against a copy and against peers",
+    "every_step": "training blocked with a delta at every step",
+    "delta_sizes": "delta bytes against snapshot bytes",
+    "exchange": "peer copy throughput",
+    "parity": "rebuild from parity",
+    "restores": "verified local and peer restore",
+    "remote": "upload to and restore from S3",
+    "growth": "growth with state and workers",
+    "planning": "the planner's decisions",
+    "gpu": "capture and deltas on a GPU",
+}
+"""In the order of the table."""
+_OTHERS = ("exchange", "parity", "remote", "planning")
+"""Answer with plain numbers, which `benchmarks.rows` makes figures of."""
+
+
+def main() -> int:
+    """0 if all ran, whatever they found; 1 if one could not."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="small sizes; nothing is published")
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS))
+    parser.add_argument("--out", type=Path, help="folder for the table, the numbers and the plots")
+    parser.add_argument("--table", action="store_true", help="run nothing, only write what was found before")
+    parser.add_argument("--one", choices=BENCHMARKS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    scale = QUICK if arguments.quick else FULL
+    if arguments.one:
+        return _one(arguments.one, scale)
+    chosen = [] if arguments.table else arguments.only or list(BENCHMARKS)
+    failed = False
+    for number, name in enumerate(chosen, 1):
+        print(f"[{number}/{len(chosen)}] {name}: {BENCHMARKS[name]}", file=sys.stderr, flush=True)
+        failed |= not _run(name, arguments.quick)
+    entries = [entry for name in BENCHMARKS if (entry := Entry.load(_file(name, arguments.quick)))]
+    found = Run(describe(), _command(arguments.quick), entries)
+    print_table(found)
+    out = arguments.out or (CACHE / "quick" if arguments.quick else ROOT / "docs" / "benchmarks")
+    publish(found, out)
+    print(f"written to {out}", file=sys.stderr)
+    return int(failed)
+
+
+def _command(quick: bool) -> str:
+    return "python -m benchmarks --quick" if quick else "make bench"
+
+
+def _file(name: str, quick: bool) -> Path:
+    return CACHE / ("found-quick" if quick else "found") / f"{name}.json"
+
+
+def _run(name: str, quick: bool) -> bool:
+    """One benchmark in a fresh process, so that none inherits another's memory or threads."""
+    file = _file(name, quick)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "benchmarks", "--one", name, *(["--quick"] if quick else [])]
+    started, busy = time.monotonic(), load()
+    done = subprocess.run(command, cwd=ROOT, check=False)
+    if done.returncode:
+        print(f"{name} failed; its last result, if any, stays in the table", file=sys.stderr)
+        return False
+    found = json.loads(file.read_text())
+    found |= {
+        "name": name,
+        "title": BENCHMARKS[name],
+        "seconds": round(time.monotonic() - started, 1),
+        "load": round(busy, 2),
+        "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
+        "commit": describe()["commit"],
+    }
+    file.write_text(json.dumps(found, indent=1))
+    return True
+
+
+def _one(name: str, scale: Scale) -> int:
+    try:
+        if name in _OTHERS:
+            outcome = getattr(importlib.import_module("benchmarks.rows"), name)(scale)
+        else:
+            outcome = importlib.import_module(f"benchmarks.{name}").run(scale)
+    except Exception:  # a process boundary: the caller goes on with the others, and reports the failure
+        traceback.print_exc()
+        return 1
+    plain = {"figures": [figure.plain() for figure in outcome.figures], "data": outcome.data}
+    _file(name, scale.quick).write_text(json.dumps(plain))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""What a step costs to keep: bytes of a delta beside bytes of a snapshot, as the sidecar holds them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from benchmarks.amounts import MIB, bytes_text
+from benchmarks.figure import Figure, Outcome
+from benchmarks.job import Job, until
+from benchmarks.models import Gpt, MasterAdamW, Words
+from benchmarks.scale import Scale
+from tiercheck import Checkpointer
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.directive import DeltaMode
+
+_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of training. `prepare` changes gradients before the update, as a compressing trainer would."""
+
+    name: str
+    build: Callable[[int], nn.Module]
+    """By width."""
+    optimizer: Callable[[nn.Module], Optimizer]
+    bound: float | None = None
+    note: str = ""
+    prepare: Callable[[nn.Module], None] = lambda _: None
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return AdamW((parameter for parameter in model.parameters() if parameter.requires_grad), lr=1e-4)
+
+
+def keep_largest(model: nn.Module) -> None:
+    """Top-k compression: one gradient in a hundred survives."""
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if gradient is not None:
+            least = gradient.abs().flatten().kthvalue(int(gradient.numel() * 0.99)).values
+            gradient[gradient.abs() <= least] = 0
+
+
+CASES = (
+    Case(
+        "delta bytes / snapshot bytes, bf16 gradients and fp32 state",
+        lambda width: Gpt(width, 4).bfloat16(),
+        lambda model: MasterAdamW(model.parameters()),
+        1 / 6,
+        "bf16 parameters with fp32 master weights and moments: 2 of 14 bytes a parameter",
+    ),
+    Case(
+        "delta bytes / snapshot bytes, LoRA",
+        lambda width: Gpt(width, 4, adapters=2),
+        adamw,
+        1 / 100,
+        "rank 2 beside every linear layer of a frozen fp32 model",
+    ),
+    Case(
+        "delta bytes / snapshot bytes, fp32 gradients and fp32 state",
+        lambda width: Gpt(width, 4),
+        adamw,
+        note="4 of 12 bytes a parameter",
+    ),
+    Case(
+        "delta bytes / snapshot bytes, large embedding",
+        lambda width: Words(65536, width),
+        adamw,
+        note="a step touches at most 1024 of 65536 rows",
+    ),
+    Case(
+        "delta bytes / snapshot bytes, top-1 % gradients",
+        lambda width: Gpt(width, 4),
+        adamw,
+        note="the training loop zeroes all but the largest gradients",
+        prepare=keep_largest,
+    ),
+)
+
+
+def run(scale: Scale) -> Outcome:
+    """One short training per case."""
+    width = 128 if scale.quick else 512
+    rows, sizes = [], {}
+    for case in CASES:
+        found = measure(case, width)
+        if isinstance(found, str):
+            rows.append(Figure(case.name, bound=case.bound, note=found, unit="%"))
+            continue
+        sizes[case.name] = found
+        rows.append(
+            Figure(
+                case.name,
+                bytes_text(found["delta"]),
+                bytes_text(found["snapshot"]),
+                found["delta"] / found["snapshot"],
+                case.bound,
+                note=case.note,
+                unit="%",
+            )
+        )
+    return Outcome(rows, {"sizes": sizes})
+
+
+def measure(case: Case, width: int) -> dict[str, int] | str:
+    """Bytes of one snapshot and of the largest delta; a sentence if the trainer takes no deltas."""
+    torch.manual_seed(0)
+    model = case.build(width)
+    optimizer = case.optimizer(model)
+    state = sum(parameter.nbytes for parameter in model.parameters())
+    with Job(limit=64 * state + 256 * MIB, every=_STEPS, delta=DeltaMode.AUTO) as job:
+        job.begin()
+        os.environ |= job.trainer_env(0)
+        with Checkpointer(model, optimizer) as checkpointer:
+            checkpointer.restore()
+            for _ in range(3 * _STEPS):
+                step(model, optimizer, case.prepare)
+                checkpointer.step()
+                checkpointer.wait(60)
+        return _sizes(job)
+
+
+def step(model: nn.Module, optimizer: Optimizer, prepare: Callable[[nn.Module], None] = lambda _: None) -> Tensor:
+    """One step on random tokens; returns the loss."""
+    tokens = torch.randint(0, 4096, (2, 128))
+    optimizer.zero_grad()
+    loss: Tensor = model(tokens)
+    loss.backward()
+    prepare(model)
+    optimizer.step()
+    return loss.detach()
+
+
+def _sizes(job: Job) -> dict[str, int] | str:
+    def sealed() -> dict[str, Any] | str | None:
+        report = job.report(0)
+        largest = {kind: [each.bytes for each in report.holdings if each.kind is kind] for kind in Kind}
+        if largest[Kind.SNAPSHOT] and largest[Kind.DELTA]:
+            return {"snapshot": max(largest[Kind.SNAPSHOT]), "delta": max(largest[Kind.DELTA])}
+        return report.trainer.no_deltas or None
+
+    try:
+        return until(sealed, "a snapshot and a delta are held", 20)
+    except TimeoutError:
+        problems = "; ".join(each.message for each in job.report(0).problems)
+        return f"no deltas were kept: {problems or 'no reason was given'}"

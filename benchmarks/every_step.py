@@ -1,0 +1,135 @@
+"""What keeping every single step costs a training loop that does real work.
+
+Two equal trainings take turns in one process: one with a Checkpointer on a real sidecar, one without. What is judged is the time that
+the training thread spends in TierCheck's code, per step.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.amounts import MIB, bytes_text, seconds_text
+from benchmarks.figure import Figure, Outcome
+from benchmarks.job import Job
+from benchmarks.models import Gpt
+from benchmarks.scale import Scale
+from benchmarks.workload import HookClock
+from tiercheck import Checkpointer
+from tiercheck.protocol.directive import DeltaMode
+
+NAME = "training blocked per step, a delta at every step"
+THREADS = 1
+"""As in the comparison with peers."""
+
+
+class Turn:
+    """One of the two trainings."""
+
+    def __init__(
+        self, width: int, layers: int, batch: int, device: str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = Gpt(width, layers).to(device=device, dtype=dtype)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, foreach=device != "cpu")
+        self.tokens = torch.randint(0, 4096, (batch, 256), device=device)
+        self.clock = HookClock(self.optimizer)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(self.tokens).backward()
+        self.optimizer.step()
+
+    @property
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+def run(scale: Scale) -> Outcome:
+    """Blocks of steps in turn; the job chooses the cadence of snapshots."""
+    torch.set_num_threads(THREADS)
+    width, layers, batch = (64, 2, 2) if scale.quick else (384, 6, 4)
+    plain, kept = Turn(width, layers, batch), Turn(width, layers, batch)
+    found = alternate(plain, kept, blocks=3 if scale.quick else 8, block=4)
+    return Outcome(figures(found, kept), found)
+
+
+def alternate(plain: Turn, kept: Turn, blocks: int, block: int) -> dict[str, Any]:
+    """Seconds of every step of both, and what was blocked in those that are kept."""
+    state = 12 * kept.parameters
+    with Job(limit=12 * state + 256 * MIB, every=None, delta=DeltaMode.AUTO) as job:
+        job.begin()
+        os.environ |= job.trainer_env(0)
+        with Checkpointer(kept.model, kept.optimizer) as checkpointer:
+            kept.clock.close_bracket()
+            checkpointer.restore()
+            result: dict[str, Any] = {"plain": [], "kept": [], "blocked": []}
+            for _ in range(blocks + 1):
+                for _ in range(block):
+                    result["plain"].append(_timed(plain))
+                for _ in range(block):
+                    seconds, blocked = _kept(kept, checkpointer)
+                    result["kept"].append(seconds)
+                    result["blocked"].append(blocked)
+                checkpointer.wait(60)  # what goes on in the background must not slow the other training
+            report = job.report(0)
+        for values in result.values():
+            del values[:block]  # the first block warms up
+        return result | {
+            "deltas": report.counters.deltas,
+            "deltas_skipped": report.counters.deltas_skipped,
+            "snapshots": report.counters.captured,
+            "no_deltas": report.trainer.no_deltas,
+            "steps": (blocks + 1) * block,
+            "cadence": report.snapshot_every,
+        }
+
+
+def _timed(turn: Turn) -> float:
+    start = time.perf_counter()
+    turn.step()
+    _finish(turn)
+    return time.perf_counter() - start
+
+
+def _kept(turn: Turn, checkpointer: Checkpointer) -> tuple[float, float]:
+    turn.clock.take()
+    start = time.perf_counter()
+    turn.step()
+    called = time.perf_counter()
+    checkpointer.step()
+    blocked = time.perf_counter() - called
+    _finish(turn)
+    return time.perf_counter() - start, blocked + turn.clock.take()
+
+
+def _finish(turn: Turn) -> None:
+    if turn.tokens.is_cuda:
+        torch.cuda.synchronize()
+
+
+def figures(found: dict[str, Any], kept: Turn) -> list[Figure]:
+    """Judged by what was blocked; the steps' whole length beside it."""
+    if not found["deltas"]:
+        return [Figure(NAME, bound=0.02, unit="%", note=found["no_deltas"] or "no deltas were kept")]
+    step, with_us = statistics.median(found["plain"]), statistics.median(found["kept"])
+    mean = statistics.fmean(found["blocked"])  # not the median: a step with a snapshot waits longer, and counts
+    about = (
+        f"{bytes_text(4 * kept.parameters)} of fp32 gradients; {found['deltas']} deltas and {found['snapshots']} snapshots in "
+        f"{found['steps']} steps, {found['deltas_skipped']} deltas skipped"
+    )
+    return [
+        Figure(NAME, seconds_text(mean), f"step {seconds_text(step)}", mean / step, 0.02, note=about, unit="%"),
+        Figure(
+            "step longer altogether, a delta at every step",
+            seconds_text(with_us - step),
+            f"step {seconds_text(step)}",
+            (with_us - step) / step,
+            note="median of steps with and without, in turn; includes what the copies take from the cores that compute",
+            unit="%",
+        ),
+    ]

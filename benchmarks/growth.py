@@ -1,0 +1,155 @@
+"""What grows how: time blocked and memory with the state, time to copy everything to peers with the workers.
+
+A slope of 1 in log-log scales is linear growth. Workers share one machine here, so the work that is copied grows with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks import blocked
+from benchmarks.amounts import GIB, MIB, bytes_text, rate_text, seconds_text
+from benchmarks.figure import Figure, Outcome
+from benchmarks.job import Job, until
+from benchmarks.raw_rank import RawRank
+from benchmarks.scale import Scale
+from tiercheck.protocol.directive import Tier
+
+_SPARE = 3 * GIB
+"""Memory that must stay free, or the machine swaps and the figures are worthless."""
+
+
+def run(scale: Scale) -> Outcome:
+    """States one after the other, then workers."""
+    states, skipped = [], []
+    for size in scale.growth_states:
+        if 5.2 * size + _SPARE > available():  # state, gradients, three slots
+            skipped.append(f"{bytes_text(size)}: only {bytes_text(available())} of memory are free")
+            continue
+        states.append(_of_state(size, scale))
+    share = 8 * MIB if scale.quick else 64 * MIB
+    workers = [_of_workers(count, share) for count in scale.growth_workers]
+    note = "; ".join(["worst case: the step is shorter than the copy", *skipped])
+    rows = [
+        _slope_row("growth of the time blocked with the state", states, ("bytes", "blocked"), bytes_text, note),
+        _slope_row(
+            "growth of the time to copy all to peers, with the workers",
+            workers,
+            ("workers", "seconds"),
+            lambda count: f"{count:.0f} workers",
+            f"{bytes_text(share)} per worker, all on this machine; {rate_text(workers[-1]['rate'])} altogether at the last",
+        ),
+        _budget_row("memory used, of the computed budget, by state", states, "bytes", bytes_text),
+        _budget_row(
+            "memory used, of the computed budget, by workers", workers, "workers", lambda n: f"{n:.0f} workers"
+        ),
+    ]
+    return Outcome(rows, {"states": states, "workers": workers, "skipped": skipped})
+
+
+def slope(points: list[tuple[float, float]]) -> float:
+    """Of the straight line through the logarithms, by least squares."""
+    xs, ys = [math.log(x) for x, _ in points], [math.log(y) for _, y in points]
+    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    spread = sum((x - mean_x) ** 2 for x in xs)
+    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
+
+
+def available() -> int:
+    """Bytes of memory that a process can still get."""
+    with open("/proc/meminfo") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+@dataclass(frozen=True)
+class _Memory:
+    used: int
+    budget: int
+
+
+def _memory(job: Job) -> _Memory:
+    """The fullest worker's: bytes that its volume really takes, and what the sizes said beforehand that it would."""
+    workers = [_Memory(job.memory_used(worker), job.report(worker).memory.needed) for worker in range(job.workers)]
+    return max(workers, key=lambda memory: memory.used / max(1, memory.budget))
+
+
+def _of_state(size: int, scale: Scale) -> dict[str, Any]:
+    found: list[_Memory] = []
+    result = blocked.measure(blocked.WORST, size, scale, lambda job: found.append(_memory(job)))
+    waits = sorted(cycle["blocked"] for cycle in result["cycles"])
+    return {
+        "bytes": result["state_bytes"],
+        # The least: whatever else ran on this machine only ever adds.
+        "blocked": waits[0],
+        "copy": result["copy_seconds"],
+        "used": found[0].used,
+        "budget": found[0].budget,
+    }
+
+
+def _of_workers(count: int, share: int) -> dict[str, Any]:
+    """All ranks save at once; how long until each one's holder has verified its copy."""
+    with Job(count, limit=6 * share + 64 * MIB) as job, contextlib.ExitStack() as stack:
+        job.begin()
+        ranks = [stack.enter_context(RawRank(job, rank)) for rank in range(count)]
+        for rank in ranks:
+            rank.reserve(share)
+        times = []
+        for step in (1, 2, 3):
+            for rank in ranks:
+                rank.save(step)
+            start = time.perf_counter()
+            until(lambda step=step: _copied(job, step), f"all workers hold copies of step {step}")
+            times.append(time.perf_counter() - start)
+        memory = _memory(job)
+    seconds = min(times[1:])
+    return {
+        "workers": count,
+        "seconds": seconds,
+        "rate": count * share / seconds,
+        "used": memory.used,
+        "budget": memory.budget,
+    }
+
+
+def _copied(job: Job, step: int) -> bool:
+    for worker in range(job.workers):
+        if not any(each.tier is Tier.PEER and each.version.step == step for each in job.report(worker).holdings):
+            return False
+    return True
+
+
+def _slope_row(name: str, points: list[dict[str, Any]], axes: tuple[str, str], text: Any, note: str) -> Figure:
+    x, y = axes
+    if len(points) < 2:
+        return Figure(name, bound=1.05, note=note)
+    first, last = points[0], points[-1]
+    return Figure(
+        name,
+        f"{seconds_text(first[y])} at {text(first[x])}, {seconds_text(last[y])} at {text(last[x])}",
+        "linear: 1",
+        slope([(point[x], point[y]) for point in points]),
+        1.05,
+        unit="",
+        note=note,
+    )
+
+
+def _budget_row(name: str, points: list[dict[str, Any]], x: str, text: Any) -> Figure:
+    known = [point for point in points if point["budget"]]
+    if not known:
+        return Figure(name, bound=1.0, note="the sidecar computed no budget")
+    worst = max(known, key=lambda point: point["used"] / point["budget"])
+    return Figure(
+        name,
+        f"{bytes_text(worst['used'])} at {text(worst[x])}",
+        bytes_text(worst["budget"]),
+        worst["used"] / worst["budget"],
+        1.0,
+        unit="%",
+        note=f"the worst of {len(known)} points",
+    )

@@ -1,0 +1,160 @@
+"""The table, for a terminal and for a page, and the numbers behind it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.amounts import bytes_text
+from benchmarks.figure import Figure
+from benchmarks.plots import draw
+
+COLUMNS = ("figure", "ours", "limit or peer", "ratio", "must reach", "reached?")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one benchmark found, and when."""
+
+    name: str
+    title: str
+    figures: list[Figure]
+    data: dict[str, Any]
+    when: str
+    commit: str
+    seconds: float
+    load: float
+    """Of the machine, before it began."""
+
+    @staticmethod
+    def load_plain(plain: dict[str, Any]) -> Entry:
+        return Entry(**{**plain, "figures": [Figure.read(each) for each in plain["figures"]]})
+
+    @staticmethod
+    def load(file: Path) -> Entry | None:
+        """None if it was never run."""
+        if not file.exists():
+            return None
+        plain = json.loads(file.read_text())
+        return Entry.load_plain(plain) if "name" in plain else None
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return {**self.__dict__, "figures": [figure.plain() for figure in self.figures]}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that is published together."""
+
+    machine: dict[str, Any]
+    command: str
+    entries: list[Entry]
+
+    @property
+    def figures(self) -> list[Figure]:
+        return [figure for entry in self.entries for figure in entry.figures]
+
+    @property
+    def missed(self) -> list[Figure]:
+        return [figure for figure in self.figures if figure.reached is False]
+
+    @property
+    def not_run(self) -> list[Figure]:
+        return [figure for figure in self.figures if figure.ratio is None]
+
+
+def cells(figure: Figure) -> tuple[str, ...]:
+    """One row, in the order of COLUMNS."""
+    return figure.name, figure.ours, figure.against, figure.ratio_text, figure.bound_text, figure.verdict
+
+
+def print_table(run: Run) -> None:
+    """To the terminal, misses in words below."""
+    console = Console()
+    table = Table(title="TierCheck benchmarks", title_justify="left", header_style="bold")
+    for column in COLUMNS:
+        table.add_column(column, justify="right" if column in ("ratio", "must reach") else "left", overflow="fold")
+    for entry in run.entries:
+        for figure in entry.figures:
+            style = {True: "", False: "bold", None: "dim"}[figure.reached]
+            table.add_row(*cells(figure), style=style)
+        table.add_section()
+    console.print(table)
+    console.print(summary(run))
+    for figure in run.missed:
+        console.print(f"  missed: {figure.name}: {figure.ratio_text}, promised {figure.bound_text}. {figure.note}")
+
+
+def summary(run: Run) -> str:
+    """In one sentence."""
+    promised = [figure for figure in run.figures if figure.bound is not None]
+    reached = sum(figure.reached is True for figure in promised)
+    return (
+        f"{reached} of {len(promised)} promised figures reached, {len(run.missed)} missed, "
+        f"{sum(figure.ratio is None for figure in promised)} not run."
+    )
+
+
+def publish(run: Run, folder: Path) -> None:
+    """results.json, results.md and the plots."""
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers = {"machine": run.machine, "command": run.command, "benchmarks": [entry.plain() for entry in run.entries]}
+    (folder / "results.json").write_text(json.dumps(numbers, indent=1) + "\n")
+    pictures = draw({entry.name: entry.data for entry in run.entries}, run.figures, folder)
+    (folder / "results.md").write_text(page(run, pictures))
+
+
+def page(run: Run, pictures: dict[str, str]) -> str:
+    """Markdown. `pictures`: caption by file name, without its ending."""
+    machine = run.machine
+    lines = [
+        "# Benchmarks",
+        "",
+        f"Written by `{run.command}`. {summary(run)}",
+        "",
+        f"Machine: {machine['processor']}, {machine['cores']} cores, {bytes_text(machine['memory_bytes'])} of memory, "
+        f"GPU: {machine['gpu']}, {machine['system']}, Python {machine['python']}; "
+        + ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+        + ".",
+        "",
+        "Each ratio was taken in one run on the same work, ours and the other in turn; figures are medians unless a note says otherwise. "
+        "The machine also did other work: its load before each benchmark is below. Rows without a promise are for information.",
+        "",
+    ]
+    lines += ["| " + " | ".join(COLUMNS) + " | note |", "| --- | --- | --- | ---: | ---: | --- | --- |"]
+    for figure in run.figures:
+        row = list(cells(figure))
+        if figure.reached is False:
+            row[5] = "**MISSED**"
+        lines.append("| " + " | ".join(_escaped(cell) for cell in (*row, figure.note)) + " |")
+    if run.missed:
+        lines += ["", "## Missed", ""]
+        lines += [
+            f"- {figure.name}: {figure.ratio_text}, promised {figure.bound_text}."
+            + (f" {figure.note}." if figure.note else "")
+            for figure in run.missed
+        ]
+    for name, caption in pictures.items():
+        lines += ["", f"![{caption}]({name}.svg)", "", caption]
+    lines += [
+        "",
+        "## When",
+        "",
+        "| benchmark | when (UTC) | took | load before | commit |",
+        "| --- | --- | ---: | ---: | --- |",
+    ]
+    lines += [
+        f"| {entry.name}: {entry.title} | {entry.when[:16].replace('T', ' ')} | {entry.seconds:.0f} s | {entry.load} | {entry.commit} |"
+        for entry in run.entries
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,153 @@
+"""How fast a state comes back: from the pod's own memory beside a plain copy, and from a peer beside torchft's HTTP transport.
+
+Ours ends when a training process has the tensors, verified on the way; so does torchft's, which verifies nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.amounts import MIB, bytes_text, rate_text, seconds_text
+from benchmarks.figure import Figure, Outcome, Sense
+from benchmarks.job import Job, shared_memory, until
+from benchmarks.peers.environment import TORCHFT, CannotInstall
+from benchmarks.raw_rank import RawRank
+from benchmarks.scale import ROOT, Scale
+from benchmarks.workload import Training
+from tiercheck import Checkpointer
+from tiercheck.protocol.version import Version
+
+LOCAL = "verified local restore"
+PEER = "verified peer restore, against torchft's HTTP transport"
+_POLL = 0.002
+
+
+def run(scale: Scale) -> Outcome:
+    """Local and peer restores, and torchft's, in turn."""
+    torch.set_num_threads(1)
+    training = Training(scale.restore, tokens=0)
+    local: dict[str, list[float]] = {"verify": [], "load": [], "copy": []}
+    peer: dict[str, list[float]] = {"fetch": [], "load": []}
+    theirs: list[dict[str, Any]] = []
+    problem = ""
+    size = training.state_bytes
+    limit = 6 * size + 256 * MIB
+    rounds = 2 if scale.quick else 5
+    with Job(2, limit=limit) as job:
+        job.begin()
+        version = _save(job, training)
+        for _ in range(rounds):
+            local["copy"].append(statistics.median(training.copy_seconds()))
+            local["verify"].append(_hold(job, version, {}))
+            local["load"].append(_load(job, training))
+            job.lose(0)
+            peer["fetch"].append(_hold(job, version, {0: (job.from_peer(1),)}))
+            peer["load"].append(_load(job, training))
+            if not problem:
+                try:
+                    theirs.append(torchft(size))
+                except (CannotInstall, RuntimeError) as error:
+                    problem = str(error)
+    return Outcome(
+        [_local_row(local, size), *_peer_rows(peer, theirs, problem, size)],
+        {"state_bytes": size, "local": local, "peer": peer, "torchft": theirs, "problem": problem},
+    )
+
+
+def _save(job: Job, training: Training) -> Version:
+    """Rank 0 saves the training, rank 1 something small; returns the version once worker 1 holds a copy of rank 0's."""
+    os.environ |= job.trainer_env(0)
+    with Checkpointer(training.model, training.optimizer, every=1) as checkpointer, RawRank(job, 1) as other:
+        checkpointer.restore()
+        other.reserve(MIB)
+        checkpointer.step()
+        checkpointer.wait(120)
+        other.save(1)
+        version = Version(1, job.attempt)
+        until(lambda: _held(job, 1, 0, version) and _held(job, 0, 0, version), "rank 0 is copied to worker 1")
+    return version
+
+
+def _held(job: Job, worker: int, rank: int, version: Version) -> bool:
+    return any((each.rank, each.version) == (rank, version) for each in job.report(worker).holdings)
+
+
+def _hold(job: Job, version: Version, sources: dict[int, Any]) -> float:
+    """Seconds until every sidecar holds the version, verified, as worker 0 reports them."""
+    job.hold(version, sources)
+    report = job.report(0).restore
+    job.release(sources)
+    return report.seconds
+
+
+def _load(job: Job, training: Training) -> float:
+    """Seconds until the tensors are the trainer's."""
+    os.environ |= job.trainer_env(0)
+    with Checkpointer(training.model, training.optimizer, every=1_000_000) as checkpointer:
+        start = time.perf_counter()
+        if not checkpointer.restore():
+            raise RuntimeError("nothing was restored")
+        return time.perf_counter() - start
+
+
+def torchft(size: int) -> dict[str, Any]:
+    """Seconds of one transfer between two processes, for each number of chunks. Raises CannotInstall, RuntimeError."""
+    folder = Path(tempfile.mkdtemp(prefix="tiercheck-bench-", dir=shared_memory()))
+    try:
+        answer = folder / "answer.json"
+        done = subprocess.run(
+            [str(TORCHFT.python()), "-m", "benchmarks.peers.torchft_transport", str(size), str(answer)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        if not answer.exists():
+            raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])
+        found: dict[str, Any] = json.loads(answer.read_text())
+        return found
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _local_row(local: dict[str, list[float]], size: int) -> Figure:
+    verify, load, copy = (statistics.median(local[key]) for key in ("verify", "load", "copy"))
+    return Figure(
+        LOCAL,
+        seconds_text(verify + load),
+        f"copy of {bytes_text(size)}: {seconds_text(copy)}",
+        (verify + load) / copy,
+        1.3,
+        note=f"the sidecar verifies in {seconds_text(verify)}, the trainer loads in {seconds_text(load)}",
+    )
+
+
+def _peer_rows(peer: dict[str, list[float]], theirs: list[dict[str, Any]], problem: str, size: int) -> list[Figure]:
+    fetch, load = statistics.median(peer["fetch"]), statistics.median(peer["load"])
+    parts = f"{rate_text(size / fetch)} into the new pod, loaded in {seconds_text(load)}"
+    if not theirs:
+        return [Figure(PEER, seconds_text(fetch + load), bound=2.0, sense=Sense.AT_LEAST, note=problem or "no result")]
+    by_chunks = {key: statistics.median(each[key] for each in theirs) for key in theirs[0]}
+    best = min(by_chunks, key=lambda key: by_chunks[key])
+    return [
+        Figure(
+            PEER,
+            seconds_text(fetch + load),
+            f"{seconds_text(by_chunks[best])} ({best})",
+            by_chunks[best] / (fetch + load),
+            2.0,
+            Sense.AT_LEAST,
+            note=f"{bytes_text(size)}; {parts}; torchft verifies nothing",
+        )
+    ]
