@@ -11,26 +11,28 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from tiercheck.protocol.directive import Phase, Source, Tier
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.artifact import Artifact
+from tiercheck.protocol.directive import Phase
+from tiercheck.protocol.report import Watermarks
 from tiercheck_sidecar import metrics
 from tiercheck_sidecar.api import ControlApi, server_context
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.config import ConfigError, SidecarConfig
 from tiercheck_sidecar.coordinator import Coordinator
-from tiercheck_sidecar.exchange.fetch import fetch
-from tiercheck_sidecar.exchange.handshake import Identity, dial
+from tiercheck_sidecar.exchange.handshake import Identity
 from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.offload import Offloader
+from tiercheck_sidecar.parity.sender import ParitySender
+from tiercheck_sidecar.places import Places
 from tiercheck_sidecar.reclaim import Reclaimer
 from tiercheck_sidecar.renewal import renewed
 from tiercheck_sidecar.replicate import Replicator
 from tiercheck_sidecar.report import Reporter
-from tiercheck_sidecar.restore import Restorer, SourceFailed
+from tiercheck_sidecar.restore import Restorer
 from tiercheck_sidecar.tier_api import routes
 from tiercheck_sidecar.tiers import TierClient
 from tiercheck_sidecar.trainer_socket import TrainerSocket
-from tiercheck_sidecar.vault import Seal, Vault
+from tiercheck_sidecar.vault import Vault
 
 log = logging.getLogger(__name__)
 
@@ -44,14 +46,16 @@ class Sidecar:
         self.vault = Vault(config.memory_dir, config.memory_limit, config.ranks, self.board.bump)
         self.reporter = Reporter(self.board, self.vault)
         self.socket = TrainerSocket(self.board, self.vault)
-        self.restorer = Restorer(self.board, self.vault, self._fetch)
         self.reclaimer = Reclaimer(self.board, self.vault)
         self.identity = Identity(config.job_uid, config.worker, config.token, config.pod_ip)
         self.exchange = ExchangeServer(self.board, self.vault, self.identity, config.exchange_port)
         self.replicator = Replicator(self.board, self.vault, self.identity, config.exchange_port)
         self.coordinator = Coordinator(self.board)
         self.offloader = Offloader(self.board, self.vault, self.coordinator)
-        self.tiers = TierClient(self.board, self.vault, self.replicator, self.offloader)
+        places = Places(self.board, self.vault, self.identity, config.exchange_port, self.offloader)
+        self.restorer = Restorer(self.board, self.vault, places)
+        self.parity = ParitySender(self.board, self.vault, self.identity, config.exchange_port)
+        self.tiers = TierClient(self.board, self.vault, self._acknowledged, self.offloader)
         self._runners: list[web.AppRunner] = []
 
     async def run(self) -> None:
@@ -88,21 +92,15 @@ class Sidecar:
         return [
             ("restore", self.restorer.run),
             ("reclaim", self.reclaimer.run),
+            ("prepare", self.reclaimer.prepare),
             ("replicate", self.replicator.run),
             ("coordinate", self.coordinator.run),
             ("offload", self.offloader.run),
             ("tiers", self.tiers.run),
         ]
 
-    def _fetch(self, source: Source, rank: int, version: Version) -> Seal:
-        """Copy an artifact from a peer or from the remote tier, as the restorer asks."""
-        if source.tier is Tier.REMOTE:
-            return self.offloader.fetch(rank, version)
-        peer = source.peer
-        if peer is None:
-            raise SourceFailed("the source names no worker")
-        attempt, port = self.board.attempt, self.config.exchange_port
-        return fetch(self.vault, rank, version, lambda: dial(self.identity, attempt, peer.host, port), str(peer.worker))
+    def _acknowledged(self) -> list[tuple[int, frozenset[Artifact]]]:
+        return [*self.replicator.acknowledged(), *self.parity.acknowledged()]
 
     def _flush(self) -> None:
         """At the end of a job, wait until its last complete version is in the remote tier."""
@@ -114,11 +112,7 @@ class Sidecar:
             verdict = board.verdict
             if verdict is None or not self.tiers.synced or self.vault.unfinished():
                 return False
-            return (
-                self.coordinator.announced
-                and verdict.upload is None
-                and verdict.watermarks.remote == verdict.watermarks.local
-            )
+            return self.coordinator.announced and verdict.upload is None and _is_stored(verdict.watermarks)
 
         seconds = self.config.flush_seconds
         if not board.wait_until(settled, seconds):
@@ -150,6 +144,11 @@ class Sidecar:
         self._runners.append(runner)
         context = server_context(self.config) if secure else None
         await web.TCPSite(runner, self.config.pod_ip, port, ssl_context=context, reuse_address=True).start()
+
+
+def _is_stored(marks: Watermarks) -> bool:
+    """Whether the newest snapshot that every rank has is in the remote tier, or a newer one."""
+    return marks.snapshot is None or (marks.remote is not None and marks.remote >= marks.snapshot)
 
 
 def main() -> int:

@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from tiercheck.protocol.directive import Directive, Phase
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.directive import DeltaMode, Directive, Phase
 from tiercheck.protocol.report import Counters, Problem, Quarantined, RemoteReport, RestoreReport, RestoreState
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.config import SidecarConfig
@@ -51,10 +52,16 @@ class Board:
         self.verdict: Verdict | None = None
         """The coordinator's newest word in this attempt; None: nothing heard, so nothing is freed."""
         self.reached: dict[int, Version] = {}
-        """Per own rank, the newest version that it captured or skipped in this attempt."""
+        """Per own rank, the newest snapshot that it captured or skipped in this attempt."""
+        self.snapshot_every = 0
+        """Steps between snapshots that the coordinator named last, in whichever attempt; 0: never yet."""
+        self.distrusted = ""
+        """Why this worker's deltas are not to be trusted any more, as long as this process lives: a sentence."""
+        self.declined: dict[int, str] = {}
+        """Per own rank that takes no deltas in this attempt: why."""
         self.counters = Counters()
         self._problems: dict[str, Problem] = {}
-        self._quarantined: dict[tuple[int, Version, int], Quarantined] = {}
+        self._quarantined: dict[tuple[int, Version, Kind, int], Quarantined] = {}
 
     # Waiting
 
@@ -99,7 +106,7 @@ class Board:
                 return
             if old is None or directive.attempt > old.attempt:
                 self.saw_hold = directive.phase is Phase.HOLD
-                self.verdict, self.reached = None, {}
+                self.verdict, self.reached, self.declined = None, {}, {}
                 self._quarantined = {}
                 version = directive.restore.version if directive.restore else None
                 self.restore = RestoreReport(RestoreState.RUNNING, version)
@@ -124,6 +131,25 @@ class Board:
             raise StaleRefused(f"attempt {directive.attempt} is older than {old.attempt}")
         if directive.attempt == old.attempt and directive.phase.order < old.phase.order:
             raise StaleRefused(f"attempt {old.attempt} is in phase {old.phase.value}, past {directive.phase.value}")
+
+    # Deltas
+
+    @property
+    def wants_deltas(self) -> bool:
+        """Whether the job wants them."""
+        directive = self.directive
+        return directive is not None and directive.policy.delta is not DeltaMode.NONE
+
+    def deltas_off(self, rank: int) -> str:
+        """Why an own rank takes no deltas, whatever room there is; empty if it does."""
+        with self.lock:
+            return self.distrusted or self.declined.get(rank, "")
+
+    @property
+    def every(self) -> int:
+        """Steps between snapshots: what the user wants, or else what the coordinator names; 0: not decided yet."""
+        directive = self.directive
+        return (directive.policy.snapshot_every if directive else None) or self.snapshot_every
 
     # Small facts
 
@@ -152,7 +178,7 @@ class Board:
 
     def quarantine(self, bad: Quarantined) -> None:
         with self.lock:
-            self._quarantined[bad.rank, bad.version, bad.worker] = bad
+            self._quarantined[bad.rank, bad.version, bad.kind, bad.worker] = bad
         self.bump()
 
     @property

@@ -17,7 +17,9 @@ from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Manifest, RankArtifact
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.cadence import Needs, decide
 from tiercheck_sidecar.control_client import CallFailed, ControlClient
+from tiercheck_sidecar.tiers import pace
 from tiercheck_sidecar.watermark import Copy, RankTiers, Standing, TierReport, Verdict, judge, next_upload
 
 log = logging.getLogger(__name__)
@@ -45,6 +47,8 @@ class Coordinator:
         self._hosts: dict[int, str] = {}
         self._copies: dict[int, tuple[Copy, ...]] = {}
         self._standing = Standing()
+        self._needs: dict[int, Needs] = {}
+        """Sizes are of the job, not of an attempt: so a new attempt knows its cadence before its ranks reserve."""
         self._stored: tuple[Version, ...] = ()
         self._artifacts: dict[int, RankArtifact] = {}
         self._verdict: Verdict | None = None
@@ -74,8 +78,11 @@ class Coordinator:
             for tiers in report.ranks:
                 before = self._ranks.get(tiers.rank)
                 if before is not None and before.holders != tiers.holders:
-                    self._standing = dataclasses.replace(self._standing, peer=None, copy=None)  # protection begins anew
+                    # Protection begins anew.
+                    self._standing = dataclasses.replace(self._standing, peer=None, anchor=None, copy=None)
                 self._ranks[tiers.rank] = tiers
+                if tiers.needs is not None:
+                    self._needs[tiers.rank] = tiers.needs
                 for artifact in tiers.uploaded:
                     self._artifacts[tiers.rank] = artifact
             self._is_dirty = True
@@ -132,6 +139,7 @@ class Coordinator:
                 list(pool.map(lambda client, word=verdict: _tell(client, word), clients.values()))
                 self._told = verdict
                 self._board.bump()
+                self._board.wait_until(lambda: False, pace(directive.workers))
 
     def _enter(self, directive: Directive) -> None:
         if directive.attempt != self._attempt:
@@ -161,6 +169,7 @@ class Coordinator:
             watermarks=dataclasses.replace(verdict.watermarks, remote=max(stored, default=None)),
             upload=upload,
             received=received,
+            cadence=decide(world, self._needs, directive.policy.snapshot_every),
         )
 
 

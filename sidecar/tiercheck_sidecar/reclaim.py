@@ -1,22 +1,27 @@
-"""Gives slots back as the watermark allows, so that the next capture finds one free. Frees nothing on its own judgement."""
+"""Gives slots back as the watermark allows, so that the next capture finds one free, and makes room for what is to come.
+
+Frees nothing on its own judgement.
+"""
 
 from __future__ import annotations
 
-from tiercheck.protocol.directive import Directive, Peer, Phase, Tier
+from tiercheck.protocol.artifact import Kind, Share
+from tiercheck.protocol.directive import Directive, Phase, Tier
 from tiercheck.protocol.report import RestoreState
+from tiercheck.protocol.sizing import OWN_SLOTS, Room
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
-from tiercheck_sidecar.vault import Seal, Vault
-from tiercheck_sidecar.vault.sizing import OWN_SLOTS
-from tiercheck_sidecar.watermark import Verdict, may_free
+from tiercheck_sidecar.forgetting import Place, expendable
+from tiercheck_sidecar.stock import Stock, Where, hosted_lanes, hosted_ranks, stocks, where
+from tiercheck_sidecar.vault import Vault
 
 
 class Reclaimer:
-    """One thread."""
+    """Two threads: `run` and `prepare`."""
 
     def __init__(self, board: Board, vault: Vault) -> None:
         self._board, self._vault = board, vault
-        self._hosted: tuple[Peer, ...] = ()
+        self._hosted: tuple[set[int], set[Share]] = (set(), set())
 
     def run(self) -> None:
         seen = -1
@@ -34,16 +39,29 @@ class Reclaimer:
             self._host()
             self.step()
 
+    def prepare(self) -> None:
+        """Allocate delta slots, which takes long, once it is known how many there must be. No trainer waits for it."""
+        seen = -1
+        while not self._board.stopping:
+            seen = self._board.wait(seen, timeout=1.0)
+            verdict = self._board.verdict
+            if verdict is not None and verdict.cadence.chain and verdict.cadence.deltas:
+                self._vault.prepare()
+            self._board.problem("DeltasOff", self._vault.no_deltas() if self._board.wants_deltas else "")
+
     def _host(self) -> None:
-        """Whose copies are kept here is part of the wanted state."""
-        directive = self._board.directive
-        if directive is None or directive.hosted == self._hosted:
+        """Whose copies and which blocks are kept here is part of the wanted state; how much room they take, of the verdict."""
+        with self._board.lock:
+            directive, verdict = self._board.directive, self._board.verdict
+        if directive is None:
             return
-        procs = directive.procs_per_worker
-        self._hosted = directive.hosted
-        self._vault.host(
-            rank for peer in directive.hosted for rank in range(peer.worker * procs, (peer.worker + 1) * procs)
-        )
+        hosted = hosted_ranks(directive), hosted_lanes(directive)
+        if hosted != self._hosted:
+            self._hosted = hosted
+            self._vault.host(*hosted)
+        if verdict is not None and verdict.cadence.chain:
+            named = verdict.cadence
+            self._vault.expect(named.chain, Room(named.snapshot, named.delta))
 
     def step(self) -> None:
         """Free what may be freed now."""
@@ -53,14 +71,20 @@ class Reclaimer:
         if directive is None or not ready or directive.phase is Phase.HOLD:
             return  # while others may still be restoring, even what the new history does not accept harms nobody
         owed = verdict.upload if verdict and self._vault.size_plan().own_slots == OWN_SLOTS else None
-        self._vault.free(lambda seal: _unwanted(seal, directive, verdict, owed))
+        gone: set[tuple[Where, Kind, Version]] = set()
+        for name, stock in stocks(self._vault.held()).items():
+            mine = name.tier is Tier.LOCAL and (verdict is None or name.rank not in verdict.received)
+            doomed = expendable(_place(name, stock, directive), directive.history, verdict, owed if mine else None)
+            gone |= {(name, kind, version) for kind, version in doomed}
+        if gone:
+            self._vault.free(lambda seal: (where(seal), seal.kind, seal.version) in gone)
         self._vault.tidy()
 
 
-def _unwanted(seal: Seal, directive: Directive, verdict: Verdict | None, owed: Version | None) -> bool:
-    if seal.tier is Tier.LOCAL:
-        mine = verdict is None or seal.rank not in verdict.received
-        return may_free(seal.version, directive.history, verdict, owed=owed if mine else None)
-    owner = seal.rank // directive.procs_per_worker
-    stranded = owner not in {peer.worker for peer in directive.hosted}
-    return may_free(seal.version, directive.history, verdict, stranded=stranded)
+def _place(name: Where, stock: Stock, directive: Directive) -> Place:
+    snapshots, deltas = frozenset(stock.snapshots), frozenset(stock.deltas)
+    if name.tier is Tier.LOCAL:
+        return Place(Tier.LOCAL, snapshots, deltas, coded=directive.parity is not None)
+    if name.share is not None:
+        return Place(Tier.PEER, snapshots, deltas, True, name.share not in hosted_lanes(directive))
+    return Place(Tier.PEER, snapshots, deltas, False, name.rank not in hosted_ranks(directive))

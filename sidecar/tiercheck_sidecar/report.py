@@ -1,6 +1,8 @@
 """The report: everything the controller knows about this worker, gathered from the board and the vault.
 
-Its serial grows only with facts that the controller may act on; steps and counters alone wake nobody.
+Its serial grows only with facts that the controller may act on. What a worker holds and which version is complete change at
+every step, and wake nobody: the controller looks at them when it decides on a recovery, and before that it asks every sidecar
+anew. That they are there at all, and the snapshot watermark by the coordinator's word, are news.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ import dataclasses
 import threading
 import uuid
 
-from tiercheck.protocol.report import Counters, Holding, MemoryReport, Report, Watermarks
+from tiercheck.protocol.report import Counters, Holding, MemoryReport, Report, TrainerReport, Watermarks
+from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.vault import Vault
 
@@ -37,7 +40,6 @@ class Reporter:
         board, vault = self._board, self._vault
         with board.lock:
             directive, verdict = board.directive, board.verdict
-            plan = vault.size_plan()
             return Report(
                 job_uid=board.config.job_uid,
                 worker=board.config.worker,
@@ -48,18 +50,54 @@ class Reporter:
                 revision=directive.revision if directive else "",
                 phase=directive.phase if directive else None,
                 restore=board.restore,
-                trainer=board.trainer.report,
-                holdings=tuple(Holding(seal.rank, seal.version, seal.tier, seal.digests.size) for seal in vault.held()),
+                trainer=self._trainer(),
+                holdings=tuple(
+                    Holding(seal.rank, seal.version, seal.tier, seal.digests.size, seal.kind, seal.share)
+                    for seal in vault.held()
+                ),
                 remote=board.remote,
                 watermarks=verdict.watermarks if verdict else Watermarks(),
-                memory=MemoryReport(limit=vault.limit, used=vault.used(), needed=plan.needed),
+                memory=self._memory(),
                 quarantined=board.quarantined,
                 problems=board.problems,
                 counters=board.counters,
+                snapshot_every=board.every,
             )
+
+    def _trainer(self) -> TrainerReport:
+        board = self._board
+        reasons = (board.deltas_off(rank) for rank in self._vault.ranks)
+        no_deltas = next(filter(None, reasons), "") or self._vault.no_deltas() if board.wants_deltas else ""
+        return dataclasses.replace(board.trainer.report, no_deltas=no_deltas)
+
+    def _memory(self) -> MemoryReport:
+        plan = self._vault.size_plan()
+        return MemoryReport(
+            limit=self._vault.limit,
+            used=self._vault.used(),
+            needed=plan.needed,
+            local=plan.local,
+            peer=plan.peer,
+            snapshot=plan.snapshot,
+            delta=plan.delta,
+        )
 
 
 def _essence(report: Report) -> Report:
     trainer = dataclasses.replace(report.trainer, step=None, step_seconds=None)
     memory = dataclasses.replace(report.memory, used=0)
-    return dataclasses.replace(report, trainer=trainer, memory=memory, counters=Counters())
+    marks = report.watermarks
+    told = Watermarks(
+        local=_present(marks.local),
+        peer=_present(marks.peer),
+        remote=marks.remote,
+        # Everybody hears it from the coordinator, and the controller from one of them.
+        snapshot=marks.snapshot if report.worker == 0 else _present(marks.snapshot),
+    )
+    return dataclasses.replace(
+        report, trainer=trainer, memory=memory, watermarks=told, holdings=(), counters=Counters()
+    )
+
+
+def _present(version: Version | None) -> Version | None:
+    return version and Version(0, 0)

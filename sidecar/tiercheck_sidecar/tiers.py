@@ -4,31 +4,45 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from tiercheck.protocol.artifact import Kind
-from tiercheck.protocol.directive import Directive, Tier
+from tiercheck.protocol.artifact import Artifact, Kind
+from tiercheck.protocol.directive import DeltaMode, Directive, Tier
 from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.cadence import Needs
 from tiercheck_sidecar.control_client import CallFailed, ControlClient
 from tiercheck_sidecar.offload import Offloader
-from tiercheck_sidecar.replicate import Replicator
+from tiercheck_sidecar.span import Span, common
+from tiercheck_sidecar.stock import Stock, Where, stock_of, stocks
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.watermark import Copy, RankTiers, TierReport, Verdict
 
 log = logging.getLogger(__name__)
 
 _EVERY = 1.0
+_MOMENT = 0.05
+"""Changes come in bursts (slot, seal, acknowledgement): so long may one wait for the others, so that one message carries them."""
 _WORKERS_PER_SECOND = 500
-"""How many the coordinator should have to answer per second when nothing happens."""
+"""How many the coordinator should have to answer per second, whatever happens."""
+
+Acknowledged = Callable[[], Sequence[tuple[int, frozenset[Artifact]]]]
+"""Per holder of this worker's copies or parity: which worker it is, and what it has acknowledged in this attempt."""
+
+
+def pace(workers: int) -> float:
+    """The least seconds between two messages of one sidecar to the coordinator, or back."""
+    return max(_MOMENT, workers / _WORKERS_PER_SECOND)
 
 
 class TierClient:
     """One thread."""
 
-    def __init__(self, board: Board, vault: Vault, replicator: Replicator, offloader: Offloader) -> None:
-        self._board, self._vault, self._replicator, self._offloader = board, vault, replicator, offloader
+    def __init__(self, board: Board, vault: Vault, acknowledged: Acknowledged, offloader: Offloader) -> None:
+        self._board, self._vault, self._acknowledged, self._offloader = board, vault, acknowledged, offloader
         self._client: ControlClient | None = None
         self.synced = False
         """Whether the coordinator knows everything that was so when it last answered."""
@@ -39,15 +53,14 @@ class TierClient:
             directive = self._board.directive
             interval = _EVERY
             if directive is not None:
-                interval = max(_EVERY, directive.workers / _WORKERS_PER_SECOND)
+                interval = max(_EVERY, pace(directive.workers))
                 report = self.gather(directive)
                 due = time.monotonic() - sent_at >= interval
                 if report != sent or due or self._board.verdict is None:
                     sent, sent_at = (report, time.monotonic()) if self._tell(directive, report) else (None, sent_at)
                 self.synced = sent is not None and sent == self.gather(directive)
             generation = self._board.wait(seen, interval)
-            # Changes come in bursts (slot, seal, acknowledgement): a moment lets one message carry them.
-            self._board.wait_until(lambda: False, 0.05)
+            self._board.wait_until(lambda: False, pace(directive.workers) if directive else _MOMENT)
             seen = generation
 
     def gather(self, directive: Directive) -> TierReport:
@@ -55,32 +68,52 @@ class TierClient:
         with self._board.lock:
             reached, verdict = dict(self._board.reached), self._board.verdict
         unfinished = self._vault.unfinished()
-        held = self._vault.held()
-        local = [seal for seal in held if seal.tier is Tier.LOCAL]
-        accepts = directive.history.accepts
+        here = stocks(self._vault.held())
+        history = directive.history
         known = set(verdict.received) if verdict else set()
-        holders = self._replicator.holders()
+        acknowledged = self._acknowledged()
+        ranks = []
+        for rank in self._vault.ranks:
+            own = here.get(Where(Tier.LOCAL, rank), Stock()).accepted(history)
+            at_holders = [stock_of(artifacts, rank).accepted(history) for _, artifacts in acknowledged]
+            ranks.append(
+                RankTiers(
+                    rank=rank,
+                    local=own.rebuildable(history),
+                    snapshots=tuple(sorted(own.snapshots)),
+                    unfinished=_snapshots(unfinished, rank),
+                    reached=reached.get(rank),
+                    copied=_copied(at_holders, directive),
+                    copied_snapshots=tuple(sorted(_everywhere(at_holders))),
+                    holders=tuple(sorted(worker for worker, _ in acknowledged)),
+                    uploaded=() if rank in known else self._offloader.uploaded(rank, verdict),
+                    needs=self._needs(directive, rank),
+                )
+            )
         return TierReport(
             job_uid=directive.job_uid,
             attempt=directive.attempt,
             worker=directive.worker,
             host=self._board.config.pod_ip,
-            ranks=tuple(
-                RankTiers(
-                    rank=rank,
-                    local=tuple(seal.version for seal in local if seal.rank == rank and accepts(seal.version)),
-                    unfinished=tuple(
-                        sorted(each.version for each in unfinished if each.rank == rank and each.kind is Kind.SNAPSHOT)
-                    ),
-                    reached=reached.get(rank),
-                    copied=self._replicator.copied(rank),
-                    holders=holders,
-                    uploaded=() if rank in known else self._offloader.uploaded(rank, verdict),
+            ranks=tuple(ranks),
+            copies=tuple(
+                Copy(
+                    ranks=place.share.ranks if place.share else (place.rank,),
+                    snapshots=tuple(sorted(stock.accepted(history).snapshots)),
+                    versions=stock.accepted(history).rebuildable(history),
                 )
-                for rank in self._vault.ranks
+                for place, stock in here.items()
+                if place.tier is Tier.PEER
             ),
-            copies=tuple(Copy(seal.rank, seal.version) for seal in held if seal.tier is Tier.PEER),
         )
+
+    def _needs(self, directive: Directive, rank: int) -> Needs | None:
+        room = self._vault.reserved(rank)
+        if room is None or not room.snapshot or room.delta is None:
+            return None
+        delta = room.delta if directive.policy.delta is not DeltaMode.NONE else 0
+        takes = delta > 0 and not self._board.deltas_off(rank) and not self._vault.no_deltas()
+        return Needs(room.snapshot, delta, takes)
 
     def _tell(self, directive: Directive, report: TierReport) -> bool:
         host = directive.coordinator.host
@@ -95,6 +128,18 @@ class TierClient:
         return True
 
 
+def _snapshots(artifacts: set[Artifact], rank: int) -> tuple[Version, ...]:
+    return tuple(sorted(each.version for each in artifacts if each.rank == rank and each.kind is Kind.SNAPSHOT))
+
+
+def _copied(at_holders: list[Stock], directive: Directive) -> tuple[Span, ...]:
+    return common(stock.rebuildable(directive.history) for stock in at_holders)
+
+
+def _everywhere(at_holders: list[Stock]) -> set[Version]:
+    return set.intersection(*(stock.snapshots for stock in at_holders)) if at_holders else set()
+
+
 def take(board: Board, verdict: Verdict) -> str:
     """Follow the coordinator's word. Returns a sentence if it is refused."""
     with board.lock:
@@ -105,5 +150,7 @@ def take(board: Board, verdict: Verdict) -> str:
         if board.verdict == verdict:
             return ""
         board.verdict = verdict
+        if verdict.cadence.every:
+            board.snapshot_every = verdict.cadence.every
     board.bump()
     return ""

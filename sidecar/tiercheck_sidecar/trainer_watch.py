@@ -27,6 +27,7 @@ class TrainerWatch:
         self._report = TrainerReport(TrainerState.ABSENT)
         self._last: tuple[LauncherEvent, float] | None = None
         self._silent_since: float | None = None
+        self._not_finite: dict[int, int] = {}
 
     @property
     def report(self) -> TrainerReport:
@@ -43,6 +44,7 @@ class TrainerWatch:
         state = TrainerState.WAITING if self.connected else TrainerState.ABSENT
         self._report = TrainerReport(state)
         self._silent_since = None
+        self._not_finite = {}
         if resumed:
             self._report = TrainerReport(TrainerState.RUNNING)
             self._silent_since = now
@@ -106,6 +108,13 @@ class TrainerWatch:
             step_seconds=average,
             first_step_at=now if report.first_step_at is None else report.first_step_at,
         )
+
+    def not_finite(self, rank: int, steps: int) -> int:
+        """The sanity gate refused the last `steps` steps of `rank`. Returns how many of them are news."""
+        before = self._not_finite.get(rank, 0)
+        self._not_finite[rank] = steps
+        self._report = dataclasses.replace(self._report, not_finite=max(self._not_finite.values()))
+        return steps - before if steps > before else 0
 
     def _lost(self, now: float) -> None:
         self._silent_since = None

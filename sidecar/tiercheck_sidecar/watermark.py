@@ -1,46 +1,56 @@
-"""Which versions are complete where, and what may be forgotten: the rules, as arithmetic on sets.
+"""Which versions are complete where: the rules, as arithmetic on sets.
 
-Ranks skip captures independently, and holders have two slots per rank. Left alone, ranks would hold disjoint sets for ever,
-and holders different halves of two versions. So the coordinator names one version at a time for all ranks to copy: the newest
-that every rank has sealed. Nothing is freed by age: only what is older than the newest version complete in the local *and*
-the peer tier, or can no longer become complete, or was overtaken, or lies outside the accepted history.
+Ranks skip captures independently, and holders have two snapshot slots per rank. Left alone, ranks would hold disjoint sets for
+ever, and holders different halves of two versions. So the coordinator names one snapshot at a time for all ranks to copy: the
+newest that every rank has sealed. Deltas need no naming: every step has one, and a version is complete where it can be
+rebuilt from what every rank has. What may be forgotten for it is decided in `forgetting.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import History, Version
+from tiercheck_sidecar.cadence import UNDECIDED, Cadence, Needs
+from tiercheck_sidecar.span import Span, common, newest, spans, versions
 
 
 @dataclass(frozen=True)
 class RankTiers:
-    """What one rank's sidecar knows about it, in one attempt."""
+    """What one rank's sidecar knows about it, in one attempt. Of accepted versions only."""
 
     rank: int
-    local: tuple[Version, ...]
+    local: tuple[Span, ...] = ()
+    """What can be rebuilt from its own memory."""
+    snapshots: tuple[Version, ...] = ()
     """Sealed in its own memory."""
     unfinished: tuple[Version, ...] = ()
-    """Being written or sealed."""
+    """Snapshots being written or sealed."""
     reached: Version | None = None
-    """The newest version that it captured or skipped: it will never contribute to an older one that it does not hold."""
-    copied: tuple[Version, ...] = ()
+    """The newest snapshot that it captured or skipped: it will never contribute to an older one that it does not hold."""
+    copied: tuple[Span, ...] = ()
+    """What can be rebuilt at each of its holders, from what they acknowledged."""
+    copied_snapshots: tuple[Version, ...] = ()
     """Acknowledged by all its holders."""
     holders: tuple[int, ...] = ()
-    """Workers that keep its copies."""
+    """Workers that keep its copies or its parity."""
     uploaded: tuple[RankArtifact, ...] = ()
     """In the remote tier, for the version that the coordinator asked for."""
+    needs: Needs | None = None
+    """None: it has not said yet."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A verified artifact of another worker's rank."""
+    """What one holder keeps of another worker's rank, or as a parity block of several."""
 
-    rank: int
-    version: Version
+    ranks: tuple[int, ...]
+    snapshots: tuple[Version, ...] = ()
+    versions: tuple[Span, ...] = ()
+    """What can be rebuilt from it."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +74,20 @@ class Verdict:
     attempt: int
     watermarks: Watermarks
     floor: Version | None = None
-    """What is older may be freed; None: nothing."""
+    """What leads only to older versions may be freed; None: nothing."""
+    anchor: Version | None = None
+    """The newest snapshot that all holders of every rank have: what parity can be relied upon for."""
+    backed: Version | None = None
+    """As long as there is no peer watermark in this attempt: the newest version that some holder of every rank can rebuild."""
     abandoned: tuple[Version, ...] = ()
-    """What may be freed although it is not older: it can not become complete, or nobody needs it to."""
+    """Snapshots that may be freed although they are not older: they can not become complete, or nobody needs them to."""
     copy: Version | None = None
-    """The version that every rank should now bring to its holders."""
+    """The snapshot that every rank should now bring to its holders."""
     upload: Version | None = None
-    """The version that every rank should now bring to the remote tier."""
+    """The snapshot that every rank should now bring to the remote tier."""
     received: tuple[int, ...] = ()
     """Ranks whose upload of that version the coordinator has on record."""
+    cadence: Cadence = UNDECIDED
 
 
 @dataclass(frozen=True)
@@ -83,6 +98,10 @@ class Standing:
 
     local: Version | None = None
     peer: Version | None = None
+    snapshot: Version | None = None
+    """Of which every rank holds a whole snapshot in its own memory."""
+    anchor: Version | None = None
+    """Of which all holders of every rank have the snapshot."""
     copy: Version | None = None
     """What is being brought to the holders; kept until all have it or some rank no longer can."""
 
@@ -92,98 +111,91 @@ def judge(
     ranks: Mapping[int, RankTiers],
     history: History,
     before: Standing,
-    copies: Iterable[Copy] = (),
+    copies: Collection[Copy] = (),
 ) -> tuple[Standing, Verdict]:
-    """Watermarks, floor, abandoned versions and the one to copy (`remote` and `upload` are not decided here). Until every
-    rank has been heard, what was found before stands. `copies` are all that any holder keeps.
+    """Watermarks, floor, abandoned snapshots and the one to copy (`remote`, `upload` and `cadence` are not decided here).
+    Until every rank has been heard, what was found before stands. `copies` are all that any holder keeps.
     """
-    if set(ranks) != set(range(world_size)):
-        return before, _verdict(history, before, ranks, ())
+    if any(rank not in ranks for rank in range(world_size)):
+        return before, _verdict(history, before, ranks, None, ())
     guarded = [tiers for tiers in ranks.values() if tiers.holders]
-    local = _later(before.local, _newest(_common(set(tiers.local) for tiers in ranks.values()), history))
-    peer = _later(before.peer, _newest(_common(set(tiers.copied) for tiers in guarded), history))
-    standing = Standing(local, peer, _next_copy(before.copy, local, peer, guarded))
-    return standing, _verdict(history, standing, ranks, _abandoned(ranks, history, standing, list(copies)))
+    snapshot = _later(before.snapshot, _newest(_shared(tiers.snapshots for tiers in ranks.values()), history))
+    anchor = _later(before.anchor, _newest(_shared(tiers.copied_snapshots for tiers in guarded), history))
+    standing = Standing(
+        local=_later(before.local, newest(common(tiers.local for tiers in ranks.values()), history)),
+        peer=_later(before.peer, newest(common(tiers.copied for tiers in guarded), history)),
+        snapshot=snapshot,
+        anchor=anchor,
+        copy=_next_copy(before.copy, snapshot, anchor, guarded),
+    )
+    backed = _backed(guarded, history, copies) if standing.peer is None else None
+    return standing, _verdict(history, standing, ranks, backed, _abandoned(ranks, history, standing, copies))
 
 
 def _verdict(
-    history: History, standing: Standing, ranks: Mapping[int, RankTiers], abandoned: tuple[Version, ...]
+    history: History,
+    standing: Standing,
+    ranks: Mapping[int, RankTiers],
+    backed: Version | None,
+    abandoned: tuple[Version, ...],
 ) -> Verdict:
     floor = standing.local
     if any(tiers.holders for tiers in ranks.values()):
         floor = min(standing.local, standing.peer) if standing.local and standing.peer else None
-    return Verdict(history.attempt, Watermarks(standing.local, standing.peer), floor, abandoned, standing.copy)
+    marks = Watermarks(standing.local, standing.peer, snapshot=standing.snapshot)
+    return Verdict(history.attempt, marks, floor, standing.anchor, backed, abandoned, standing.copy)
 
 
 def _next_copy(
-    current: Version | None, local: Version | None, peer: Version | None, guarded: list[RankTiers]
+    current: Version | None, snapshot: Version | None, anchor: Version | None, guarded: list[RankTiers]
 ) -> Version | None:
-    if not guarded or local is None or (peer is not None and local <= peer):
+    if not guarded or snapshot is None or (anchor is not None and snapshot <= anchor):
         return None
-    in_time = current is not None and (peer is None or current > peer)
-    if in_time and all(current in tiers.local or current in tiers.copied for tiers in guarded):
+    in_time = current is not None and (anchor is None or current > anchor)
+    if in_time and all(current in tiers.snapshots or current in tiers.copied_snapshots for tiers in guarded):
         return current
-    return local
+    return snapshot
 
 
 def _abandoned(
-    ranks: Mapping[int, RankTiers], history: History, standing: Standing, copies: list[Copy]
+    ranks: Mapping[int, RankTiers], history: History, standing: Standing, copies: Collection[Copy]
 ) -> tuple[Version, ...]:
-    """Versions that some rank passed by without keeping, and those that a newer complete one overtook before their turn.
+    """Snapshots that some rank passed by without keeping, and those that a newer complete one overtook before their turn.
 
     Never what was once found complete: a rank that lost its own memory of that is what the other tiers are for. Copies count
-    as known: their owner may have freed the version long ago, and a holder that missed that word would otherwise keep them,
+    as known: their owner may have freed the snapshot long ago, and a holder that missed that word would otherwise keep them,
     and refuse newer ones, for ever.
     """
-    known = {version for tiers in ranks.values() for version in (*tiers.local, *tiers.unfinished)}
-    known |= {copy.version for copy in copies}
-    kept = {standing.local, standing.peer, _backed(ranks, history, copies)}
+    known = {version for tiers in ranks.values() for version in (*tiers.snapshots, *tiers.unfinished)}
+    known |= {version for copy in copies for version in copy.snapshots}
+    kept = {standing.snapshot, standing.anchor}
     return tuple(
         version
         for version in sorted(known - kept)
         if history.accepts(version)
         and (
             any(_passed(tiers, version) for tiers in ranks.values())
-            or (standing.local is not None and version < standing.local and version != standing.copy)
+            or (standing.snapshot is not None and version < standing.snapshot and version != standing.copy)
         )
     )
 
 
-def _backed(ranks: Mapping[int, RankTiers], history: History, copies: list[Copy]) -> Version | None:
-    """The newest version of which every rank has a copy somewhere, whoever its holders are now: what an earlier attempt
-    completed stays until this one has done as much.
+def _backed(guarded: list[RankTiers], history: History, copies: Collection[Copy]) -> Version | None:
+    """The newest version that can be rebuilt for every rank from some holder, whoever its holders are now: what an earlier
+    attempt completed stays until this one has done as much.
     """
-    wanted = {rank for rank, tiers in ranks.items() if tiers.holders}
-    found: dict[Version, set[int]] = {}
+    found: dict[int, set[Version]] = {tiers.rank: set() for tiers in guarded}
     for copy in copies:
-        found.setdefault(copy.version, set()).add(copy.rank)
-    return _newest((version for version, those in found.items() if wanted and wanted <= those), history)
+        for rank in copy.ranks:
+            if rank in found:
+                found[rank] |= versions(copy.versions)
+    return newest(common(spans(those) for those in found.values()), history)
 
 
 def _passed(tiers: RankTiers, version: Version) -> bool:
-    if version in tiers.local or version in tiers.unfinished:
+    if version in tiers.snapshots or version in tiers.unfinished:
         return False
     return tiers.reached is not None and tiers.reached >= version
-
-
-def may_free(
-    version: Version, history: History, verdict: Verdict | None, *, stranded: bool = False, owed: Version | None = None
-) -> bool:
-    """Whether an artifact of `version` may be freed in attempt `history.attempt`.
-
-    `stranded`: a copy for a worker that has other holders now; it may go as soon as those hold the version too.
-    `owed`: what this rank has yet to upload.
-    """
-    if not history.accepts(version):
-        return True
-    if verdict is None or verdict.attempt != history.attempt:
-        return False
-    if version == owed:
-        return False
-    if version in verdict.abandoned:
-        return True
-    floor = verdict.floor
-    return floor is not None and (version < floor or (version == floor and stranded))
 
 
 def next_upload(
@@ -196,37 +208,37 @@ def next_upload(
     current: Version | None,
     finishing: bool,
 ) -> Version | None:
-    """The version that every rank should bring to the remote tier now; None: nothing is owed.
+    """The snapshot that every rank should bring to the remote tier now; None: nothing is owed.
 
     One at a time: `current`, once chosen, is kept until it is stored or some rank no longer has it. A snapshot is owed when
     the newest complete one lies in a later interval of `every` steps than the newest stored one, and at the end of the job
     whenever it is newer at all.
     """
-    newest = max((version for version in stored if history.accepts(version)), default=None)
-    if current is not None and history.accepts(current) and (newest is None or current > newest):
+    stored_last = max((version for version in stored if history.accepts(version)), default=None)
+    if current is not None and history.accepts(current) and (stored_last is None or current > stored_last):
         kept = all(_can_upload(tiers, current) for tiers in ranks.values())
-        if kept and not (finishing and current != standing.local):
+        if kept and not (finishing and current != standing.snapshot):
             return current
-    mark = standing.local
-    if mark is None or (newest is not None and mark <= newest):
+    mark = standing.snapshot
+    if mark is None or (stored_last is not None and mark <= stored_last):
         return None
-    passed = mark.step // max(1, every) > (newest.step if newest else 0) // max(1, every)
+    passed = mark.step // max(1, every) > (stored_last.step if stored_last else 0) // max(1, every)
     return mark if passed or finishing else None
 
 
 def _can_upload(tiers: RankTiers, version: Version) -> bool:
-    return version in tiers.local or any(artifact.version == version for artifact in tiers.uploaded)
+    return version in tiers.snapshots or any(artifact.version == version for artifact in tiers.uploaded)
 
 
-def _common(sets: Iterable[set[Version]]) -> set[Version]:
+def _shared(groups: Iterable[Iterable[Version]]) -> set[Version]:
     result: set[Version] | None = None
-    for each in sets:
-        result = set(each) if result is None else result & each
+    for each in groups:
+        result = set(each) if result is None else result & set(each)
     return result or set()
 
 
-def _newest(versions: Iterable[Version], history: History) -> Version | None:
-    return max((version for version in versions if history.accepts(version)), default=None)
+def _newest(candidates: Iterable[Version], history: History) -> Version | None:
+    return max((version for version in candidates if history.accepts(version)), default=None)
 
 
 def _later(one: Version | None, other: Version | None) -> Version | None:

@@ -6,20 +6,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercheck.protocol import sizing
-from tiercheck_sidecar.vault import sizing as vault_sizing
 
 rooms = st.tuples(st.integers(0, 10**9), st.none() | st.integers(0, 10**8), st.integers(1, 6))
 
 
 @given(st.integers(0, 10**11), st.lists(rooms, max_size=4), st.lists(rooms, max_size=6), st.integers(2, 50))
-def test_operator_and_sidecar_count_the_same_bytes(
+def test_what_is_planned_fits_and_is_no_more_than_wanted(
     limit: int, own: list[tuple[int, int | None, int]], kept: list[tuple[int, int | None, int]], cadence: int
 ) -> None:
-    ours = sizing.plan(limit, [sizing.Room(*room) for room in own], [sizing.Room(*room) for room in kept], cadence)
-    theirs = vault_sizing.plan(
-        limit, [vault_sizing.Room(*room) for room in own], [vault_sizing.Room(*room) for room in kept], cadence
-    )
-    assert vars(ours) == vars(theirs)
+    mine, others = [sizing.Room(*room) for room in own], [sizing.Room(*room) for room in kept]
+    plan = sizing.plan(limit, mine, others, cadence)
+    assert plan.needed == plan.local + plan.peer
+    assert plan.delta_slots == 0 or cadence + sizing.SPARE_DELTAS <= plan.delta_slots <= 2 * cadence
+    if not plan.fits:
+        assert limit < plan.minimum
+        return
+    known = [room for room in others if room.snapshot and room.delta is not None]
+    taken = sum(plan.own_slots * sizing.cost(room.snapshot) for room in mine if room.snapshot)
+    taken += sum(sizing.HOSTED_SLOTS * sizing.cost(room.snapshot, room.parts) for room in known)
+    taken += sum(plan.delta_slots * sizing.cost(room.delta or 0, room.parts) for room in (*mine, *known) if room.delta)
+    assert taken <= limit
 
 
 @given(st.integers(1, 10**12), st.integers(1, 10**12))

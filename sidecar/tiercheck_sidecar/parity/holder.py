@@ -11,6 +11,7 @@ import threading
 from tiercheck.protocol.artifact import Artifact, Kind, Share
 from tiercheck.protocol.directive import Directive, ParityGroup, Tier
 from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.sizing import roomy
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.digest import CHUNK, is_well_formed
@@ -22,11 +23,13 @@ from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.parity.overtaken import overtaken
 from tiercheck_sidecar.parity.scratch import Scratch
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, Vault
-from tiercheck_sidecar.vault.sizing import roomy
 
 log = logging.getLogger(__name__)
 
 Key = tuple[Share, Version, Kind]
+
+_OPENING = 10.0
+"""Seconds that a member is kept waiting while the block is being begun for another one."""
 
 
 class ParityHolder:
@@ -36,6 +39,7 @@ class ParityHolder:
         self._board, self._vault = board, vault
         self.scratch = Scratch()
         self._lock = threading.Lock()
+        self._opened = threading.Condition(self._lock)
         self._blocks: dict[Key, Block] = {}
         self._opening: set[Key] = set()
         self._largest: dict[tuple[Share, Kind], int] = {}
@@ -144,17 +148,15 @@ class ParityHolder:
         with self._lock:
             size = max(self._largest.get((share, artifact.kind), 0), roomy(digests.size))
             self._largest[share, artifact.kind] = size
-            block = self._blocks.get(key)
-        if block is not None:
-            if block.capacity >= digests.size and block.digests_of(artifact.rank) in (None, digests):
-                return block
-            self._give_up(key)
-        self.prune()
-        with self._lock:
-            if key in self._blocks or key in self._opening:
+            if not self._opened.wait_for(lambda: key not in self._opening, _OPENING):
                 raise NoFreeSlot("another member has just begun the block")
+            block = self._blocks.get(key)
+            if block and block.capacity >= digests.size and block.digests_of(artifact.rank) in (None, digests):
+                return block
             self._opening.add(key)
         try:  # not under the lock: a new slot is filled with zeros first
+            self._give_up(key)
+            self.prune()
             block = self._open(key, world_size, size)
             with self._lock:
                 self._blocks[key] = block
@@ -162,6 +164,7 @@ class ParityHolder:
         finally:
             with self._lock:
                 self._opening.discard(key)
+                self._opened.notify_all()
 
     def _open(self, key: Key, world_size: int, size: int) -> Block:
         share, version, kind = key

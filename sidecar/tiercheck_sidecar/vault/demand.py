@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from tiercheck.protocol import sizing
 from tiercheck.protocol.artifact import Kind, Share
 from tiercheck.protocol.directive import Tier
-from tiercheck_sidecar.cadence import LONGEST, auto
-from tiercheck_sidecar.vault import sizing
-from tiercheck_sidecar.vault.sizing import Room, Sizing
+from tiercheck.protocol.sizing import LONGEST_CADENCE, Room, Sizing, auto_cadence
 from tiercheck_sidecar.vault.slots import Pool
 
 
@@ -91,7 +90,8 @@ class Demand:
         if self._cadence:
             return self._cadence
         own = self.own.values()
-        return auto(sum(room.snapshot for room in own), sum(room.delta or 0 for room in own)) or LONGEST
+        snapshots, deltas = sum(room.snapshot for room in own), sum(room.delta or 0 for room in own)
+        return auto_cadence(snapshots, deltas) or LONGEST_CADENCE
 
     @property
     def ranks(self) -> tuple[int, int, int]:

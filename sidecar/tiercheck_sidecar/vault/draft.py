@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 
 from tiercheck.protocol.slot import NotASlot
 from tiercheck_sidecar.vault.inventory import header_fault
@@ -24,6 +25,11 @@ class Draft:
         self.view = self._stack.enter_context(slot.mapped(write=True, size=seal.digests.size))
         if seal.share is not None:
             blank(self.view)
+
+    @property
+    def path(self) -> Path:
+        """The slot's file, for those who write through a descriptor."""
+        return self._slot.path
 
     def keep(self, seal: Seal | None = None) -> None:
         """The caller has verified every chunk: seal it, as `seal` if that is known only now (a parity block's digests are).

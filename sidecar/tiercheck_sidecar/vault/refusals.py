@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tiercheck.protocol.sizing import SPARE_DELTAS
 from tiercheck_sidecar.vault.demand import Demand
-from tiercheck_sidecar.vault.sizing import SPARE_DELTAS
 
 _REMEDY = "Raise tiers.local.sizeLimit and the sidecar's memory limit"
 

@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from tiercheck.protocol import sizing
 from tiercheck.protocol.artifact import Artifact, Kind, Share
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.slot import NotASlot, SlotHeader, read_header
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.digest import digest
-from tiercheck_sidecar.vault import sizing
 from tiercheck_sidecar.vault.demand import Demand
 from tiercheck_sidecar.vault.draft import Draft
 from tiercheck_sidecar.vault.errors import MemoryTooSmall, NoDeltas, NoFreeSlot, NotHeld
@@ -74,6 +74,16 @@ class Vault:
         with self._lock:
             slot = self._find(share.ranks[0], version, Tier.PEER, kind, share)
             return slot.seal if slot else None
+
+    def own(self, rank: int) -> set[Artifact]:
+        """What an own rank is writing, wrote or has sealed."""
+        used = (SlotState.WRITING, SlotState.SEALING, SlotState.SEALED)
+        with self._lock:
+            return {
+                Artifact(rank, slot.seal.version if slot.seal else Version(slot.step, slot.attempt), slot.kind)
+                for slot in self._slots.values()
+                if slot.rank == rank and slot.tier is Tier.LOCAL and slot.state in used and not slot.doomed
+            }
 
     def unfinished(self) -> set[Artifact]:
         """What own ranks are writing, or wrote and is not sealed yet."""
@@ -172,18 +182,21 @@ class Vault:
 
     # Own ranks: the trainer writes
 
-    def begin(self, rank: int, version: Version, kind: Kind = Kind.SNAPSHOT) -> Path:
-        """A slot for the trainer to write. Raises NoFreeSlot, MemoryTooSmall."""
+    def begin(self, rank: int, version: Version, kind: Kind = Kind.SNAPSHOT, size: int = 0) -> Path:
+        """A slot for the trainer to write at most `size` bytes (0: as many as it reserved). Raises NoFreeSlot, MemoryTooSmall."""
         pool = Pool(Tier.LOCAL, rank, kind)
         with self._lock:
-            slot = self._free_slot(pool, self._demand.capacity(pool) or 0)
+            capacity = self._demand.capacity(pool) or 0
+            if size > capacity > 0:
+                raise NoFreeSlot(f"the {kind.value} has {size} bytes, {capacity} were reserved")
+            slot = self._free_slot(pool, capacity)
             if slot is None:
                 self._refuse(kind)
                 raise NoFreeSlot(f"no slot is free: older {kind.value}s are still needed or being copied")
             slot.state, slot.step, slot.attempt = SlotState.WRITING, version.step, version.attempt
             return slot.path
 
-    def complete(self, path: Path, world_size: int) -> None:
+    def complete(self, path: Path, world_size: int) -> Kind:
         """The trainer has written the slot; `seal` must follow. Raises NotASlot; then the slot is free again."""
         slot = self._writing(path)
         with slot.mapped() as view:
@@ -196,6 +209,7 @@ class Vault:
             raise NotASlot(wrong)
         with self._lock:
             slot.state = SlotState.SEALING
+        return slot.kind
 
     def seal(self, path: Path) -> Seal | None:
         """Digest and seal a completed slot; None if it could not be (it is free again). Slow: reads every byte."""

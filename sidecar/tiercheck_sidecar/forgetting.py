@@ -1,0 +1,94 @@
+"""What may be forgotten at one place, so that everything complete stays rebuildable there. Nothing is freed by age.
+
+A place is the own slots of a rank, a holder's slots for a rank, or a holder's blocks for a parity lane. In each, what lies before
+the newest snapshot from which the floor can be rebuilt *there* is of no more use. Beyond it only abandoned snapshots go, and not
+even those while something complete rests on them: where a delta is missing, a snapshot that cannot become complete itself
+may be the only way to versions that are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.chain import chain_to, rebuildable
+from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.version import History, Version
+from tiercheck_sidecar.watermark import Verdict
+
+
+@dataclass(frozen=True)
+class Place:
+    """What lies together."""
+
+    tier: Tier
+    """Local: own slots; peer: kept for another worker."""
+    snapshots: frozenset[Version]
+    deltas: frozenset[Version]
+    coded: bool = False
+    """Parity blocks, or own artifacts that parity was made of: they are worth something together only."""
+    stranded: bool = False
+    """Kept for a worker that has other holders now; it may go as soon as those hold as much."""
+
+
+def expendable(
+    place: Place, history: History, verdict: Verdict | None, owed: Version | None = None
+) -> frozenset[tuple[Kind, Version]]:
+    """The artifacts of `place` that may be freed in attempt `history.attempt`. `owed`: the snapshot that is yet to be uploaded."""
+    snapshots = {version for version in place.snapshots if history.accepts(version)}
+    deltas = {version for version in place.deltas if history.accepts(version)}
+    kept = (snapshots, deltas)
+    if verdict is not None and verdict.attempt == history.attempt:
+        kept = _needed(place, snapshots, deltas, history, verdict)
+        kept[0].update(snapshots & {owed})
+    gone = {(Kind.SNAPSHOT, version) for version in place.snapshots - kept[0]}
+    return frozenset(gone | {(Kind.DELTA, version) for version in place.deltas - kept[1]})
+
+
+def _needed(
+    place: Place, snapshots: set[Version], deltas: set[Version], history: History, verdict: Verdict
+) -> tuple[set[Version], set[Version]]:
+    floor = verdict.floor
+    if place.stranded and floor is not None:
+        return {each for each in snapshots if each > floor}, {each for each in deltas if each > floor}
+    base = _base(floor, _reliable(place, snapshots, verdict), deltas, history)
+    if base is not None:
+        snapshots = {each for each in snapshots if each >= base}
+        deltas = {each for each in deltas if each > base}
+    wanted = {each for each in snapshots if each == base or each not in verdict.abandoned}
+    for version in _guarded(place, snapshots, deltas, history, verdict):
+        if base is not None and version < base:
+            continue
+        if _base(version, wanted, deltas, history) is None:
+            only = _base(version, snapshots, deltas, history)
+            if only is not None:
+                wanted.add(only)
+    return wanted, deltas
+
+
+def _reliable(place: Place, snapshots: set[Version], verdict: Verdict) -> set[Version]:
+    """Parity is worth something only with all blocks and all members' artifacts of one snapshot, which is why what it rests
+    on is given up only for a snapshot that all holders have.
+    """
+    if not place.coded:
+        return snapshots
+    return {each for each in snapshots if verdict.anchor is not None and each <= verdict.anchor}
+
+
+def _guarded(
+    place: Place, snapshots: set[Version], deltas: set[Version], history: History, verdict: Verdict
+) -> list[Version]:
+    """Versions that must stay rebuildable here, if they are, oldest first."""
+    marks = {verdict.floor}
+    if place.tier is Tier.LOCAL:
+        here = rebuildable(snapshots, deltas, history)
+        marks |= {verdict.watermarks.local, max(here, default=None)}
+    else:
+        marks |= {verdict.watermarks.peer, verdict.backed}
+    return sorted(mark for mark in marks if mark is not None)
+
+
+def _base(version: Version | None, snapshots: set[Version], deltas: set[Version], history: History) -> Version | None:
+    """The newest of `snapshots` from which `version` can be rebuilt."""
+    chain = chain_to(version, snapshots, deltas, history) if version is not None else None
+    return chain.base if chain else None

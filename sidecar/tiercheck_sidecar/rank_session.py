@@ -1,0 +1,266 @@
+"""One rank's connection: what it restores from, and slots for what it saves.
+
+Every request is answered without waiting for the network or for bytes to be digested.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.chain import Chain, chain_to
+from tiercheck.protocol.directive import DeltaMode, Directive, Phase, Tier
+from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.local import Hello, Reply, Request, Welcome
+from tiercheck.protocol.report import Quarantined, RestoreState
+from tiercheck.protocol.slot import NotASlot
+from tiercheck.protocol.version import Version
+from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.stock import Stock, Where, stocks
+from tiercheck_sidecar.vault import MemoryTooSmall, NoDeltas, NoFreeSlot, NotHeld, Vault
+
+log = logging.getLogger(__name__)
+
+LONGEST_LINE = 1024 * 1024
+
+
+class RankSession:
+    """When the connection breaks, the slots being written are lost: their writer may be alive."""
+
+    def __init__(
+        self,
+        board: Board,
+        vault: Vault,
+        submit: Callable[[Kind, Callable[[], None]], None],
+        connection: socket.socket,
+        hello: Hello,
+    ) -> None:
+        self._board, self._vault, self._submit = board, vault, submit
+        self._connection, self._hello = connection, hello
+        self._writing: set[Path] = set()
+        self._restored = contextlib.ExitStack()
+
+    def serve(self, lines: BinaryIO) -> None:
+        """Until the rank hangs up. Raises OSError, msgspec.DecodeError."""
+        with self._restored:
+            welcome = self._welcome()
+            self._send(welcome)
+            if welcome.error:
+                return
+            try:
+                while line := lines.readline(LONGEST_LINE):
+                    reply = self._answer(msgspec.json.decode(line, type=Request))
+                    if reply is not None:
+                        self._send(dataclasses.replace(reply, snapshot_every=self._board.every))
+            finally:
+                for path in self._writing:
+                    self._vault.lose(path)
+                self._board.bump()
+
+    def _send(self, message: Welcome | Reply) -> None:
+        self._connection.sendall(to_json(message) + b"\n")
+
+    # Restoring
+
+    def _welcome(self) -> Welcome:
+        board, hello = self._board, self._hello
+        with board.lock:
+            directive, trainer, state = board.directive, board.trainer, board.restore.state
+            error = self._objection(directive, trainer.lost_container, state)
+            if error or directive is None:
+                return Welcome(board.attempt, 0, error=error)
+            delta = DeltaMode.NONE if board.deltas_off(hello.rank) else directive.policy.delta
+            plain = Welcome(directive.attempt, board.every, delta=delta, sanity_gate=directive.policy.sanity_gate)
+        if directive.restore is None:
+            return plain
+        plain = dataclasses.replace(plain, restore_version=directive.restore.version)
+        try:
+            snapshot, *deltas = self._pinned(directive, directive.restore.version)
+        except NotHeld:
+            # Only after a restart of this sidecar: a rank that trains already has no use for the paths.
+            return plain
+        return dataclasses.replace(plain, restore_path=snapshot, restore_deltas=tuple(deltas))
+
+    def _pinned(self, directive: Directive, version: Version) -> list[str]:
+        """Paths of the snapshot and the deltas that lead to `version`, kept until the rank has restored. Raises NotHeld."""
+        rank = self._hello.rank
+        chain = self._chain(directive, version)
+        if chain is None:
+            raise NotHeld(f"rank {rank} {version} is not here")
+        with contextlib.ExitStack() as stack:
+            paths = [stack.enter_context(self._vault.pin(rank, chain.base, Tier.LOCAL)).path]
+            for delta in chain.deltas:
+                paths.append(stack.enter_context(self._vault.pin(rank, delta, Tier.LOCAL, Kind.DELTA)).path)
+            self._restored.push(stack.pop_all())
+        return [str(path) for path in paths]
+
+    def _chain(self, directive: Directive, version: Version) -> Chain | None:
+        own = stocks(self._vault.held()).get(Where(Tier.LOCAL, self._hello.rank), Stock())
+        return chain_to(version, own.snapshots, own.deltas, directive.history)
+
+    def _objection(self, directive: Directive | None, lost: bool, state: RestoreState) -> str:
+        hello = self._hello
+        if hello.rank not in self._vault.ranks:
+            return f"rank {hello.rank} does not belong to worker {self._board.config.worker}"
+        if directive is None:
+            return "the controller has not told this sidecar yet what to do"
+        if hello.attempt < directive.attempt:
+            self._board.count(refused_stale=1)
+            return f"attempt {hello.attempt} is over, the job is at attempt {directive.attempt}"
+        if hello.attempt > directive.attempt:
+            return f"attempt {hello.attempt} is not known here yet, the job is at attempt {directive.attempt}"
+        world = directive.workers * directive.procs_per_worker
+        if hello.world_size != world:
+            return f"the job has {world} ranks, not {hello.world_size}"
+        if directive.phase is Phase.HOLD or state is not RestoreState.READY:
+            return "not every rank is restored yet"
+        if lost:
+            return f"attempt {directive.attempt} ended here when the trainer container was restarted"
+        return ""
+
+    # Requests
+
+    def _answer(self, request: Request) -> Reply | None:
+        if request.op == "progress":
+            self._progress(request)
+            return None
+        try:
+            if self._board.attempt != self._hello.attempt and request.op != "abandon":
+                self._board.count(refused_stale=1)
+                return Reply(False, error=f"attempt {self._hello.attempt} is over")
+            return self._act(request)
+        except NoDeltas as reason:
+            return Reply(True, skip=str(reason))
+        except NoFreeSlot as reason:
+            return self._skip(request, str(reason))
+        except MemoryTooSmall as reason:
+            self._board.problem("MemoryTooSmall", str(reason))
+            return self._skip(request, str(reason)) if request.op == "begin" else Reply(False, error=str(reason))
+        except (NotASlot, ValueError, OSError) as error:
+            return Reply(False, error=str(error))
+
+    def _progress(self, request: Request) -> None:
+        board = self._board
+        if board.attempt != self._hello.attempt:
+            return
+        with board.lock:
+            before = board.trainer.report
+            board.trainer.progress(request.step, request.step_seconds, board.clock())
+            refused = board.trainer.not_finite(self._hello.rank, request.not_finite)
+            after = board.trainer.report
+        if refused:
+            board.count(not_finite=refused)
+        if before.first_step_at is None or before.not_finite != after.not_finite:
+            board.bump()
+
+    def _act(self, request: Request) -> Reply:
+        vault, rank = self._vault, self._hello.rank
+        path = Path(request.path)
+        if request.op == "reserve":
+            vault.reserve(rank, request.bytes, request.delta_bytes)
+            self._board.problem("MemoryTooSmall", "")
+            self._board.bump()
+            return Reply(True)
+        if request.op == "begin":
+            return self._begin(request)
+        if request.op == "complete":
+            self._writing.discard(path)
+            kind = vault.complete(path, self._hello.world_size)
+            self._submit(kind, lambda: self._seal(path))
+            return Reply(True)
+        if request.op == "abandon":
+            self._writing.discard(path)
+            vault.abandon(path)
+            return Reply(True)
+        if request.op == "no-deltas":
+            with self._board.lock:
+                self._board.declined[rank] = request.message
+            self._board.bump()
+            return Reply(True)
+        if request.op == "mismatch":
+            self._distrust(request)
+            return Reply(True)
+        if request.op == "restored":
+            self._restored.close()
+            return Reply(True)
+        return Reply(False, error=f"unknown request {request.op!r}")
+
+    def _begin(self, request: Request) -> Reply:
+        version = Version(request.step, self._hello.attempt)
+        if request.kind is Kind.DELTA:
+            self._check_delta(version)
+        path = self._vault.begin(self._hello.rank, version, request.kind, request.bytes)
+        self._writing.add(path)
+        if request.kind is Kind.SNAPSHOT:
+            self._reach(version)
+        return Reply(True, path=str(path))
+
+    def _check_delta(self, version: Version) -> None:
+        """Raises NoDeltas if none is due, NoFreeSlot if a missing one before it makes this one worthless."""
+        with self._board.lock:
+            directive, verdict = self._board.directive, self._board.verdict
+        reason = self._board.deltas_off(self._hello.rank)
+        if reason:
+            raise NoDeltas(reason)
+        if directive is None or not self._board.wants_deltas:
+            raise NoDeltas("the job takes no deltas")
+        if verdict is not None and not verdict.cadence.deltas:
+            raise NoDeltas("some rank of the job takes no deltas, so those of this one would lead nowhere")
+        here = self._vault.own(self._hello.rank)
+        if not any(each.kind is Kind.SNAPSHOT and directive.history.accepts(each.version) for each in here):
+            raise NoDeltas("there is no snapshot yet that it could follow")
+        owner = directive.history.owner(version.step - 1)
+        if owner is None or Version(version.step - 1, owner) not in {each.version for each in here}:
+            raise NoFreeSlot("an earlier delta is missing: the next snapshot begins a new chain")
+
+    def _skip(self, request: Request, reason: str) -> Reply:
+        if request.kind is Kind.DELTA:
+            self._board.count(deltas_skipped=1)
+        else:
+            self._board.count(skipped=1)
+            self._reach(Version(request.step, self._hello.attempt))
+        return Reply(True, skip=reason)
+
+    def _reach(self, version: Version) -> None:
+        with self._board.lock:
+            reached = self._board.reached.get(self._hello.rank)
+            self._board.reached[self._hello.rank] = max(version, reached) if reached else version
+        self._board.bump()
+
+    def _seal(self, path: Path) -> None:
+        seal = self._vault.seal(path)
+        if seal is not None:
+            self._board.count(**{"captured" if seal.kind is Kind.SNAPSHOT else "deltas": 1})
+        self._board.bump()
+
+    def _distrust(self, request: Request) -> None:
+        """A replay did not give the recorded state. The state before may have been wrong already, so no delta of the chain
+        counts for anything any more, wherever a copy of it lies.
+        """
+        board, rank = self._board, self._hello.rank
+        directive = board.directive
+        assert directive is not None
+        chain = self._chain(directive, directive.restore.version) if directive.restore else None
+        own = stocks(self._vault.held()).get(Where(Tier.LOCAL, rank), Stock())
+        bad = {each for each in own.deltas if directive.history.accepts(each) and each.step >= request.step}
+        bad |= set(chain.deltas) if chain else set()
+        reason = f"replaying the delta of step {request.step} did not give the state that it was taken from: {request.message}"
+        log.error("rank %d: %s", rank, reason)
+        board.count(replay_mismatches=1)
+        with board.lock:
+            board.distrusted = reason
+        for version in sorted(bad):
+            board.quarantine(Quarantined(rank, version, board.config.worker, reason, Kind.DELTA, everywhere=True))
+        self._restored.close()
+        self._vault.free(
+            lambda s: s.kind is Kind.DELTA and s.tier is Tier.LOCAL and s.rank == rank and s.version in bad
+        )
+        board.bump()

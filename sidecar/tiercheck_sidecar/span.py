@@ -1,0 +1,71 @@
+"""Runs of versions, so that a rank with a delta for every step can say in a few words what it could be rebuilt to.
+
+All versions here belong to one accepted history, in which a step has one attempt only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from tiercheck.protocol.version import History, Version
+
+
+@dataclass(frozen=True)
+class Span:
+    """Every version of `attempt` from step `first` to step `last`, both included."""
+
+    attempt: int
+    first: int
+    last: int
+
+
+def spans(versions: Collection[Version]) -> tuple[Span, ...]:
+    """The shortest list of spans, in order of steps, that has exactly these versions."""
+    found: list[Span] = []
+    for version in sorted(versions):
+        before = found[-1] if found else None
+        if before is not None and (before.attempt, before.last + 1) == (version.attempt, version.step):
+            found[-1] = Span(version.attempt, before.first, version.step)
+        else:
+            found.append(Span(version.attempt, version.step, version.step))
+    return tuple(found)
+
+
+def versions(runs: Iterable[Span]) -> set[Version]:
+    """The versions in the spans."""
+    return {Version(step, run.attempt) for run in runs for step in range(run.first, run.last + 1)}
+
+
+def common(many: Iterable[Sequence[Span]]) -> tuple[Span, ...]:
+    """What all have; nothing if there are none. Each must be in order of steps."""
+    result: tuple[Span, ...] | None = None
+    for runs in many:
+        result = tuple(runs) if result is None else _overlap(result, runs)
+        if not result:
+            break
+    return result or ()
+
+
+def newest(runs: Sequence[Span], history: History) -> Version | None:
+    """The accepted version with the highest step."""
+    for run in reversed(runs):
+        for step in range(run.last, run.first - 1, -1):
+            if history.owner(step) == run.attempt:
+                return Version(step, run.attempt)
+    return None
+
+
+def _overlap(one: Sequence[Span], other: Sequence[Span]) -> tuple[Span, ...]:
+    found: list[Span] = []
+    i = j = 0
+    while i < len(one) and j < len(other):
+        a, b = one[i], other[j]
+        first, last = max(a.first, b.first), min(a.last, b.last)
+        if a.attempt == b.attempt and first <= last:
+            found.append(Span(a.attempt, first, last))
+        if a.last <= b.last:
+            i += 1
+        else:
+            j += 1
+    return tuple(found)
