@@ -12,6 +12,8 @@ from tiercheck.protocol.manifest import Digests
 
 CHUNK = 4 * 1024 * 1024
 """Bytes per digest."""
+CHUNK_MOST = 16 * CHUNK
+"""What a stranger's digests may claim: a chunk is held in memory while it is verified."""
 
 
 def digest_chunk(view: memoryview | bytes) -> str:
@@ -41,6 +43,13 @@ def piece(view: memoryview, digests: Digests, index: int) -> memoryview:
     return view[begin : min(begin + digests.chunk, digests.size)]
 
 
+def length_of(digests: Digests, index: int) -> int:
+    """Bytes of chunk `index`."""
+    return min(digests.chunk, digests.size - index * digests.chunk)
+
+
 def is_well_formed(digests: Digests) -> bool:
     """Whether sizes and the number of values belong together: what a stranger's message must prove first."""
-    return digests.chunk > 0 and digests.size > 0 and len(digests.values) == -(-digests.size // digests.chunk)
+    if not 0 < digests.chunk <= CHUNK_MOST or digests.size <= 0:
+        return False
+    return len(digests.values) == -(-digests.size // digests.chunk)

@@ -1,88 +1,113 @@
-"""Pull: copy an artifact from a holder's memory into a slot of our own, verifying each chunk as it lands."""
+"""Pull: copy an artifact from the memory of its holders into a slot of our own, from several at once, verifying each chunk.
+
+All holders of an artifact have the same digests, so any of them can bring any chunk. One that breaks off or brings damaged chunks
+drops out, and the others go on; what has arrived verified is never asked for again.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
+from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.version import Version
-from tiercheck_sidecar.digest import digest_chunk, is_well_formed, piece
-from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
+from tiercheck_sidecar.exchange.collection import Collection
+from tiercheck_sidecar.exchange.frames import Ask, Listed, Say, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
-from tiercheck_sidecar.exchange.streams import Deal, TooDamaged, run_all, stream_count
-from tiercheck_sidecar.restore import SourceCorrupt, SourceFailed
-from tiercheck_sidecar.vault import Draft, Seal, Vault
+from tiercheck_sidecar.exchange.sources import BadCopy, Dial, Opening, Senseless, open_copy
+from tiercheck_sidecar.vault import Seal, Vault
 
-_AHEAD = 2
-"""Chunks asked for before the previous one has arrived, so that the line is never idle."""
+__all__ = ["BadCopy", "Dial", "FetchFailed", "Fetched", "fetch", "holdings"]
 
-
-def fetch(vault: Vault, rank: int, version: Version, connect: Callable[[], Wire], name: str) -> Seal:
-    """Copy and seal. `name` is how sentences call the holder. Raises SourceFailed, SourceCorrupt, NoFreeSlot, NotASlot."""
-    try:
-        return _fetch(vault, rank, version, connect, name)
-    except (WireBroken, PeerRefused) as error:
-        raise SourceFailed(str(error)) from error
+_GRACE = 0.3
+"""Seconds that the first source to answer waits for the others."""
 
 
-def _fetch(vault: Vault, rank: int, version: Version, connect: Callable[[], Wire], name: str) -> Seal:
+@dataclass(frozen=True)
+class Fetched:
+    seal: Seal
+    workers: tuple[int, ...]
+    """Who brought chunks of it."""
+    bad: tuple[BadCopy, ...] = ()
+    """Whose copies proved bad on the way."""
+
+
+class FetchFailed(Exception):
+    """No source could give the whole artifact; the message is a sentence for each."""
+
+    def __init__(self, reasons: Sequence[str], bad: Sequence[BadCopy] = ()) -> None:
+        super().__init__("; ".join(reasons) or "no source is known")
+        self.reasons, self.bad = tuple(reasons), tuple(bad)
+
+
+def holdings(dial: Dial, rank: int) -> tuple[Listed, ...]:
+    """The whole artifacts of `rank` that a peer holds. Raises WireBroken, PeerRefused."""
+    with contextlib.closing(dial.connect()) as wire:
+        wire.send(Ask("list", rank))
+        return wire.receive(Say).listed
+
+
+def fetch(vault: Vault, artifact: Artifact, sources: Sequence[Dial], tier: Tier = Tier.LOCAL) -> Fetched:
+    """Copy and seal `artifact`. Raises FetchFailed, NoFreeSlot, NotASlot, OSError; then no slot is taken."""
+    troubles = _Troubles([], [])
     with contextlib.ExitStack() as stack:
-        wire = stack.enter_context(contextlib.closing(connect()))
-        seal = _find(wire, rank, version, name)
-        draft = vault.draft(seal)
-        stack.callback(draft.discard)
-        deal = Deal(len(seal.digests.values), tries=2)
-        extra = [stack.enter_context(contextlib.closing(connect())) for _ in range(stream_count(seal.digests) - 1)]
-        for each in extra:
-            if _find(each, rank, version, name) != seal:
-                raise SourceFailed("its copy changed while it was being read")
+        groups: dict[Seal, list[Opening]] = {}
+        for opening in _open_all(artifact, sources, tier, troubles):
+            stack.callback(opening.wire.close)
+            groups.setdefault(opening.seal, []).append(opening)
+        for seal in sorted(groups, key=lambda each: -len(groups[each])):  # most holders first; they should all agree
+            collection = Collection(vault, seal, groups[seal])
+            done = collection.run()
+            troubles.reasons.extend(collection.reasons)
+            troubles.bad.extend(collection.bad)
+            if done:
+                return Fetched(seal, collection.workers, tuple(troubles.bad))
+    raise FetchFailed(troubles.reasons, troubles.bad)
+
+
+@dataclass(frozen=True)
+class _Troubles:
+    reasons: list[str]
+    bad: list[BadCopy]
+
+    def note(self, worker: int, future: Future[Opening]) -> Opening | None:
+        """What became of a connection."""
         try:
-            run_all([_stream(each, draft, deal) for each in (*extra, wire)])
-        except TooDamaged as error:
-            raise _verdict(connect, rank, version, name, str(error)) from error
-        draft.keep()
-        return seal
+            return future.result()
+        except Senseless as error:
+            self.bad.append(BadCopy(worker, str(error)))
+            self.reasons.append(str(error))
+        except (WireBroken, PeerRefused, OSError) as error:
+            self.reasons.append(f"worker {worker}: {error}")
+        return None
 
 
-def _find(wire: Wire, rank: int, version: Version, name: str) -> Seal:
-    wire.send(Ask("read", rank, version))
-    said = wire.receive(Say)
-    if said.state != "found" or said.digests is None:
-        raise SourceFailed(said.message or "it has no such artifact")
-    if not is_well_formed(said.digests):
-        raise SourceCorrupt(f"the copy of worker {name} has senseless digests")
-    return Seal(rank, version, said.world_size, Tier.LOCAL, said.digests)
+def _open_all(artifact: Artifact, sources: Sequence[Dial], tier: Tier, troubles: _Troubles) -> list[Opening]:
+    """Those that have it. One that does not answer is not waited for once another has."""
+    pool = ThreadPoolExecutor(max(1, len(sources)), thread_name_prefix="fetch")
+    futures = {pool.submit(open_copy, artifact, dial, tier): dial.worker for dial in sources}
+    pool.shutdown(wait=False)
+    found: list[Opening] = []
+    waiting: set[Future[Opening]] = set(futures)
+    deadline: float | None = None
+    while waiting:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        done, waiting = wait(waiting, left, FIRST_COMPLETED)
+        if not done:
+            break
+        opened = [troubles.note(futures[future], future) for future in done]
+        found += [opening for opening in opened if opening is not None]
+        if found and deadline is None:
+            deadline = time.monotonic() + _GRACE
+    for future in waiting:
+        troubles.reasons.append(f"worker {futures[future]}: it did not answer in time")
+        future.add_done_callback(_hang_up)
+    return found
 
 
-def _stream(wire: Wire, draft: Draft, deal: Deal) -> Callable[[], None]:
-    digests = draft.seal.digests
-
-    def run() -> None:
-        asked = 0
-        index: int | None = None
-        while True:
-            while asked < _AHEAD and (index := deal.take()) is not None:
-                wire.send_index(index)
-                asked += 1
-            if asked == 0:
-                return
-            got, length = wire.receive_chunk_header()
-            asked -= 1
-            if got >= len(digests.values) or length != len(piece(draft.view, digests, got)):
-                raise WireBroken("it sent a chunk that was not asked for")
-            target = piece(draft.view, digests, got)
-            wire.receive_into(target)
-            if digest_chunk(target) != digests.values[got]:
-                deal.again(got)
-
-    return run
-
-
-def _verdict(connect: Callable[[], Wire], rank: int, version: Version, name: str, reason: str) -> SourceFailed:
-    """Tell the holder, which reads its copy again: is the copy bad, or the line?"""
-    with contextlib.suppress(WireBroken, PeerRefused), contextlib.closing(connect()) as wire:
-        wire.send(Ask("corrupt", rank, version))
-        if wire.receive(Say).state == "ok":
-            return SourceFailed(f"{reason}, although its copy is good")
-    return SourceCorrupt(f"the copy at worker {name} is bad: {reason}")
+def _hang_up(future: Future[Opening]) -> None:
+    if future.exception() is None:
+        future.result().wire.close()

@@ -1,7 +1,8 @@
 """What travels on an exchange connection: short JSON messages with a length, and chunks with a small binary header.
 
-Bytes of state go from the page cache to the socket (`sendfile`) and from the socket into the mapped slot (`recv_into`);
-Python never holds them. The kernel's own socket timeouts bound every wait, so no call needs a poll around it.
+Bytes of state go from the page cache to the socket (`sendfile`), and from the socket into one buffer per stream, where they
+are verified while they are hot, before they go anywhere else. The kernel's own socket timeouts bound every wait, so no call
+needs a poll around it.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import contextlib
 import os
 import socket
 import struct
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
+from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Version
@@ -23,6 +27,8 @@ T = TypeVar("T")
 
 IO_TIMEOUT = 20.0
 """Seconds without any progress after which a connection counts as broken."""
+IDLE_TIMEOUT = 600.0
+"""Seconds that a connection may lie idle between two artifacts."""
 LONGEST_STRANGER = 16 * 1024
 """Bytes of a message from someone who has not proved anything yet."""
 LONGEST = 64 * 1024 * 1024
@@ -43,7 +49,7 @@ class Ask:
 
     - "offer": will you keep this artifact? - "join": chunks of `transfer` follow, until END; answered by the damaged ones.
     - "commit": all chunks were sent. - "read": have you this artifact? Then its chunks are asked for by index, until END.
-    - "corrupt": the chunks of this artifact do not match their digests.
+    - "corrupt": the chunks of this artifact do not match their digests. - "list": which artifacts of `rank` have you?
     """
 
     op: str
@@ -52,11 +58,27 @@ class Ask:
     world_size: int = 0
     digests: Digests | None = None
     transfer: str = ""
+    kind: Kind = Kind.SNAPSHOT
+
+    @property
+    def artifact(self) -> Artifact:
+        """Raises WireBroken if it names none."""
+        if self.version is None or self.rank < 0:
+            raise WireBroken("which artifact?")
+        return Artifact(self.rank, self.version, self.kind)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A whole artifact that a peer holds."""
+
+    artifact: Artifact
+    bytes: int
 
 
 @dataclass(frozen=True)
 class Say:
-    """The answer. `state`: "send", "have", "busy", "refused", "found", "missing", "ok", "again", "bad"."""
+    """The answer. `state`: "send", "have", "busy", "refused", "found", "missing", "listed", "ok", "again", "bad"."""
 
     state: str
     message: str = ""
@@ -64,10 +86,22 @@ class Say:
     world_size: int = 0
     digests: Digests | None = None
     damaged: tuple[int, ...] = ()
+    verified: str = ""
+    """With "send": which chunks an earlier stream brought already (`bitmap`)."""
+    listed: tuple[Listed, ...] = ()
+
+
+class Pace(Protocol):
+    """Grants bytes; `piece` says how many should be asked for at once."""
+
+    def take(self, size: int) -> None: ...
+
+    @property
+    def piece(self) -> int | None: ...
 
 
 class Wire:
-    """One connection. Used by one thread at a time; `close` may come from another."""
+    """One connection. Used and closed by one thread at a time; only `cut` may come from another."""
 
     def __init__(self, connection: socket.socket, timeout: float = IO_TIMEOUT) -> None:
         self._socket = connection
@@ -75,6 +109,12 @@ class Wire:
         self.patience(timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(IO_TIMEOUT * 1000))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # so that an idle one is missed too
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(IO_TIMEOUT / 2))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(IO_TIMEOUT / 4))
+        self.sent = 0
+        """Bytes of chunks, whether or not they arrived."""
+        self._deadline = float("inf")
 
     def patience(self, seconds: float) -> None:
         """How long one call may wait for progress."""
@@ -82,9 +122,17 @@ class Wire:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
-    def close(self) -> None:
+    def hurry(self, seconds: float) -> None:
+        """Everything received from now on must have come within `seconds`, however steadily it trickles."""
+        self._deadline = time.monotonic() + seconds
+
+    def cut(self) -> None:
+        """End whatever the other thread waits for. The descriptor stays its own: the number might be somebody else's at once."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.cut()
         self._socket.close()
 
     def send(self, message: object) -> None:
@@ -111,19 +159,30 @@ class Wire:
     def send_end(self) -> None:
         self._send_all(_CHUNK.pack(END, 0))
 
-    def send_chunk(self, file: int, index: int, offset: int, length: int) -> None:
+    def send_chunk(self, file: int, index: int, offset: int, length: int, pace: Pace | None = None) -> None:
         """From the open file `file`, without copying. Raises WireBroken."""
+        piece = pace.piece if pace else None
         try:
             self._socket.sendall(_CHUNK.pack(index, length), socket.MSG_MORE)
-            out = self._socket.fileno()
-            while length:
-                sent = os.sendfile(out, file, offset, length)
-                if sent == 0:
-                    raise WireBroken("the slot is shorter than its artifact")
-                offset += sent
-                length -= sent
+            end = offset + length
+            while offset < end:
+                step = end - offset if piece is None else min(piece, end - offset)
+                if pace:
+                    pace.take(step)
+                self._send_file(file, offset, step)
+                offset += step
         except OSError as error:
             raise _broken(error) from error
+
+    def _send_file(self, file: int, offset: int, length: int) -> None:
+        out = self._socket.fileno()
+        while length:
+            sent = os.sendfile(out, file, offset, length)
+            if sent == 0:
+                raise WireBroken("the slot is shorter than its artifact")
+            self.sent += sent
+            offset += sent
+            length -= sent
 
     def receive_chunk_header(self) -> tuple[int, int]:
         """(index, length); index END ends the stream."""
@@ -138,6 +197,8 @@ class Wire:
                 if got == 0:
                     raise WireBroken("the connection was closed")
                 view = view[got:]
+                if view and time.monotonic() > self._deadline:
+                    raise WireBroken("it took too long")
         except OSError as error:
             raise _broken(error) from error
 
@@ -151,6 +212,27 @@ class Wire:
             self._socket.sendall(data)
         except OSError as error:
             raise _broken(error) from error
+
+
+def bitmap(indices: Iterable[int]) -> str:
+    """Chunk indices as the hex digits of a number whose bits they are; empty if there are none."""
+    octets = bytearray()
+    for index in indices:
+        octets.extend(bytes(max(0, index // 8 + 1 - len(octets))))
+        octets[index // 8] |= 1 << index % 8
+    number = int.from_bytes(octets, "little")
+    return f"{number:x}" if number else ""
+
+
+def from_bitmap(text: str, chunks: int) -> set[int]:
+    """Inverse of `bitmap`, for an artifact of `chunks` chunks. Raises WireBroken."""
+    try:
+        number = int(text or "0", 16)
+    except ValueError as error:
+        raise WireBroken("not a set of chunks") from error
+    if number < 0 or number >> chunks:
+        raise WireBroken("a set of chunks that the artifact has not")
+    return {index for index in range(chunks) if number >> index & 1}
 
 
 def _broken(error: OSError) -> WireBroken:

@@ -83,6 +83,7 @@ def dial(identity: Identity, attempt: int, host: str, port: int) -> Wire:
 def admit(wire: Wire, identity: Identity, objection: Callable[[Claim], str]) -> Claim:
     """The other end of `dial`. `objection` gives a sentence if a proven caller is refused. Raises WireBroken, PeerRefused."""
     wire.patience(CONNECT_TIMEOUT)
+    wire.hurry(CONNECT_TIMEOUT)
     claim = wire.receive(Claim, LONGEST_STRANGER)
     blank = Challenge(identity.worker, secrets.token_hex(16), "")
     wire.send(Challenge(blank.worker, blank.nonce, _proof(identity.token, "server", claim, blank)))
@@ -94,6 +95,7 @@ def admit(wire: Wire, identity: Identity, objection: Callable[[Claim], str]) -> 
     if reason:
         raise PeerRefused(reason)
     wire.patience(IO_TIMEOUT)
+    wire.hurry(float("inf"))
     return claim
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 from tiercheck.protocol.directive import Tier
-from tiercheck_sidecar.exchange.frames import Ask, Say, Wire
+from tiercheck_sidecar.digest import length_of
+from tiercheck_sidecar.exchange.frames import Ask, Pace, Say, Wire, WireBroken, from_bitmap
+from tiercheck_sidecar.exchange.line import Line
 from tiercheck_sidecar.exchange.streams import Deal, run_all, stream_count
 from tiercheck_sidecar.vault import Seal, Vault
+
+_MOST_BREAKS = 20
+"""How often one push goes on after a broken stream, as long as each connection brought something."""
 
 
 class Pushed(Enum):
@@ -23,43 +28,71 @@ class PushRefused(Exception):
     """The holder will not take it; the message is its sentence."""
 
 
-def push(vault: Vault, seal: Seal, connect: Callable[[], Wire]) -> Pushed:
-    """Send `seal`'s artifact. Raises NotHeld, WireBroken, PeerRefused, PushRefused, TooDamaged."""
-    with contextlib.ExitStack() as stack:
-        slot = stack.enter_context(vault.pin(seal.rank, seal.version, Tier.LOCAL))
-        wire = connect()
-        stack.callback(wire.close)
-        wire.send(Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests))
-        said = wire.receive(Say)
-        if said.state == "have":
+def push(vault: Vault, seal: Seal, line: Line, pace: Pace | None = None) -> Pushed:
+    """Send `seal`'s artifact. A stream that breaks is taken up again where it stopped. Whatever is raised, `line` is hung up.
+
+    Raises NotHeld, OSError, WireBroken, PeerRefused, PushRefused, TooDamaged.
+    """
+    try:
+        with vault.pin(seal.rank, seal.version, Tier.LOCAL, seal.kind) as slot, open(slot.path, "rb") as file:
+            for _ in range(_MOST_BREAKS):
+                hopeful, before = line.is_open, line.sent
+                try:
+                    return _push(seal, line, file.fileno(), pace)
+                except WireBroken:
+                    # A connection that lay idle may have been closed by the other end long ago: that proves nothing.
+                    if not hopeful and line.sent == before:
+                        raise
+                    line.drop()
+            raise WireBroken(f"the connection broke {_MOST_BREAKS} times")
+    except BaseException:
+        line.drop()
+        raise
+
+
+def _push(seal: Seal, line: Line, file: int, pace: Pace | None) -> Pushed:
+    (wire,) = line.wires(1)
+    wire.send(Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind))
+    said = wire.receive(Say)
+    if said.state == "have":
+        return Pushed.KEPT
+    if said.state == "busy":
+        return Pushed.BUSY
+    if said.state != "send":
+        raise PushRefused(said.message)
+    chunks = len(seal.digests.values)
+    deal = Deal(chunks, from_bitmap(said.verified, chunks))
+    sending = _Sending(said.transfer, seal, file, deal, pace)
+    wires = line.wires(stream_count(seal.digests, len(deal)))
+    run_all([partial(sending.stream, each) for each in reversed(wires)])
+    while True:  # chunks that came back damaged after their stream had ended
+        wire.send(Ask("commit", transfer=said.transfer))
+        last = wire.receive(Say)
+        if last.state == "ok":
             return Pushed.KEPT
-        if said.state == "busy":
-            return Pushed.BUSY
-        if said.state != "send":
-            raise PushRefused(said.message)
-        file = stack.enter_context(open(slot.path, "rb"))
-        deal = Deal(len(seal.digests.values))
-        extra = [stack.enter_context(contextlib.closing(connect())) for _ in range(stream_count(seal.digests) - 1)]
-        run_all([_stream(each, said.transfer, seal, file.fileno(), deal) for each in (*extra, wire)])
-        while True:  # chunks that came back damaged after their stream had ended
-            wire.send(Ask("commit", transfer=said.transfer))
-            last = wire.receive(Say)
-            if last.state == "ok":
-                return Pushed.KEPT
-            if last.state != "again":
-                raise PushRefused(last.message)
-            _stream(wire, said.transfer, seal, file.fileno(), deal)()
+        if last.state != "again":
+            raise PushRefused(last.message)
+        if not deal:  # it lost what it had acknowledged: offering again tells what it has
+            raise WireBroken(last.message)
+        sending.stream(wire)
 
 
-def _stream(wire: Wire, transfer: str, seal: Seal, file: int, deal: Deal) -> Callable[[], None]:
-    size, chunk = seal.digests.size, seal.digests.chunk
+@dataclass(frozen=True)
+class _Sending:
+    transfer: str
+    seal: Seal
+    file: int
+    deal: Deal
+    pace: Pace | None
 
-    def run() -> None:
+    def stream(self, wire: Wire) -> None:
+        """As many chunks as `wire` gets to carry. Raises WireBroken, PushRefused, TooDamaged."""
+        digests, deal = self.seal.digests, self.deal
         index = deal.take()
         while index is not None:
-            wire.send(Ask("join", transfer=transfer))
+            wire.send(Ask("join", transfer=self.transfer))
             while index is not None:
-                wire.send_chunk(file, index, index * chunk, min(chunk, size - index * chunk))
+                wire.send_chunk(self.file, index, index * digests.chunk, length_of(digests, index), self.pace)
                 index = deal.take()
             wire.send_end()
             said = wire.receive(Say)
@@ -68,5 +101,3 @@ def _stream(wire: Wire, transfer: str, seal: Seal, file: int, deal: Deal) -> Cal
             for damaged in said.damaged:
                 deal.again(damaged)
             index = deal.take()
-
-    return run

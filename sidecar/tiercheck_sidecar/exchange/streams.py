@@ -4,14 +4,16 @@ one chunk and not a quarter of the artifact.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from tiercheck.protocol.manifest import Digests
 
-STREAMS = 4
+STREAMS = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
+"""Connections for one large artifact: a stream keeps about one core busy at each end, and training needs some too."""
 _CHUNKS_PER_STREAM = 2
 
 
@@ -20,13 +22,16 @@ class TooDamaged(Exception):
 
 
 class Deal:
-    """Thread-safe queue of chunk indices, each given out at most `tries` times."""
+    """Thread-safe queue of the chunks that are not there yet, each given out at most `tries` times."""
 
-    def __init__(self, chunks: int, tries: int = 3) -> None:
+    def __init__(self, chunks: int, verified: Collection[int] = (), tries: int = 3) -> None:
         self._lock = threading.Lock()
-        self._waiting = deque(range(chunks))
+        self._waiting = deque(index for index in range(chunks) if index not in verified)
         self._given: Counter[int] = Counter()
         self._tries = tries
+
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def take(self) -> int | None:
         """The next chunk; None if there is none right now."""
@@ -45,15 +50,19 @@ class Deal:
             self._waiting.append(index)
 
 
-def stream_count(digests: Digests) -> int:
-    """One connection for small artifacts, `STREAMS` for large ones."""
-    return max(1, min(STREAMS, len(digests.values) // _CHUNKS_PER_STREAM))
+def stream_count(digests: Digests, missing: int | None = None, most: int = STREAMS) -> int:
+    """One connection for small artifacts, `most` for large ones. `missing`: chunks that are still to come."""
+    chunks = len(digests.values) if missing is None else missing
+    return max(1, min(most, chunks // _CHUNKS_PER_STREAM))
 
 
 def run_all(bodies: list[Callable[[], None]]) -> None:
     """Run all, the last in this thread; raises the first error once all have ended."""
     *others, mine = bodies
-    with ThreadPoolExecutor(max(1, len(others)), thread_name_prefix="stream") as pool:
+    if not others:
+        mine()
+        return
+    with ThreadPoolExecutor(len(others), thread_name_prefix="stream") as pool:
         futures = [pool.submit(body) for body in others]
         mine()
         for future in futures:

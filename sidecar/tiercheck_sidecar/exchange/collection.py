@@ -1,0 +1,181 @@
+"""One artifact on its way from holders that all say the same of it: several streams, one slot."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from tiercheck.protocol.artifact import Artifact
+from tiercheck_sidecar.digest import digest_chunk, length_of
+from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
+from tiercheck_sidecar.exchange.gathering import OVERDUE, Gathering
+from tiercheck_sidecar.exchange.handshake import PeerRefused
+from tiercheck_sidecar.exchange.sources import BadCopy, Dial, Opening, Senseless, open_copy
+from tiercheck_sidecar.exchange.streams import stream_count
+from tiercheck_sidecar.exchange.transfers import write_all
+from tiercheck_sidecar.vault import Seal, Vault
+
+_AHEAD = 2
+"""Chunks asked for before the previous one has arrived, so that the line is never idle."""
+
+
+class Collection:
+    """Raises NoFreeSlot, OSError. After `run`, `reasons` and `bad` tell what went wrong, and `workers` who helped."""
+
+    def __init__(self, vault: Vault, seal: Seal, openings: Sequence[Opening]) -> None:
+        self.seal = seal
+        self.reasons: list[str] = []
+        self.bad: list[BadCopy] = []
+        self._openings = openings
+        self._changed = threading.Condition()
+        self._gathering = Gathering(len(seal.digests.values), [each.dial.worker for each in openings])
+        self._streams: Counter[int] = Counter()
+        self._wires: set[Wire] = set()
+        self._brought: set[int] = set()
+        self._draft = vault.draft(seal)
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        return tuple(sorted(self._brought))
+
+    def run(self) -> bool:
+        """Whether it is here, verified and sealed. Raises NotASlot, OSError; then no slot is taken."""
+        each = max(1, stream_count(self.seal.digests) // len(self._openings))
+        streams = [(one.dial, one.wire if n == 0 else None) for one in self._openings for n in range(each)]
+        self._streams.update(dial.worker for dial, _ in streams)
+        try:
+            file = os.open(self._draft.path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                with ThreadPoolExecutor(len(streams), thread_name_prefix="fetch") as pool:
+                    futures = [pool.submit(self._stream, dial, wire, file) for dial, wire in streams]
+                for future in futures:
+                    future.result()
+            finally:
+                os.close(file)
+            self._examine_those_dropped()
+            if not self._gathering.complete:
+                return False
+            self._draft.keep()
+            return True
+        finally:
+            self._draft.discard()
+
+    def _stream(self, dial: Dial, wire: Wire | None, file: int) -> None:
+        """Chunks from one holder, over a connection that is made anew as often as that brings anything."""
+        brought, reason = 1, ""
+        try:
+            while brought and not self._gathering.over:
+                brought = 0
+                try:
+                    with self._connection(dial, wire) as connection:
+                        for _ in self._chunks(dial.worker, connection, file):
+                            brought += 1
+                    return
+                except WireBroken as error:
+                    reason = str(error)
+                wire = None
+        except (PeerRefused, Senseless, OSError) as error:
+            reason = str(error)
+        finally:
+            with self._changed:
+                self._streams[dial.worker] -= 1
+                if not self._streams[dial.worker]:
+                    self._gathering.drop(dial.worker)
+                self._settle()
+        if not self._gathering.complete:
+            self.reasons.append(f"worker {dial.worker}: {reason}")
+
+    @contextlib.contextmanager
+    def _connection(self, dial: Dial, wire: Wire | None) -> Iterator[Wire]:
+        if wire is None:
+            opening = open_copy(Artifact(self.seal.rank, self.seal.version, self.seal.kind), dial, self.seal.tier)
+            wire = opening.wire
+            if opening.seal != self.seal:
+                wire.close()
+                raise WireBroken("its copy changed while it was being read")
+        with contextlib.closing(wire):
+            with self._changed:
+                self._wires.add(wire)
+                self._settle()
+            try:
+                yield wire
+            finally:
+                with self._changed:
+                    self._wires.discard(wire)
+
+    def _chunks(self, worker: int, wire: Wire, file: int) -> Iterator[int]:
+        """Ask, verify, write; one item for each good chunk. Raises WireBroken, OSError."""
+        digests = self.seal.digests
+        scratch = memoryview(bytearray(min(digests.chunk, digests.size)))
+        owed: deque[int] = deque()
+        try:
+            while self._order(worker, wire, owed):
+                index, length = wire.receive_chunk_header()
+                if index != owed[0] or length != length_of(digests, index):
+                    raise WireBroken("it sent a chunk that was not asked for")
+                chunk = scratch[:length]
+                wire.receive_into(chunk)
+                good = digest_chunk(chunk) == digests.values[index]
+                if good:
+                    write_all(file, chunk, index * digests.chunk)
+                owed.popleft()
+                with self._changed:
+                    if good:
+                        self._brought.add(worker)
+                        self._gathering.arrived(index, worker)
+                    else:
+                        self._gathering.damaged(index, worker)
+                    self._settle()
+                if good:
+                    yield index
+        finally:
+            with self._changed:
+                self._gathering.lost(owed, worker)
+                self._settle()
+
+    def _order(self, worker: int, wire: Wire, owed: deque[int]) -> bool:
+        """Keep a few chunks on order. Waits for something to ask for while nothing is owed; False: there is nothing more."""
+        while True:
+            with self._changed:
+                index = self._gathering.take(worker, time.monotonic()) if len(owed) < _AHEAD else None
+                if index is None:
+                    if owed:
+                        return True
+                    if self._gathering.over or not self._gathering.is_live(worker):
+                        return False
+                    self._changed.wait(OVERDUE / 4)
+                    continue
+            owed.append(index)
+            wire.send_index(index)
+
+    def _settle(self) -> None:
+        """Under the lock, after any change. When all is here, whoever still waits for a slow holder is told to stop."""
+        if self._gathering.complete:
+            for wire in self._wires:
+                wire.cut()
+        self._changed.notify_all()
+
+    def _examine_those_dropped(self) -> None:
+        """A holder whose chunks came damaged reads its copy again: is the copy bad, or the line?"""
+        for opening in self._openings:
+            worker = opening.dial.worker
+            if not self._gathering.is_distrusted(worker):
+                continue
+            if self._says_good(opening.dial):
+                self.reasons.append(f"worker {worker}: chunks came damaged, although its copy is good")
+            else:
+                self.bad.append(
+                    BadCopy(worker, f"the copy at worker {worker} is bad: chunks do not match their digests")
+                )
+                self.reasons.append(self.bad[-1].reason)
+
+    def _says_good(self, dial: Dial) -> bool:
+        with contextlib.suppress(OSError, PeerRefused), contextlib.closing(dial.connect()) as wire:
+            wire.send(Ask("corrupt", self.seal.rank, self.seal.version, kind=self.seal.kind))
+            return wire.receive(Say).state == "ok"
+        return False

@@ -1,0 +1,157 @@
+"""One proven connection, as the side that was called sees it: what the caller may offer, read and ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from tiercheck.protocol.artifact import Artifact
+from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.report import Quarantined
+from tiercheck.protocol.slot import NotASlot
+from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.digest import is_well_formed, length_of
+from tiercheck_sidecar.exchange.frames import END, IDLE_TIMEOUT, IO_TIMEOUT, Ask, Listed, Say, Wire, WireBroken, bitmap
+from tiercheck_sidecar.exchange.handshake import Claim
+from tiercheck_sidecar.exchange.transfers import Inbox
+from tiercheck_sidecar.vault import NoFreeSlot, NotHeld, Seal, Vault
+
+Language = Callable[[Wire, Claim], None]
+"""Serves a proven connection until the caller hangs up. Raises WireBroken, OSError."""
+
+
+class Session:
+    """Used by one thread."""
+
+    def __init__(
+        self,
+        board: Board,
+        vault: Vault,
+        inbox: Inbox,
+        wire: Wire,
+        claim: Claim,
+        *,
+        languages: Mapping[str, Language] | None = None,
+    ) -> None:
+        self._board, self._vault, self._inbox = board, vault, inbox
+        self._languages = languages or {}
+        self._wire, self._claim = wire, claim
+
+    def serve(self) -> None:
+        """Until the caller hangs up. Raises WireBroken, OSError."""
+        while True:
+            self._wire.patience(IDLE_TIMEOUT)
+            ask = self._wire.receive(Ask)
+            self._wire.patience(IO_TIMEOUT)
+            if ask.op == "read":
+                self._read(ask)
+            elif ask.op == "join":
+                self._join(ask)
+            elif ask.op == "offer":
+                self._wire.send(self._offer(ask))
+            elif ask.op == "commit":
+                self._wire.send(self._commit(ask))
+            elif ask.op == "corrupt":
+                self._wire.send(self._corrupt(ask.artifact))
+            elif ask.op == "list":
+                self._wire.send(self._list(ask.rank))
+            elif ask.op in self._languages:
+                return self._languages[ask.op](self._wire, self._claim)
+            else:
+                raise WireBroken(f"unknown message {ask.op!r}")
+
+    # A copy is brought
+
+    def _offer(self, ask: Ask) -> Say:
+        reason = self._unwanted(ask)
+        if reason:
+            return reason
+        assert ask.version is not None
+        assert ask.digests is not None
+        seal = Seal(ask.rank, ask.version, ask.world_size, Tier.PEER, ask.digests, ask.kind)
+        if self._vault.find(ask.rank, ask.version, Tier.PEER, ask.kind) == seal:
+            return Say("have")
+        try:
+            transfer = self._inbox.open(self._claim, seal)
+        except (NoFreeSlot, OSError) as error:
+            return Say("busy", str(error))
+        return Say("send", transfer=transfer.name, verified=bitmap(transfer.verified))
+
+    def _unwanted(self, ask: Ask) -> Say | None:
+        directive = self._board.directive
+        if directive is None or directive.attempt < self._claim.attempt:
+            return Say("busy", f"attempt {self._claim.attempt} is not known here yet")
+        if directive.attempt > self._claim.attempt:
+            self._board.count(refused_stale=1)
+            return Say("refused", f"attempt {self._claim.attempt} is over")
+        if ask.version is None or ask.digests is None or not is_well_formed(ask.digests):
+            return Say("refused", "the offer is malformed")
+        if self._claim.worker not in {peer.worker for peer in directive.hosted}:
+            return Say("refused", f"this worker does not keep copies for worker {self._claim.worker}")
+        if ask.rank // directive.procs_per_worker != self._claim.worker:
+            return Say("refused", f"rank {ask.rank} is not of worker {self._claim.worker}")
+        if not directive.history.accepts(ask.version):
+            return Say("refused", f"{ask.version} is not of the accepted history")
+        return None
+
+    def _join(self, ask: Ask) -> None:
+        transfer = self._inbox.find(ask.transfer, self._claim.worker)
+        if transfer is None:
+            raise WireBroken("no such transfer")
+        self._wire.send(Say("ok", damaged=transfer.receive(self._wire)))
+
+    def _commit(self, ask: Ask) -> Say:
+        transfer = self._inbox.find(ask.transfer, self._claim.worker)
+        if transfer is None:
+            return Say("refused", "nothing was offered, or it was waited for in vain")
+        if not transfer.complete:
+            missing = len(transfer.seal.digests.values) - len(transfer.verified)
+            return Say("again", f"{missing} chunks are missing", verified=bitmap(transfer.verified))
+        if self._board.attempt != self._claim.attempt:
+            self._board.count(refused_stale=1)
+            return Say("refused", f"attempt {self._claim.attempt} is over")
+        try:
+            self._inbox.keep(transfer)
+        except (NotASlot, OSError) as error:
+            return Say("refused", str(error))
+        return Say("ok")
+
+    # A copy is read
+
+    def _list(self, rank: int) -> Say:
+        seals = [seal for seal in self._vault.held() if seal.rank == rank and seal.share is None]
+        listed = {Listed(Artifact(rank, seal.version, seal.kind), seal.digests.size) for seal in seals}
+        return Say("listed", listed=tuple(sorted(listed, key=lambda each: each.artifact)))
+
+    def _read(self, ask: Ask) -> None:
+        artifact = ask.artifact
+        try:
+            with self._vault.pin(artifact.rank, artifact.version, kind=artifact.kind) as slot:
+                seal = slot.seal
+                assert seal is not None
+                self._wire.send(Say("found", world_size=seal.world_size, digests=seal.digests))
+                with open(slot.path, "rb") as file:
+                    self._send_chunks(file.fileno(), seal)
+        except NotHeld as error:
+            self._wire.send(Say("missing", str(error)))
+
+    def _send_chunks(self, file: int, seal: Seal) -> None:
+        digests = seal.digests
+        while (index := self._wire.receive_index()) != END:
+            if index >= len(digests.values):
+                raise WireBroken("no such chunk")
+            self._wire.send_chunk(file, index, index * digests.chunk, length_of(digests, index))
+
+    def _corrupt(self, artifact: Artifact) -> Say:
+        """Someone says that a copy here is bad: believe our own eyes."""
+        rank, version, kind = artifact.rank, artifact.version, artifact.kind
+        try:
+            reason = self._vault.fault(rank, version, kind=kind)
+        except (NotHeld, OSError) as error:
+            reason = str(error)
+        if not reason:
+            return Say("ok", "the copy here is good")
+        self._vault.free(
+            lambda seal: seal.share is None and (seal.rank, seal.version, seal.kind) == (rank, version, kind)
+        )
+        self._board.quarantine(Quarantined(rank, version, self._board.config.worker, reason, kind))
+        return Say("bad", reason)

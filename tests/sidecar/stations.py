@@ -1,0 +1,188 @@
+"""Sidecars' ends of the exchange in this process: board, vault and server on loopback, without operator or trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from tiercheck.protocol.artifact import Artifact, Kind
+from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, Tier
+from tiercheck.protocol.report import RestoreReport, RestoreState, Watermarks
+from tiercheck.protocol.slot import SlotLayout
+from tiercheck.protocol.version import History, Version
+from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.config import SidecarConfig
+from tiercheck_sidecar.exchange.fetch import Dial
+from tiercheck_sidecar.exchange.frames import Wire
+from tiercheck_sidecar.exchange.handshake import Identity, dial
+from tiercheck_sidecar.exchange.line import Line
+from tiercheck_sidecar.exchange.server import ExchangeServer
+from tiercheck_sidecar.replicate import Replicator
+from tiercheck_sidecar.vault import Seal, Vault
+from tiercheck_sidecar.watermark import Verdict
+
+JOB = "uid-of-the-job"
+TOKEN = "token"
+_NETWORKS = itertools.count(1)
+
+
+class Stations:
+    """The workers of one job, in attempt 1. Worker w + 1 keeps the copies of worker w."""
+
+    def __init__(self, memory: Path, workers: int = 2, procs: int = 1, limit: int = 256 << 20) -> None:
+        self.memory, self.workers, self.procs, self.limit = memory, workers, procs, limit
+        self.network = f"127.{os.getpid() % 200 + 20}.{next(_NETWORKS) % 250}"
+        with socket.socket() as probe:
+            probe.bind((self.host(0), 0))
+            self.port = int(probe.getsockname()[1])
+        self.attempt = 0
+        self.history = History()
+        self.stations = [Station(self, worker) for worker in range(workers)]
+        self.next_attempt()
+
+    def __getitem__(self, worker: int) -> Station:
+        return self.stations[worker]
+
+    def host(self, worker: int) -> str:
+        return f"{self.network}.{worker + 101}"
+
+    def peer(self, worker: int) -> Peer:
+        return Peer(worker, self.host(worker))
+
+    def next_attempt(self, base_step: int = 0, policy: Policy | None = None) -> None:
+        self.attempt += 1
+        self.history = self.history.after(self.attempt, base_step)
+        for station in self.stations:
+            station.follow(policy or Policy(None, 1_000_000, 5))
+
+    def close(self) -> None:
+        for station in self.stations:
+            station.stop()
+
+
+class Station:
+    """One worker's sidecar, as far as the exchange needs it."""
+
+    def __init__(self, job: Stations, worker: int) -> None:
+        self.job, self.worker = job, worker
+        folder = job.memory / f"worker-{worker}"
+        self.board = Board(
+            SidecarConfig(
+                job="default/gpt",
+                job_uid=JOB,
+                worker=worker,
+                procs_per_worker=job.procs,
+                pod_uid=f"pod-{worker}",
+                pod_ip=job.host(worker),
+                memory_dir=folder,
+                memory_limit=job.limit,
+                run_dir=folder,
+                credentials_dir=folder,
+                remote=None,
+                token=TOKEN,
+            )
+        )
+        self.vault = Vault(folder, job.limit, self.board.config.ranks, self.board.bump)
+        self.vault.open()
+        self.identity = Identity(JOB, worker, TOKEN, job.host(worker))
+        self.server = ExchangeServer(self.board, self.vault, self.identity, job.port)
+        self.server.start()
+        self.replicator = Replicator(self.board, self.vault, self.identity, job.port)
+
+    def follow(self, policy: Policy) -> None:
+        """Restored and released in the job's attempt."""
+        job = self.job
+        after, before = (self.worker + 1) % job.workers, (self.worker - 1) % job.workers
+        self.board.accept(
+            Directive(
+                job_uid=JOB,
+                worker=self.worker,
+                workers=job.workers,
+                procs_per_worker=job.procs,
+                attempt=job.attempt,
+                phase=Phase.RELEASE,
+                history=job.history,
+                policy=policy,
+                restore=None,
+                holders=(job.peer(after),) if job.workers > 1 else (),
+                hosted=(job.peer(before),) if job.workers > 1 else (),
+                coordinator=job.peer(0),
+                master_host=job.host(0),
+                master_port=29500,
+            )
+        )
+        self.vault.host(range(before * job.procs, (before + 1) * job.procs) if job.workers > 1 else ())
+        with self.board.lock:
+            self.board.restore = RestoreReport(RestoreState.READY, None)
+        self.board.bump()
+
+    def replicate(self) -> None:
+        """Begin to bring what is sealed here to the holder."""
+        threading.Thread(target=self.replicator.run, daemon=True).start()
+
+    def name(self, version: Version | None) -> None:
+        """The coordinator names the snapshot to copy."""
+        with self.board.lock:
+            self.board.verdict = Verdict(self.board.attempt, Watermarks(), copy=version)
+        self.board.bump()
+
+    def save(self, version: Version, size: int, kind: Kind = Kind.SNAPSHOT, rank: int | None = None) -> Seal:
+        """Capture an artifact of about `size` bytes of an own rank."""
+        rank = self.board.config.ranks[0] if rank is None else rank
+        layout = SlotLayout.plan([("weight", "U8", (size,), size)])
+        room = self.vault.reserved(rank)
+        if kind is Kind.SNAPSHOT and (room is None or room.snapshot != layout.size):
+            self.vault.reserve(rank, layout.size, layout.size)
+            self.vault.prepare()
+        path = self.vault.begin(rank, version, kind)
+        with open(path, "r+b") as file:
+            file.write(layout.state_word + layout.header(rank, version, self.job.workers * self.job.procs, {}, kind))
+            file.write(random.Random(str((rank, version, kind))).randbytes(layout.size - layout.data_begin))
+        self.vault.complete(path, 0)
+        seal = self.vault.seal(path)
+        assert seal is not None
+        self.board.bump()
+        return seal
+
+    def connect(self, worker: int) -> Wire:
+        return dial(self.identity, self.board.attempt, self.job.host(worker), self.job.port)
+
+    def line(self, worker: int) -> Line:
+        return Line(lambda: self.connect(worker))
+
+    def dials(self, *workers: int) -> list[Dial]:
+        return [Dial(worker, lambda worker=worker: self.connect(worker)) for worker in workers]  # type: ignore[misc]
+
+    def content(self, seal: Seal, tier: Tier) -> bytes:
+        with self.vault.pin(seal.rank, seal.version, tier, seal.kind) as slot, slot.mapped() as view:
+            return bytes(view[: seal.digests.size])
+
+    @contextlib.contextmanager
+    def spoiled(self, seal: Seal, tier: Tier, *chunks: int) -> Iterator[None]:
+        """A bit of each of `chunks` of what is held here is flipped, behind the vault's back."""
+        self.flip(seal, tier, *chunks)
+        yield
+        self.flip(seal, tier, *chunks)
+
+    def flip(self, seal: Seal, tier: Tier, *chunks: int) -> None:
+        with self.vault.pin(seal.rank, seal.version, tier, seal.kind) as slot, open(slot.path, "r+b") as file:
+            for chunk in chunks:
+                file.seek(
+                    (chunk * seal.digests.chunk + seal.digests.size) // 2 if chunk == 0 else chunk * seal.digests.chunk
+                )
+                octet = file.read(1)
+                file.seek(-1, os.SEEK_CUR)
+                file.write(bytes([octet[0] ^ 4]))
+
+    def holds(self, artifact: Artifact, tier: Tier = Tier.PEER) -> bool:
+        return self.vault.find(artifact.rank, artifact.version, tier, artifact.kind) is not None
+
+    def stop(self) -> None:
+        self.server.stop()
+        self.board.stop()
