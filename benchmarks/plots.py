@@ -230,21 +230,21 @@ def growth(data: Data) -> Sheet | None:
         return None
     sheet, (one, two, three) = plt.subplots(1, 3, figsize=(13, 4))
     xs = [point["bytes"] for point in states]
-    _line(one, xs, [point["blocked"] for point in states], "blocked, step shorter than the copy", OURS, "o")
-    _line(one, xs, [point["copy"] for point in states], "plain copy", THEIRS, "s")
+    _line(one, (xs, [point["blocked"] for point in states]), "blocked, step shorter than the copy", OURS, "o")
+    _line(one, (xs, [point["copy"] for point in states]), "plain copy", THEIRS, "s")
     one.xaxis.set_major_formatter(_bytes)
     one.yaxis.set_major_formatter(_seconds)
     one.set_title("Blocked, by state")
-    _line(two, xs, [point["budget"] for point in states], "computed budget", MISSED, "^")
-    _line(two, xs, [point["used"] for point in states], "memory used", OURS, "o")
+    _line(two, (xs, [point["budget"] for point in states]), "computed budget", MISSED, "^")
+    _line(two, (xs, [point["used"] for point in states]), "memory used", OURS, "o")
     two.xaxis.set_major_formatter(_bytes)
     two.yaxis.set_major_formatter(_bytes)
     two.set_title("Memory volume, by state")
     counts = [point["workers"] for point in workers]
-    _line(three, counts, [point["seconds"] for point in workers], "all copied to peers", OURS, "o")
+    _line(three, (counts, [point["seconds"] for point in workers]), "all copied to peers", OURS, "o")
     if workers:
         ideal = [workers[0]["seconds"] * count / counts[0] for count in counts]
-        _line(three, counts, ideal, "linear", THEIRS, "")
+        _line(three, (counts, ideal), "linear", THEIRS, "")
     three.yaxis.set_major_formatter(_seconds)
     three.set_title("Copies to peers, by workers")
     for axes, values in ((one, xs), (two, xs), (three, counts)):
@@ -256,8 +256,8 @@ def growth(data: Data) -> Sheet | None:
     return sheet
 
 
-def _line(axes: Axes, xs: list[float], ys: list[float], label: str, colour: str, mark: str) -> None:
-    axes.loglog(xs, ys, marker=mark, color=colour, label=label, linestyle="-" if mark else ":", linewidth=1.6)
+def _line(axes: Axes, points: tuple[list[float], list[float]], label: str, colour: str, mark: str) -> None:
+    axes.loglog(*points, marker=mark, color=colour, label=label, linestyle="-" if mark else ":", linewidth=1.6)
 
 
 def _stack(axes: Axes, row: int, parts: list[tuple[str, list[float], str]]) -> None:

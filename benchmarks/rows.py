@@ -1,0 +1,71 @@
+"""Rows of the table for benchmarks that can also be run by themselves and answer with plain numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.figure import Figure, Outcome, Sense
+from benchmarks.scale import Scale
+
+
+def parity(scale: Scale) -> Outcome:
+    """Coding against memory is promised; the whole way over sockets stands beside it."""
+    from benchmarks import parity as measured
+
+    found = measured.run(16, 2) if scale.quick else measured.run()
+    rows: list[Figure] = []
+    for code in ("XOR 4+1", "RS 4+2"):
+        figures: dict[str, float] = found[code]
+        rows += [
+            Figure(
+                f"rebuild from parity, {code}, in memory",
+                _rate(figures["rebuild in memory"]),
+                f"memory: {_rate(figures['memory limit of a rebuild'])}",
+                figures["rebuild in memory / memory"],
+                0.7,
+                Sense.AT_LEAST,
+                unit="%",
+                note="memory: what must be read and written, at the rate of memcpy",
+            ),
+            Figure(
+                f"rebuild from parity, {code}, over loopback, verified",
+                _rate(figures["rebuild over loopback"]),
+                f"sockets alone: {_rate(figures['socket limit of a rebuild'])}",
+                figures["rebuild over loopback / sockets"],
+                unit="%",
+                note="the same parts through the same number of sockets, neither coded nor verified",
+            ),
+            Figure(
+                f"members folded into blocks, {code}, over loopback, verified",
+                _rate(figures["fold over loopback"]),
+                "sockets alone",
+                figures["fold over loopback / sockets"],
+                unit="%",
+            ),
+        ]
+    return Outcome(rows, found)
+
+
+def _rate(gigabytes_per_second: float) -> str:
+    return f"{gigabytes_per_second:.2f} GB/s"
+
+
+def planning(scale: Scale) -> Outcome:
+    """Seconds of each decision for the largest job, against what was promised."""
+    from benchmarks import planning as measured
+
+    sizes = (100, 1_000) if scale.quick else (100, 1_000, 10_000)
+    found: dict[int, dict[str, float]] = {workers: measured.measure(workers) for workers in sizes}
+    rows = [
+        Figure(
+            f"planner, {sizes[-1]:,} workers: {name}",
+            f"{seconds:.3f} s",
+            f"promised: {measured.LIMIT:.0f} s",
+            seconds / measured.LIMIT,
+            1.0,
+            note="the best of a few runs on one core",
+        )
+        for name, seconds in found[sizes[-1]].items()
+    ]
+    data: dict[str, Any] = {"seconds": {str(workers): figures for workers, figures in found.items()}}
+    return Outcome(rows, data)
