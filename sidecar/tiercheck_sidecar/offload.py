@@ -5,18 +5,21 @@ Worker 0 also writes the manifest, once every rank's object is there, and forget
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Directive, Tier
 from tiercheck.protocol.manifest import Manifest, RankArtifact
 from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
-from tiercheck_sidecar.restore import SourceCorrupt, SourceFailed
+from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.watermark import Verdict
 
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LIST_EVERY = 30.0
+_LISTED = 3
+"""Versions that a restore is told of: the newest, and some to fall back on if that one is damaged."""
 _BACKOFF = (0.5, 15.0)
 
 
@@ -40,6 +45,7 @@ class Offloader:
         self._uploaded: dict[int, RankArtifact] = {}
         self._listed_at: float | None = None
         self._listed_for: Version | None = None
+        self._manifests: dict[Version, Manifest] = {}
 
     def uploaded(self, rank: int, verdict: Verdict | None) -> tuple[RankArtifact, ...]:
         """The rank's upload of the version that is wanted now, if it is done."""
@@ -54,7 +60,8 @@ class Offloader:
         if config.remote is None:
             return
         try:
-            self._store = open_store(config.remote, config.job)
+            with self._lock:
+                self._store = self._store or open_store(config.remote, config.job)
         except RemoteConfigError as error:
             self._board.problem("RemoteMisconfigured", str(error))
             self._publish(False, str(error))
@@ -143,28 +150,59 @@ class Offloader:
         self._publish(True, "", versions)
         self._coordinator.stored(versions)
         self._board.bump()
-        store.retain(directive.policy.remote_keep, {manifest.version})
+        policy = directive.policy
+        store.retain(policy.remote_keep, {manifest.version}, policy.remote_keep_seconds)
+
+    def listed(self, rank: int, version: Version) -> dict[Artifact, int]:
+        """The newest snapshots of `rank` in the remote tier up to `version` that the history accepts, with bytes. Raises SourceFailed."""
+        directive = self._board.directive
+        assert directive is not None
+        with self._opened() as store:
+            usable = [each for each in store.versions() if each <= version and directive.history.accepts(each)]
+            found = {}
+            for each in usable[-_LISTED:]:
+                named = next((one for one in self._manifest(store, each).artifacts if one.rank == rank), None)
+                if named is not None:
+                    found[Artifact(rank, each)] = named.bytes
+            return found
 
     def fetch(self, rank: int, version: Version) -> Seal:
-        """Copy one rank's artifact from the remote tier into an own slot. Raises SourceFailed, SourceCorrupt, NoFreeSlot."""
-        from tiercheck_sidecar.remote import RemoteConfigError, RemoteCorrupt, RemoteError, open_store
-
-        config = self._board.config
-        if config.remote is None:
-            raise SourceFailed("the job has no remote tier")
-        try:
-            store = self._store or open_store(config.remote, config.job)
-            manifest = store.read_manifest(version)
-            artifact = next((each for each in manifest.artifacts if each.rank == rank), None)
-            if artifact is None:
-                raise SourceFailed(f"its manifest of {version} does not name rank {rank}")
-            draft = self._vault.draft(Seal(rank, version, manifest.world_size, Tier.LOCAL, artifact.digests))
+        """Copy one rank's snapshot from the remote tier into an own slot. Raises SourceFailed, SourceCorrupt, NoFreeSlot, NotASlot, OSError."""
+        with self._opened() as store:
+            artifact, world_size = store.artifact(rank, version), self._manifest(store, version).world_size
+            assert artifact.digests is not None
+            draft = self._vault.draft(Seal(rank, version, world_size, Tier.LOCAL, artifact.digests))
             try:
                 store.fetch(artifact, draft.view)
                 draft.keep()
             finally:
                 draft.discard()
             return draft.seal
+
+    def _manifest(self, store: RemoteStore, version: Version) -> Manifest:
+        """All local ranks ask for the same few."""
+        with self._lock:
+            known = self._manifests.get(version)
+        if known is None:
+            known = store.read_manifest(version)
+            with self._lock:
+                self._manifests = {version: known, **dict(list(self._manifests.items())[: _LISTED - 1])}
+        return known
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[RemoteStore]:
+        """The store, its errors in the words of a restore."""
+        from tiercheck_sidecar.remote import RemoteConfigError, RemoteCorrupt, RemoteError, open_store
+
+        config = self._board.config
+        if config.remote is None:
+            raise SourceFailed("the job has no remote tier")
+        try:
+            with self._lock:
+                if self._store is None:
+                    self._store = open_store(config.remote, config.job)
+                store = self._store
+            yield store
         except RemoteCorrupt as error:
             raise SourceCorrupt(str(error)) from error
         except (RemoteError, RemoteConfigError) as error:

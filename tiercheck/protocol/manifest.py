@@ -4,7 +4,7 @@ Layout under the job's prefix (`<prefix>/<namespace>/<job>/`):
 
     artifacts/<step, 12 digits>-<attempt>/rank-<rank>.safetensors
     artifacts/<step, 12 digits>-<attempt>/rank-<rank>.json       that rank's digests (RankArtifact)
-    manifests/<step, 12 digits>-<attempt>.json                    written last, with If-None-Match: *
+    manifests/<step, 12 digits>-<attempt>.json                    written last, with If-None-Match: *; one digest per rank
 """
 
 from __future__ import annotations
@@ -25,12 +25,24 @@ class Digests:
 
 @dataclass(frozen=True)
 class RankArtifact:
-    """One rank's artifact in a store, with what is needed to verify it."""
+    """One rank's artifact in a store, with what is needed to verify it.
+
+    The object beside the artifact carries `digests`. The manifest, which names thousands of ranks, carries the `digest` of them only;
+    manifests of older versions carry `digests` as well.
+    """
 
     rank: int
     version: Version
     key: str
-    digests: Digests
+    digests: Digests | None = None
+    size: int = 0
+    """Bytes; 0 where `digests` say it."""
+    digest: str = ""
+    """Of the digests (`tiercheck_sidecar.remote.verify.digest_of`); empty where they are here."""
+
+    @property
+    def bytes(self) -> int:
+        return self.digests.size if self.digests is not None else self.size
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,23 @@ from collections.abc import Set as AbstractSet
 from tiercheck.protocol.version import Version
 
 
-def to_delete(committed: Mapping[Version, float], keep: int, protect: AbstractSet[Version]) -> tuple[Version, ...]:
+def to_delete(
+    committed: Mapping[Version, float], keep: int, protect: AbstractSet[Version], keep_seconds: float | None = None
+) -> tuple[Version, ...]:
     """Complete versions that are not needed, the oldest first. `committed`: when each manifest was created.
 
-    Never the one committed last and never the one of the highest step, whatever `keep` says.
+    Kept are the `keep` committed last and, if given, all that are at most `keep_seconds` older than the newest: "now" is when the newest
+    was committed, so a store's clock is only ever compared with itself, and a job that stands still loses nothing by waiting.
+    Never deleted are the one committed last and the one of the highest step. Only snapshots are stored, so every version
+    stands for itself and no chain can be broken.
     """
     by_age = sorted(committed, key=lambda version: (committed[version], version.attempt, version.step))
     if not by_age:
         return ()
     kept = {*by_age[-max(keep, 1) :], max(by_age), *protect}
+    if keep_seconds is not None:
+        newest = max(committed.values())
+        kept |= {version for version in by_age if newest - committed[version] <= keep_seconds}
     return tuple(version for version in by_age if version not in kept)
 
 

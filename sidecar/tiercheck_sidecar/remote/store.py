@@ -19,11 +19,11 @@ from typing import TypeVar
 from tiercheck.protocol.encoding import Malformed, from_json, to_json
 from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
 from tiercheck.protocol.version import Version
+from tiercheck_sidecar.pacing import TokenBucket
 from tiercheck_sidecar.remote import keys, retention
 from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteCorrupt, RemoteError, RemoteMissing
 from tiercheck_sidecar.remote.objects import Objects
-from tiercheck_sidecar.pacing import TokenBucket
-from tiercheck_sidecar.remote.verify import check_chunks, check_shape
+from tiercheck_sidecar.remote.verify import check_chunks, check_shape, digest_of
 
 FETCH_BYTES = 16 * 1024 * 1024
 FETCH_THREADS = 4
@@ -58,7 +58,7 @@ class RemoteStore:
     def put_artifact(
         self, rank: int, version: Version, path: Path, digests: Digests, bandwidth: int | None
     ) -> RankArtifact:
-        """Upload one rank's sealed artifact, then its digests. `bandwidth`: bytes per second, shared by all uploads
+        """Upload one rank's sealed artifact, then its digests. What an interrupted upload of it left is used. `bandwidth`: bytes per second, shared by all uploads
         of this store; None: no limit. Uploading again is harmless; a complete version is never overwritten.
 
         Raises RemoteCorrupt, and stores nothing, if the file does not match its digests.
@@ -66,10 +66,11 @@ class RemoteStore:
         if self._closed.is_set():
             raise RemoteClosed
         check_shape(digests, str(path))
-        artifact = RankArtifact(rank, version, keys.artifact_key(version, rank), digests)
+        detailed = RankArtifact(rank, version, keys.artifact_key(version, rank), digests)
+        artifact = _brief(detailed)
         complete = self._manifest(version)
         if complete is not None:
-            if artifact in complete.artifacts:
+            if artifact in map(_brief, complete.artifacts):
                 return artifact
             raise RemoteError(
                 Reason.OTHER,
@@ -85,7 +86,7 @@ class RemoteStore:
 
         with _mapped(path, digests.size) as source:
             self._objects.upload(artifact.key, source, digests.chunk, gate)
-        self._objects.write(keys.digests_key(version, rank), to_json(artifact))
+        self._objects.write(keys.digests_key(version, rank), to_json(detailed))
         return artifact
 
     def uploaded(self, version: Version) -> tuple[RankArtifact, ...]:
@@ -93,7 +94,7 @@ class RemoteStore:
         described = [s.key for s in self._objects.list(keys.artifacts_of(version)) if s.key.endswith(".json")]
         with ThreadPoolExecutor(SMALL_THREADS, thread_name_prefix="remote-read") as pool:
             found = [
-                _decode(body, RankArtifact, f"{self.location}/{key}")
+                _brief(_decode(body, RankArtifact, f"{self.location}/{key}"))
                 for key, body in zip(described, pool.map(self._objects.read, described), strict=True)
                 if body is not None
             ]
@@ -109,20 +110,19 @@ class RemoteStore:
             raise ValueError(f"not a complete manifest of {self.job}: {manifest.job}, {manifest.version}")
         sizes = {stored.key: stored.size for stored in self._objects.list(keys.artifacts_of(manifest.version))}
         for artifact in manifest.artifacts:
-            if sizes.get(artifact.key) != artifact.digests.size:
+            if sizes.get(artifact.key) != artifact.bytes:
                 raise RemoteCorrupt(
                     f"{manifest.version} was not completed: {self.location}/{artifact.key} has "
-                    f"{sizes.get(artifact.key, 0)} of {artifact.digests.size} bytes."
+                    f"{sizes.get(artifact.key, 0)} of {artifact.bytes} bytes."
                 )
         try:
-            if self._objects.create(keys.manifest_key(manifest.version), to_json(manifest)):
+            if self._objects.create(keys.manifest_key(manifest.version), to_json(_content(manifest, manifest.created))):
                 return True
         except RemoteError as error:
             # No answer does not mean that nothing happened: the request may have been carried out.
             if not error.retriable or self._manifest(manifest.version) is None:
                 raise
-        existing = self.read_manifest(manifest.version)
-        return dataclasses.replace(existing, created=manifest.created) == manifest
+        return _content(self.read_manifest(manifest.version)) == _content(manifest)
 
     def versions(self) -> list[Version]:
         """Complete versions, oldest (lowest step) first."""
@@ -135,18 +135,29 @@ class RemoteStore:
             raise RemoteMissing(f"{version} is not in {self.location}.")
         return manifest
 
+    def artifact(self, rank: int, version: Version) -> RankArtifact:
+        """One rank's artifact of a complete version, with its digests. Raises RemoteMissing, RemoteCorrupt."""
+        named = next((each for each in self.read_manifest(version).artifacts if each.rank == rank), None)
+        if named is None:
+            raise RemoteMissing(f"the manifest of {version} in {self.location} does not name rank {rank}.")
+        return self._detailed(named)
+
     def fetch(self, artifact: RankArtifact, into: memoryview) -> None:
         """Read an artifact into the beginning of `into` and verify every chunk. Raises RemoteCorrupt; `into` is then
         garbage.
         """
+        artifact = self._detailed(artifact)
         digests = artifact.digests
+        assert digests is not None
         check_shape(digests, f"{self.location}/{artifact.key}")
         if len(into) < digests.size:
             raise ValueError(f"{digests.size} bytes do not fit into {len(into)}")
         stride = max(1, FETCH_BYTES // digests.chunk) * digests.chunk
         with ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="remote-fetch") as pool:
             ranges = [
-                pool.submit(self._fetch_range, artifact, begin, into[begin : min(begin + stride, digests.size)])
+                pool.submit(
+                    self._fetch_range, artifact.key, digests, begin, into[begin : min(begin + stride, digests.size)]
+                )
                 for begin in range(0, digests.size, stride)
             ]
             try:
@@ -155,13 +166,14 @@ class RemoteStore:
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 
-    def retain(self, keep: int, protect: AbstractSet[Version] = frozenset()) -> None:
-        """Delete all but the `keep` versions committed last, and what interrupted uploads left behind.
+    def retain(self, keep: int, protect: AbstractSet[Version] = frozenset(), keep_seconds: float | None = None) -> None:
+        """Delete all but the `keep` versions committed last and, if given, those committed in the last `keep_seconds`; and what
+        interrupted uploads left behind.
 
         Never the newest complete version, and nothing of `protect` (complete or still being uploaded).
         """
         committed = self._committed()
-        doomed = retention.to_delete(committed, keep, protect)
+        doomed = retention.to_delete(committed, keep, protect, keep_seconds)
         for version in doomed:
             with contextlib.suppress(RemoteCorrupt):  # unreadable: nobody can restore it, so it may go
                 self._manifest(version)  # raises if the folder is another job's
@@ -187,14 +199,28 @@ class RemoteStore:
         self._closed.set()
         self._objects.close()
 
-    def _fetch_range(self, artifact: RankArtifact, begin: int, into: memoryview) -> None:
+    def _fetch_range(self, key: str, digests: Digests, begin: int, into: memoryview) -> None:
         if self._closed.is_set():
             raise RemoteClosed
-        got = self._objects.read_into(artifact.key, begin, into)
-        place = f"{self.location}/{artifact.key}"
+        got = self._objects.read_into(key, begin, into)
+        place = f"{self.location}/{key}"
         if got < len(into):
-            raise RemoteCorrupt(f"{place} is missing or ends at byte {begin + got} of {artifact.digests.size}.")
-        check_chunks(into, begin, artifact.digests, place)
+            raise RemoteCorrupt(f"{place} is missing or ends at byte {begin + got} of {digests.size}.")
+        check_chunks(into, begin, digests, place)
+
+    def _detailed(self, artifact: RankArtifact) -> RankArtifact:
+        """With its digests, from the object beside it."""
+        if artifact.digests is not None:
+            return artifact
+        key = keys.digests_key(artifact.version, artifact.rank)
+        place = f"{self.location}/{key}"
+        body = self._objects.read(key)
+        if body is None:
+            raise RemoteCorrupt(f"{place} is missing.")
+        found = _decode(body, RankArtifact, place)
+        if _brief(found) != artifact:
+            raise RemoteCorrupt(f"{place} is not what the manifest of {artifact.version} says.")
+        return found
 
     def _committed(self) -> dict[Version, float]:
         listed = ((keys.version_of(stored.key), stored.modified) for stored in self._objects.list(keys.MANIFESTS))
@@ -239,6 +265,18 @@ def _mapped(path: Path, size: int) -> Iterator[memoryview]:
             # The traceback of a failed upload may still hold a piece; the mapping goes when that does.
             with contextlib.suppress(BufferError):
                 pages.close()
+
+
+def _brief(artifact: RankArtifact) -> RankArtifact:
+    """As the manifest names it."""
+    digests = artifact.digests
+    if digests is None:
+        return artifact
+    return dataclasses.replace(artifact, digests=None, size=digests.size, digest=digest_of(digests))
+
+
+def _content(manifest: Manifest, created: float = 0.0) -> Manifest:
+    return dataclasses.replace(manifest, artifacts=tuple(map(_brief, manifest.artifacts)), created=created)
 
 
 _T = TypeVar("_T")

@@ -7,6 +7,11 @@ from tiercheck_sidecar.digest import digest_chunk
 from tiercheck_sidecar.remote.errors import RemoteCorrupt
 
 
+def digest_of(digests: Digests) -> str:
+    """One digest for all of an artifact's digests: what the manifest keeps of them."""
+    return digest_chunk(f"{digests.size} {digests.chunk} {' '.join(digests.values)}".encode())
+
+
 def check_shape(digests: Digests, place: str) -> None:
     """Raises RemoteCorrupt unless there is one digest per chunk. `place` names the artifact in the message."""
     if digests.chunk <= 0 or digests.size < 0 or len(digests.values) != -(-digests.size // digests.chunk):

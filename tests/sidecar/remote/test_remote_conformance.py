@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 import xxhash
 from remote_places import Place
 
-from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.encoding import to_builtins, to_json
 from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.remote import Reason, RemoteClosed, RemoteCorrupt, RemoteError, RemoteMissing, open_store
@@ -69,7 +70,7 @@ def save(store: RemoteStore, slots: Slots, version: Version, content: bytes = b"
 
 
 def fetched(store: RemoteStore, artifact: RankArtifact) -> bytes:
-    into = bytearray(artifact.digests.size)
+    into = bytearray(artifact.bytes)
     store.fetch(artifact, memoryview(into))
     return bytes(into)
 
@@ -222,14 +223,36 @@ def test_missing_object_and_unreadable_manifest_are_corruption(store: RemoteStor
     artifact = save(store, slots, FIRST).artifacts[0]
     with pytest.raises(RemoteCorrupt, match="missing"):
         fetched(store, dataclasses.replace(artifact, key=artifact.key.replace("rank-0", "rank-9")))
-    digests = dataclasses.replace(artifact.digests, size=5 * CHUNK)
-    with pytest.raises(RemoteCorrupt, match="digests"):
-        fetched(store, dataclasses.replace(artifact, digests=digests))
+    with pytest.raises(RemoteCorrupt, match="not what the manifest"):
+        fetched(store, dataclasses.replace(artifact, digest="0" * 32))
+    place.put(f"{FOLDER}/{artifact.key.replace('.safetensors', '.json')}", b"{}")
+    with pytest.raises(RemoteCorrupt, match="cannot be read"):
+        fetched(store, artifact)
 
     place.put(f"{FOLDER}/manifests/{100:012d}-1.json", b'{"job": "research/gpt"')
     with pytest.raises(RemoteCorrupt, match="cannot be read") as caught:
         store.read_manifest(FIRST)
     assert caught.value.reason is Reason.CORRUPT
+
+
+def test_manifest_grows_with_ranks_and_not_with_their_size(store: RemoteStore, slots: Slots, place: Place) -> None:
+    save(store, slots, FIRST, bytes(64 * 1024))
+    save(store, slots, SECOND, bytes(40 * CHUNK))
+    small, large = (len(place.get(f"{FOLDER}/manifests/{step:012d}-1.json")) for step in (100, 200))
+    assert large - small < 16  # a few digits more
+
+
+def test_manifest_of_an_older_release_is_still_read(store: RemoteStore, slots: Slots, place: Place) -> None:
+    content = os.urandom(3 * CHUNK + 5)
+    path, digests = slots.seal(content)
+    artifact = store.put_artifact(0, FIRST, path, digests, bandwidth=None)
+    entry = {"rank": 0, "version": {"step": 100, "attempt": 1}, "key": artifact.key, "digests": to_builtins(digests)}
+    old = {"job": JOB, "job_uid": "uid-0", "version": entry["version"], "world_size": 1, "artifacts": [entry]}
+    place.put(f"{FOLDER}/manifests/{100:012d}-1.json", json.dumps({**old, "created": 1.0}).encode())
+    (stored,) = store.read_manifest(FIRST).artifacts
+    assert stored.bytes == len(content)
+    assert fetched(store, stored) == content
+    assert store.put_artifact(0, FIRST, path, digests, bandwidth=None) == artifact
 
 
 def test_foreign_files_are_no_versions(store: RemoteStore, slots: Slots, place: Place) -> None:

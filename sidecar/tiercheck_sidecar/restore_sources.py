@@ -1,0 +1,152 @@
+"""The places that a restore fetches from, behind two verbs: what have you of this rank, and bring it into an own slot.
+
+Peers are asked for what they hold. A parity group is taken to be able to rebuild what its surviving members hold of their own ranks,
+because the same versions of all members are coded together. The remote tier has the snapshots of complete versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from tiercheck.protocol.artifact import Artifact
+from tiercheck.protocol.directive import ParityGroup, Peer, Source, Tier
+from tiercheck.protocol.report import Quarantined
+from tiercheck.protocol.version import Version
+from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.exchange.fetch import Dial, FetchFailed, fetch, holdings
+from tiercheck_sidecar.exchange.frames import Wire, WireBroken
+from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
+from tiercheck_sidecar.parity.groups import coded_with
+from tiercheck_sidecar.parity.rebuild import rebuild
+from tiercheck_sidecar.restore_plan import Place
+from tiercheck_sidecar.source_errors import SourceFailed
+from tiercheck_sidecar.vault import Seal, Vault
+
+
+class RemoteTier(Protocol):
+    """What a restore needs of the remote tier."""
+
+    def listed(self, rank: int, version: Version) -> dict[Artifact, int]:
+        """What it has of `rank` up to `version`, with bytes. Raises SourceFailed."""
+
+    def fetch(self, rank: int, version: Version) -> Seal:
+        """Copy a snapshot into an own slot. Raises SourceFailed, SourceCorrupt, NoFreeSlot, NotASlot, OSError."""
+
+
+@dataclass(frozen=True)
+class Brought:
+    """An artifact that is here now."""
+
+    source: Source
+    """The place that gave it; of several peers, the one named first that brought a part."""
+    bad: tuple[Quarantined, ...] = ()
+    """Copies that proved bad on the way."""
+
+
+class TriedInVain(SourceFailed):
+    """With what was learned about bad copies."""
+
+    def __init__(self, reasons: Sequence[str], bad: tuple[Quarantined, ...]) -> None:
+        super().__init__("; ".join(reasons))
+        self.reasons, self.bad = tuple(reasons), bad
+
+
+class RestoreSources:
+    """Thread-safe."""
+
+    def __init__(self, board: Board, vault: Vault, identity: Identity, port: int, remote: RemoteTier) -> None:
+        self._board, self._vault, self._identity, self._port, self._remote = board, vault, identity, port, remote
+
+    def ask(self, rank: int, version: Version, sources: Sequence[Source]) -> tuple[list[Place], list[str]]:
+        """What each source has of `rank`, in their order; and a sentence for each that did not answer."""
+        places, failures = [], []
+        with ThreadPoolExecutor(max(1, len(sources)), thread_name_prefix="list") as pool:
+            answers = [pool.submit(self._list, rank, version, source) for source in sources]
+            for source, answer in zip(sources, answers, strict=True):
+                try:
+                    places.append(Place(source, answer.result()))
+                except SourceFailed as error:
+                    failures.append(f"{name_of(source)}: {error}")
+        return places, failures
+
+    def bring(self, artifact: Artifact, sources: Sequence[Source]) -> Brought:
+        """Fetch from `sources`: either peers, all at once, or one of another kind.
+
+        Raises SourceFailed (TriedInVain, if there may be bad copies to report), NoFreeSlot, NotASlot, OSError.
+        """
+        source = sources[0]
+        if source.tier is Tier.REMOTE:
+            self._remote.fetch(artifact.rank, artifact.version)
+            return Brought(source)
+        if source.parity is not None:
+            return self._rebuilt(artifact, source, source.parity)
+        peers = [each.peer for each in sources if each.peer is not None]
+        try:
+            done = fetch(self._vault, artifact, [self._dial(peer) for peer in peers])
+        except FetchFailed as error:
+            bad = tuple(_bad(artifact, each.worker, each.reason) for each in error.bad)
+            raise TriedInVain(error.reasons, bad) from error
+        bad = tuple(_bad(artifact, each.worker, each.reason) for each in done.bad)
+        spoiled = {each.worker for each in bad}
+        givers = [each for each in sources if each.peer and each.peer.worker in set(done.workers) - spoiled]
+        return Brought(givers[0] if givers else source, bad)
+
+    def _rebuilt(self, artifact: Artifact, source: Source, group: ParityGroup) -> Brought:
+        bad: list[Quarantined] = []
+        try:
+            rebuild(self._vault, artifact, group, self._connect, bad.append)
+        except SourceFailed as error:
+            raise TriedInVain((str(error),), tuple(bad)) from error
+        return Brought(source, tuple(bad))
+
+    def _list(self, rank: int, version: Version, source: Source) -> dict[Artifact, int]:
+        if source.tier is Tier.REMOTE:
+            return self._remote.listed(rank, version)
+        if source.parity is not None:
+            return self._codable(rank, source.parity)
+        if source.peer is None:
+            raise SourceFailed("the source names no worker")
+        return self._held_by(source.peer, rank)
+
+    def _held_by(self, peer: Peer, rank: int) -> dict[Artifact, int]:
+        try:
+            return {each.artifact: each.bytes for each in holdings(self._dial(peer), rank)}
+        except (WireBroken, PeerRefused, OSError) as error:
+            raise SourceFailed(str(error)) from error
+
+    def _codable(self, rank: int, group: ParityGroup) -> dict[Artifact, int]:
+        ranks = coded_with(group, rank, len(self._vault.ranks))
+        found: dict[Artifact, int] = {}
+        failures = []
+        for peer, other in zip(group.members, ranks, strict=True):
+            if other == rank:
+                continue
+            try:
+                for held, size in self._held_by(peer, other).items():
+                    mine = Artifact(rank, held.version, held.kind)
+                    found[mine] = max(size, found.get(mine, 0))
+            except SourceFailed as error:
+                failures.append(f"worker {peer.worker}: {error}")
+        if not found and failures:
+            raise SourceFailed("; ".join(failures))
+        return found
+
+    def _dial(self, peer: Peer) -> Dial:
+        return Dial(peer.worker, lambda: self._connect(peer))
+
+    def _connect(self, peer: Peer) -> Wire:
+        return dial(self._identity, self._board.attempt, peer.host, self._port)
+
+
+def name_of(source: Source) -> str:
+    """How sentences call it."""
+    if source.peer is not None:
+        return f"worker {source.peer.worker}"
+    return "parity" if source.parity is not None else f"the {source.tier.value} tier"
+
+
+def _bad(artifact: Artifact, worker: int, reason: str) -> Quarantined:
+    return Quarantined(artifact.rank, artifact.version, worker, reason, artifact.kind)
