@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stations import Stations
 from world import World
 
 
@@ -34,3 +35,17 @@ def make_world(memory: Path) -> Iterator[Callable[..., World]]:
     for world in worlds:
         world.close()
         shutil.rmtree(world.root, ignore_errors=True)
+
+
+@pytest.fixture
+def stations(memory: Path) -> Iterator[Callable[..., Stations]]:
+    """Builds the exchange's ends of several sidecars, in this process; they end with the test."""
+    built: list[Stations] = []
+
+    def build(**options: int) -> Stations:
+        built.append(Stations(memory / str(len(built)), **options))
+        return built[-1]
+
+    yield build
+    for job in built:
+        job.close()

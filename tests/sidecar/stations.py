@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import random
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 from tiercheck.protocol.artifact import Artifact, Kind
@@ -18,6 +16,7 @@ from tiercheck.protocol.slot import SlotLayout
 from tiercheck.protocol.version import History, Version
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.config import SidecarConfig
+from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.fetch import Dial
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import Identity, dial
@@ -163,19 +162,11 @@ class Station:
         with self.vault.pin(seal.rank, seal.version, tier, seal.kind) as slot, slot.mapped() as view:
             return bytes(view[: seal.digests.size])
 
-    @contextlib.contextmanager
-    def spoiled(self, seal: Seal, tier: Tier, *chunks: int) -> Iterator[None]:
-        """A bit of each of `chunks` of what is held here is flipped, behind the vault's back."""
-        self.flip(seal, tier, *chunks)
-        yield
-        self.flip(seal, tier, *chunks)
-
     def flip(self, seal: Seal, tier: Tier, *chunks: int) -> None:
+        """A bit of each of `chunks` of what is held here turns, behind the vault's back."""
         with self.vault.pin(seal.rank, seal.version, tier, seal.kind) as slot, open(slot.path, "r+b") as file:
             for chunk in chunks:
-                file.seek(
-                    (chunk * seal.digests.chunk + seal.digests.size) // 2 if chunk == 0 else chunk * seal.digests.chunk
-                )
+                file.seek(chunk * seal.digests.chunk + length_of(seal.digests, chunk) - 1)
                 octet = file.read(1)
                 file.seek(-1, os.SEEK_CUR)
                 file.write(bytes([octet[0] ^ 4]))
