@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from tiercheck.protocol.directive import Directive, Phase, Tier
+from tiercheck.protocol.artifact import Artifact, Kind, Share
+from tiercheck.protocol.chain import chain_to
+from tiercheck.protocol.directive import DeltaMode, Directive, ParityGroup, Phase, Source, Tier
 from tiercheck.protocol.report import (
+    Counters,
     Holding,
     MemoryReport,
     Quarantined,
@@ -52,7 +55,7 @@ START = 1_800_000_000.0
 
 
 def make_spec(**changes: object) -> JobSpec:
-    """A job of four workers with one copy, a snapshot every two steps and no remote tier."""
+    """A job of four workers with one copy, a snapshot every two steps, no deltas and no remote tier."""
     spec = JobSpec(
         workers=4,
         procs_per_worker=1,
@@ -70,6 +73,7 @@ def make_spec(**changes: object) -> JobSpec:
         restore_step=None,
         max_restarts=10,
         ttl_seconds=None,
+        delta=DeltaMode.NONE,
     )
     return replace(spec, **changes)  # type: ignore[arg-type]
 
@@ -87,6 +91,10 @@ class Sidecar:
     directive: Directive | None = None
     own: set[Version] = field(default_factory=set)
     hosted: dict[int, set[Version]] = field(default_factory=dict)
+    own_deltas: set[Version] = field(default_factory=set)
+    hosted_deltas: dict[int, set[Version]] = field(default_factory=dict)
+    blocks: set[tuple[Share, Version, Kind]] = field(default_factory=set)
+    captured_deltas: int = 0
     restore: RestoreReport = field(default_factory=lambda: RestoreReport(RestoreState.IDLE, None))
     trainer: TrainerReport = field(default_factory=lambda: TrainerReport(TrainerState.WAITING))
     quarantined: tuple[Quarantined, ...] = ()
@@ -118,6 +126,7 @@ class Sidecar:
             step = version.step if version else 0
             self.trainer = TrainerReport(TrainerState.RUNNING, started_at=self.world.now, step=None)
             self.world.position[self.pod] = step
+            self._replay(version)
         if directive.phase is Phase.FINISH:
             self.world.finished(self.pod)
 
@@ -127,36 +136,59 @@ class Sidecar:
             return
         version = directive.restore.version
         assert directive.history.accepts(version), "told to restore what the history does not accept"
-        failures = []
-        for entry in directive.restore.ranks:
-            for source in entry.sources:
-                if self._has(source.tier, source.peer.worker if source.peer else None, entry.rank, version, failures):
-                    self.own.add(version)
-                    peer = source.peer.worker if source.peer else None
-                    self.restore = RestoreReport(
-                        RestoreState.READY, version, (RankRestore(entry.rank, source.tier, peer, 1, 0.1),)
-                    )
-                    return
-        self.restore = RestoreReport(
-            RestoreState.FAILED, version, (RankRestore(self.worker, None, None, 0, 0.1, tuple(failures)),)
-        )
+        ranks = tuple(self._bring_back(entry.rank, entry.sources, version) for entry in directive.restore.ranks)
+        state = RestoreState.FAILED if any(rank.tier is None for rank in ranks) else RestoreState.READY
+        self.restore = RestoreReport(state, version, ranks)
 
-    def _has(self, tier: Tier, peer: int | None, rank: int, version: Version, failures: list[str]) -> bool:
-        world = self.world
-        if tier is Tier.LOCAL:
-            return version in self.own
-        if tier is Tier.REMOTE:
-            failures.append("remote")
-            return world.remote_up and version in world.remote and version not in world.bad_remote
-        holder = world.live_sidecar(peer)
-        if holder is None or version not in holder.hosted.get(rank, set()):
-            failures.append(f"worker {peer} has no copy")
-            return False
-        if (peer, rank, version) in world.bad_copies:
-            failures.append("digest mismatch")
-            self.quarantined = (*self.quarantined, Quarantined(rank, version, peer or 0, "digest mismatch"))
-            return False
-        return True
+    def _bring_back(self, rank: int, sources: tuple[Source, ...], version: Version) -> RankRestore:
+        """The shortest chain of what the sources really have; a copy found bad is reported, and another one used."""
+        assert self.directive is not None
+        failures: list[str] = []
+        while True:
+            found: dict[Artifact, Source] = {}
+            for source in sources:
+                for artifact in self.world.offered(source, rank, self):
+                    found.setdefault(artifact, source)
+            snapshots = {artifact.version for artifact in found if artifact.kind is Kind.SNAPSHOT}
+            deltas = {artifact.version for artifact in found if artifact.kind is Kind.DELTA}
+            chain = chain_to(version, snapshots, deltas, self.directive.history)
+            if chain is None:
+                return RankRestore(rank, None, None, 0, 0.1, (*failures, "no source has a chain"))
+            wanted = [Artifact(rank, chain.base), *(Artifact(rank, delta, Kind.DELTA) for delta in chain.deltas)]
+            used = [found[artifact] for artifact in wanted]
+            bad = next(
+                (
+                    (artifact, source.peer.worker)
+                    for artifact, source in zip(wanted, used, strict=True)
+                    if source.peer is not None
+                    and (source.peer.worker, rank, artifact.version) in self.world.bad_copies
+                    and artifact.kind is Kind.SNAPSHOT
+                ),
+                None,
+            )
+            if bad is not None:
+                artifact, worker = bad
+                failures.append("digest mismatch")
+                self.quarantined = (*self.quarantined, Quarantined(rank, artifact.version, worker, "digest mismatch"))
+                sources = tuple(source for source in sources if source.peer is None or source.peer.worker != worker)
+                continue
+            self.own.add(chain.base)
+            self.own_deltas |= set(chain.deltas)
+            tier = max((source.tier for source in used), key=list(Tier).index)
+            peer = next((source.peer.worker for source in used if source.peer is not None), None)
+            rebuilt = used[0].parity is not None
+            return RankRestore(rank, tier, peer, 1, 0.1, tuple(failures), deltas=len(chain.deltas), rebuilt=rebuilt)
+
+    def _replay(self, version: Version | None) -> None:
+        """The rank loads the snapshot and replays the deltas; if a hash differs it says so and ends."""
+        for rank in self.restore.ranks:
+            for bad in sorted(self.world.bad_replays):
+                if version is not None and bad[0] == rank.rank and -rank.deltas < bad[1].step - version.step <= 0:
+                    entry = Quarantined(rank.rank, bad[1], self.worker, "hash differs", Kind.DELTA, everywhere=True)
+                    self.quarantined = (*self.quarantined, entry)
+                    self.trainer = TrainerReport(
+                        TrainerState.FAILED, 1, "Crashed", "replay", ended_at=self.world.now, started_at=self.world.now
+                    )
 
     def report(self) -> Report:
         world = self.world
@@ -166,6 +198,16 @@ class Sidecar:
         holdings = [Holding(self.worker, version, Tier.LOCAL, 1) for version in sorted(self.own)]
         holdings += [
             Holding(rank, version, Tier.PEER, 1) for rank, held in self.hosted.items() for version in sorted(held)
+        ]
+        holdings += [Holding(self.worker, version, Tier.LOCAL, 1, Kind.DELTA) for version in sorted(self.own_deltas)]
+        holdings += [
+            Holding(rank, version, Tier.PEER, 1, Kind.DELTA)
+            for rank, held in self.hosted_deltas.items()
+            for version in sorted(held)
+        ]
+        holdings += [
+            Holding(share.ranks[0], version, Tier.PEER, 1, kind, share)
+            for share, version, kind in sorted(self.blocks, key=repr)
         ]
         remote = world.job.spec.remote is not None
         return Report(
@@ -187,6 +229,7 @@ class Sidecar:
             watermarks=Watermarks(peer=world.committed, remote=max(world.remote, default=None)),
             memory=MemoryReport(1, 0, 0),
             quarantined=self.quarantined,
+            counters=Counters(deltas=self.captured_deltas),
         )  # fmt: skip
 
 
@@ -213,6 +256,13 @@ class World:
         self.remote: set[Version] = set()
         self.bad_remote: set[Version] = set()
         self.bad_copies: set[tuple[int, int, Version]] = set()
+        """(holder, rank, version of a snapshot)."""
+        self.bad_replays: set[tuple[int, Version]] = set()
+        """(rank, version of a delta): its replay gives another state than was recorded."""
+        self.skipped: set[tuple[int, int]] = set()
+        """(worker, step): deltas that are not taken."""
+        self.poisoned: set[int] = set()
+        """Attempts whose loss is not finite any more."""
         self.remote_up = True
         self.committed: Version | None = None
         self.position: dict[str, int] = {}
@@ -345,6 +395,47 @@ class World:
         pod = self.pods.get(uid)
         return pod is None or pod.node in self.dead_nodes
 
+    def offered(self, source: Source, rank: int, asking: Sidecar) -> list[Artifact]:
+        """What a sidecar finds at a source when it asks there."""
+        if source.tier is Tier.REMOTE:
+            versions = self.remote - self.bad_remote if self.remote_up else set()
+            return [Artifact(rank, version) for version in sorted(versions)]
+        if source.parity is not None:
+            return self.rebuildable(source.parity, rank)
+        worker = asking.worker if source.tier is Tier.LOCAL else source.peer.worker if source.peer else None
+        holder = asking if source.tier is Tier.LOCAL else self.live_sidecar(worker)
+        if holder is None:
+            return []
+        own = source.tier is Tier.LOCAL
+        snapshots = holder.own if own else holder.hosted.get(rank, set())
+        deltas = holder.own_deltas if own else holder.hosted_deltas.get(rank, set())
+        return [
+            *(Artifact(rank, version) for version in sorted(snapshots)),
+            *(Artifact(rank, version, Kind.DELTA) for version in sorted(deltas)),
+        ]
+
+    def rebuildable(self, group: ParityGroup, rank: int) -> list[Artifact]:
+        """What the group's blocks and the other members give of the rank. One rank per worker."""
+        ranks = tuple(peer.worker for peer in group.members)
+        keepers = [self.live_sidecar(peer.worker) for peer in group.holders]
+        blocks = {
+            (version, kind, share.index)
+            for index, keeper in enumerate(keepers)
+            if keeper is not None
+            for share, version, kind in keeper.blocks
+            if share == Share(index, ranks)
+        }
+        found = []
+        for version, kind in sorted({(version, kind) for version, kind, _ in blocks}):
+            there = sum((version, kind, index) in blocks for index in range(len(keepers)))
+            for other in ranks:
+                sidecar = self.live_sidecar(other)
+                if other != rank and sidecar is not None:
+                    there += version in (sidecar.own if kind is Kind.SNAPSHOT else sidecar.own_deltas)
+            if there >= len(ranks):
+                found.append(Artifact(rank, version, kind))
+        return found
+
     # Faults
 
     def kill_node(self, name: str) -> None:
@@ -412,7 +503,13 @@ class World:
             s.trainer = replace(s.trainer, step=step, first_step_at=first, step_seconds=1.0)
             if step >= self.total_steps:
                 s.trainer = replace(s.trainer, state=TrainerState.SUCCEEDED, exit_code=0)
-        if step % self.job.spec.snapshot_every == 0:
+        if attempt in self.poisoned:
+            for s in team.values():
+                s.trainer = replace(s.trainer, not_finite=s.trainer.not_finite + 1)
+            return
+        if self.job.spec.delta is not DeltaMode.NONE:
+            self._delta(team, Version(step, attempt))
+        if step % (self.job.spec.snapshot_every or 4) == 0:
             self._snapshot(team, Version(step, attempt))
 
     def _snapshot(self, team: dict[int, Sidecar], version: Version) -> None:
@@ -421,13 +518,53 @@ class World:
             for holder in sidecar.directive.holders if sidecar.directive else ():
                 if holder.worker in team:
                     team[holder.worker].hosted.setdefault(sidecar.worker, set()).add(version)
+        self._fold(team, version, Kind.SNAPSHOT)
         self.committed = version
-        for sidecar in team.values():
-            sidecar.own = {v for v in sidecar.own if v.step >= version.step - 2}
-            sidecar.hosted = {r: {v for v in vs if v.step >= version.step - 2} for r, vs in sidecar.hosted.items()}
+        self._free(team, version.step - (self.job.spec.snapshot_every or 4))
         remote = self.job.spec.remote
         if remote is not None and version.step % remote["everySteps"] == 0 and self.remote_up:
             self.remote = set(sorted({*self.remote, version})[-remote["keep"] :])
+
+    def _delta(self, team: dict[int, Sidecar], version: Version) -> None:
+        for sidecar in team.values():
+            if (sidecar.worker, version.step) in self.skipped:
+                continue
+            sidecar.own_deltas.add(version)
+            sidecar.captured_deltas += 1
+            for holder in sidecar.directive.holders if sidecar.directive else ():
+                if holder.worker in team:
+                    team[holder.worker].hosted_deltas.setdefault(sidecar.worker, set()).add(version)
+        self._fold(team, version, Kind.DELTA)
+
+    def _fold(self, team: dict[int, Sidecar], version: Version, kind: Kind) -> None:
+        """A block is complete when every member's artifact is in it."""
+        for sidecar in team.values():
+            for group in sidecar.directive.folded if sidecar.directive else ():
+                members = [team[peer.worker] for peer in group.members if peer.worker in team]
+                complete = all(version in (m.own if kind is Kind.SNAPSHOT else m.own_deltas) for m in members)
+                if complete and len(members) == len(group.members):
+                    index = [peer.worker for peer in group.holders].index(sidecar.worker)
+                    share = Share(index, tuple(peer.worker for peer in group.members))
+                    sidecar.blocks.add((share, version, kind))
+
+    def _free(self, team: dict[int, Sidecar], floor: int) -> None:
+        """What lies before the snapshot at step `floor`, and what is kept by a placement that is over."""
+        for sidecar in team.values():
+            directive = sidecar.directive
+            assert directive is not None
+            hosted = {peer.worker for peer in directive.hosted}
+            shares = {tuple(peer.worker for peer in group.members) for group in directive.folded}
+            sidecar.own = {v for v in sidecar.own if v.step >= floor}
+            sidecar.own_deltas = {v for v in sidecar.own_deltas if v.step > floor}
+            sidecar.hosted = {r: {v for v in vs if v.step >= floor} for r, vs in sidecar.hosted.items() if r in hosted}
+            sidecar.hosted_deltas = {
+                r: {v for v in vs if v.step > floor} for r, vs in sidecar.hosted_deltas.items() if r in hosted
+            }
+            sidecar.blocks = {
+                (share, v, kind)
+                for share, v, kind in sidecar.blocks
+                if share.ranks in shares and v.step >= floor + (kind is Kind.DELTA)
+            }
 
     def poll(self) -> None:
         """The operator's long polls."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planning.clusters import racks
+from tiercheck.protocol.artifact import Artifact, Kind, Share
+from tiercheck.protocol.chain import chain_to, rebuildable
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import History, Version
+from tiercheck_operator.planning.code_group import CodeGroup
 from tiercheck_operator.planning.recovery import (
+    Artifacts,
     Inventory,
     Missing,
     Recover,
@@ -23,7 +28,6 @@ from tiercheck_operator.planning.recovery import (
     StartFresh,
     Wait,
     decide_recovery,
-    sources_for,
 )
 
 NO_REMOTE = RemoteInventory(configured=False)
@@ -35,8 +39,13 @@ def peer(worker: int) -> SourceChoice:
     return SourceChoice(Tier.PEER, worker)
 
 
-def steps(*numbers: int, attempt: int = 1) -> set[Version]:
+def versions_of(*numbers: int, attempt: int = 1) -> set[Version]:
     return {Version(number, attempt) for number in numbers}
+
+
+def steps(*snapshots: int, deltas: Iterable[int] = (), attempt: int = 1) -> Artifacts:
+    """What one place holds of a rank."""
+    return Artifacts(versions_of(*snapshots, attempt=attempt), versions_of(*deltas, attempt=attempt))
 
 
 def situation(*inventories: Inventory, ranks: int, **more: object) -> Situation:
@@ -49,10 +58,12 @@ def situation(*inventories: Inventory, ranks: int, **more: object) -> Situation:
 
 versions = st.builds(Version, st.integers(1, 8), st.integers(1, 3))
 held = st.frozensets(versions, max_size=5)
+artifacts = st.builds(Artifacts, held, held)
 
 
 @st.composite
 def situations(draw: st.DrawFn) -> Situation:
+    """Up to four workers of one or two ranks that hold anything of themselves and of others, and blocks of any parity group."""
     workers = draw(st.integers(1, 4))
     per_worker = draw(st.integers(1, 2))
     ranks = workers * per_worker
@@ -60,11 +71,16 @@ def situations(draw: st.DrawFn) -> Situation:
     for attempt, base in enumerate(draw(st.lists(st.integers(0, 8), max_size=3)), start=1):
         history = history.after(attempt, base)
     answered = draw(st.sets(st.integers(0, workers - 1)))
+    lanes = draw(st.permutations(range(workers)))[: draw(st.integers(0, workers))]
+    group = tuple(worker * per_worker for worker in lanes)
     inventories = [
         Inventory(
             worker,
-            {rank: draw(held) for rank in range(worker * per_worker, (worker + 1) * per_worker)},
-            {rank: draw(held) for rank in range(ranks) if rank // per_worker != worker and draw(st.booleans())},
+            {rank: draw(artifacts) for rank in range(worker * per_worker, (worker + 1) * per_worker)},
+            {rank: draw(artifacts) for rank in range(ranks) if rank // per_worker != worker and draw(st.booleans())},
+            {Share(draw(st.integers(0, 1)), group): draw(artifacts)}
+            if group and worker not in lanes and draw(st.booleans())
+            else {},
         )
         for worker in sorted(answered)
     ]
@@ -80,33 +96,82 @@ def situations(draw: st.DrawFn) -> Situation:
         step_seconds=draw(st.none() | st.floats(0.01, 100)),
         last_step=draw(st.none() | st.integers(0, 12)),
         target_step=draw(st.none() | st.integers(1, 8)),
+        bad=draw(st.sets(st.builds(Artifact, st.integers(0, ranks - 1), versions, st.sampled_from(Kind)), max_size=2)),
     )
 
 
-def rebuildable(job: Situation) -> set[Version]:
-    """By brute force: the intersection over ranks of what any source holds."""
-    sets = []
-    for rank in range(job.ranks):
-        found = set(job.remote.versions) if job.remote.configured and job.remote.reachable else set()
-        for inventory in job.inventories:
-            found |= set(inventory.own.get(rank, ())) | set(inventory.hosted.get(rank, ()))
-        sets.append(found)
-    return {version for version in set.intersection(*sets) if job.history.accepts(version)}
+def home(job: Situation, rank: int) -> int:
+    return rank // job.ranks_per_worker
 
 
-def holds(job: Situation, rank: int, source: SourceChoice, version: Version) -> bool:
-    home = rank // job.ranks_per_worker
-    if source.tier is Tier.REMOTE:
-        return bool(job.remote.configured and job.remote.reachable and version in job.remote.versions)
-    if source.tier is Tier.LOCAL:
-        return any(i.worker == home and version in i.own.get(rank, ()) for i in job.inventories)
-    return any(i.worker == source.worker != home and version in i.hosted.get(rank, ()) for i in job.inventories)
+def at(job: Situation, place: SourceChoice, artifact: Artifact) -> bool:
+    """By definition: whether that place alone can give the artifact."""
+    rank, version = artifact.rank, artifact.version
+    if artifact in job.bad:
+        return False
+    if place.tier is Tier.REMOTE:
+        return artifact.kind is Kind.SNAPSHOT and version in job.remote.usable
+    if place.group is not None:
+        return by_parity(job, artifact)
+    worker = home(job, rank) if place.tier is Tier.LOCAL else place.worker
+    if place.tier is Tier.PEER and worker == home(job, rank):
+        return False
+    return any(
+        version in of_kind(table[rank], artifact.kind)
+        for inventory in job.inventories
+        if inventory.worker == worker
+        for table in (inventory.own, inventory.hosted)
+        if rank in table
+    )
+
+
+def of_kind(held_there: Artifacts, kind: Kind) -> set[Version]:
+    return set(held_there.snapshots if kind is Kind.SNAPSHOT else held_there.deltas)
+
+
+def by_parity(job: Situation, artifact: Artifact) -> bool:
+    """If the rank had nothing: its group's other members that hold their own, and distinct blocks, make as many as the group has."""
+    shares = {share for inventory in job.inventories for share in inventory.blocks if artifact.rank in share.ranks}
+    for ranks in {share.ranks for share in shares}:
+        indices = {
+            share.index
+            for inventory in job.inventories
+            for share, block in inventory.blocks.items()
+            if share.ranks == ranks and artifact.version in of_kind(block, artifact.kind)
+        }
+        others = [replace(artifact, rank=rank) for rank in ranks if rank != artifact.rank]
+        if len(indices) + sum(at(job, LOCAL, other) for other in others) >= len(ranks) and indices:
+            return True
+    return False
+
+
+PARITY = SourceChoice(Tier.PEER, group=CodeGroup((), ()))
+"""Any group."""
+
+
+def held_by(job: Situation, rank: int, places: Iterable[SourceChoice]) -> tuple[set[Version], set[Version]]:
+    every = [Version(step, attempt) for step in range(1, 9) for attempt in range(1, 4)]
+    snapshots, deltas = (
+        {version for version in every if any(at(job, place, Artifact(rank, version, kind)) for place in places)}
+        for kind in (Kind.SNAPSHOT, Kind.DELTA)
+    )
+    return snapshots, deltas
+
+
+def everywhere(job: Situation) -> list[SourceChoice]:
+    return [LOCAL, PARITY, REMOTE, *(peer(inventory.worker) for inventory in job.inventories)]
+
+
+def possible_versions(job: Situation) -> set[Version]:
+    """By brute force: the intersection over ranks of what the union of all places leads to."""
+    sets = [rebuildable(*held_by(job, rank, everywhere(job)), job.history) for rank in range(job.ranks)]
+    return set(frozenset.intersection(*sets))
 
 
 @given(situations())
 @settings(deadline=None, max_examples=300)
 def test_decision_is_one_that_brute_force_agrees_with(job: Situation) -> None:
-    possible = rebuildable(job)
+    possible = possible_versions(job)
     if job.target_step is not None:
         possible = {version for version in possible if version.step == job.target_step}
     decision = decide_recovery(job)
@@ -129,29 +194,51 @@ def test_decision_is_one_that_brute_force_agrees_with(job: Situation) -> None:
             assert maybe
 
 
+def nearest(job: Situation, rank: int, version: Version) -> Tier:
+    """The farthest tier that the rank needs, by definition."""
+    memory = [place for place in everywhere(job) if place is not REMOTE]
+    for tier, places in ((Tier.LOCAL, [LOCAL]), (Tier.PEER, memory)):
+        if chain_to(version, *held_by(job, rank, places), job.history):
+            return tier
+    return Tier.REMOTE
+
+
 @given(situations())
 @settings(deadline=None, max_examples=300)
-def test_every_named_source_holds_the_version_and_the_nearest_comes_first(job: Situation) -> None:
+def test_named_sources_are_those_that_hold_something_of_the_chain_and_the_nearest_comes_first(job: Situation) -> None:
     decision = decide_recovery(job)
     if not isinstance(decision, Recover):
         return
     assert sorted(decision.sources) == list(range(job.ranks))
     order = [Tier.LOCAL, Tier.PEER, Tier.REMOTE]
     for rank, sources in decision.sources.items():
-        assert sources
-        assert all(holds(job, rank, source, decision.version) for source in sources)
         assert len(set(sources)) == len(sources)
         tiers = [order.index(source.tier) for source in sources]
         assert tiers == sorted(tiers)
         if job.distance is not None:
-            far = [job.distance(rank // job.ranks_per_worker, s.worker) for s in sources if s.worker is not None]
+            far = [job.distance(home(job, rank), s.worker) for s in sources if s.worker is not None]
             assert far == sorted(far)
-        # None is left out either.
-        everyone = [LOCAL, REMOTE, *(peer(inventory.worker) for inventory in job.inventories)]
-        assert set(sources) == {source for source in everyone if holds(job, rank, source, decision.version)}
-    assert sum(decision.tier_counts.values()) == job.ranks
+        # Together they lead to the version, and none that has a part in it is left out.
+        assert decision.version in rebuildable(*held_by(job, rank, sources), job.history)
+        snapshots, deltas = held_by(job, rank, everywhere(job))
+        wanted = of_any_chain(job, rank, decision.version, snapshots, deltas)
+        named = {PARITY if source.group is not None else source for source in sources}
+        assert named == {place for place in everywhere(job) if any(at(job, place, artifact) for artifact in wanted)}
     for tier, count in decision.tier_counts.items():
-        assert count == sum(sources[0].tier is tier for sources in decision.sources.values())
+        assert count == sum(nearest(job, rank, decision.version) is tier for rank in range(job.ranks))
+    assert sum(decision.tier_counts.values()) == job.ranks
+
+
+def of_any_chain(
+    job: Situation, rank: int, version: Version, snapshots: set[Version], deltas: set[Version]
+) -> set[Artifact]:
+    wanted: set[Artifact] = set()
+    for base in snapshots:
+        chain = chain_to(version, {base}, deltas, job.history)
+        if chain is not None:
+            wanted.add(Artifact(rank, chain.base))
+            wanted |= {Artifact(rank, delta, Kind.DELTA) for delta in chain.deltas}
+    return wanted
 
 
 @given(situations())
@@ -159,17 +246,11 @@ def test_every_named_source_holds_the_version_and_the_nearest_comes_first(job: S
 def test_restarted_operator_finds_the_same_sources_for_the_decided_version(job: Situation) -> None:
     decision = decide_recovery(job)
     for version in {Version(1, 1), Version(5, 2)} | ({decision.version} if isinstance(decision, Recover) else set()):
-        again = sources_for(
-            version,
-            ranks=job.ranks,
-            ranks_per_worker=job.ranks_per_worker,
-            inventories=job.inventories,
-            remote=job.remote,
-            distance=job.distance,
-        )
-        everyone = [LOCAL, REMOTE, *(peer(inventory.worker) for inventory in job.inventories)]
+        again = job.stock.sources(version, job.distance)
         lacking = tuple(
-            rank for rank in range(job.ranks) if not any(holds(job, rank, source, version) for source in everyone)
+            rank
+            for rank in range(job.ranks)
+            if chain_to(version, *held_by(job, rank, everywhere(job)), job.history) is None
         )
         assert (again == Missing(lacking)) if lacking else not isinstance(again, Missing)
         if isinstance(decision, Recover) and version == decision.version:
@@ -187,7 +268,7 @@ def test_lost_workers_rank_comes_from_its_peer_and_the_reason_says_so() -> None:
     job = situation(
         Inventory(0, {0: steps(40, 50)}),
         Inventory(1, {1: steps(40, 50)}, {2: steps(40)}),
-        Inventory(2, {2: set()}),
+        Inventory(2, {2: steps()}),
         ranks=3,
         last_step=52,
     )
@@ -224,7 +305,7 @@ def test_abandoned_history_is_not_restored_even_if_it_is_newer() -> None:
 
 
 def test_memory_is_used_while_the_remote_tier_is_unreachable() -> None:
-    remote = RemoteInventory(True, False, steps(60))
+    remote = RemoteInventory(True, False, versions_of(60))
     decision = decide_recovery(situation(Inventory(0, {0: steps(50)}), ranks=1, remote=remote))
     assert isinstance(decision, Recover)
     assert decision.sources == {0: (LOCAL,)}
@@ -257,7 +338,7 @@ def test_first_attempt_starts_at_once_without_asking_the_remote_tier() -> None:
 
 
 def test_loss_of_all_memory_comes_back_from_the_remote_tier() -> None:
-    remote = RemoteInventory(True, True, steps(20, 40))
+    remote = RemoteInventory(True, True, versions_of(20, 40))
     decision = decide_recovery(situation(Inventory(0), Inventory(1), ranks=2, remote=remote, last_step=45))
     assert isinstance(decision, Recover)
     assert decision.version == Version(40, 1)
@@ -266,14 +347,14 @@ def test_loss_of_all_memory_comes_back_from_the_remote_tier() -> None:
 
 
 def test_rank_without_copy_is_mixed_in_from_the_remote_tier() -> None:
-    remote = RemoteInventory(True, True, steps(40))
+    remote = RemoteInventory(True, True, versions_of(40))
     decision = decide_recovery(situation(Inventory(0, {0: steps(40)}), Inventory(1), ranks=2, remote=remote))
     assert isinstance(decision, Recover)
     assert decision.sources == {0: (LOCAL, REMOTE), 1: (REMOTE,)}
 
 
 def test_older_version_in_memory_wins_when_the_newer_one_takes_longer_to_fetch_than_to_train() -> None:
-    remote = RemoteInventory(True, True, steps(41))
+    remote = RemoteInventory(True, True, versions_of(41))
     job = situation(
         Inventory(0, {0: steps(40)}),
         ranks=1,

@@ -12,8 +12,14 @@ from tiercheck_operator.controller.adoption import adopted_history, last_attempt
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
 from tiercheck_operator.controller.failure_policy import GivenUp, budget_spent, hopeless
-from tiercheck_operator.controller.inventories import inventories, remote_inventory, without_versions
+from tiercheck_operator.controller.inventories import (
+    bad_everywhere,
+    inventories,
+    remote_inventory,
+    without_versions,
+)
 from tiercheck_operator.controller.membership import Membership
+from tiercheck_operator.controller.memory import largest_share, too_small
 from tiercheck_operator.controller.observation import Observation, SavedPlacement
 from tiercheck_operator.controller.placing import Placed, Unplaceable, place_members
 from tiercheck_operator.controller.readiness import (
@@ -31,6 +37,9 @@ from tiercheck_operator.planning.recovery import Recover, Refuse, Situation, Sta
 
 _HISTORY_LIMIT = 1000
 """Branches kept; the schema allows a few more. Versions of older branches were reclaimed long ago."""
+
+_SNAPSHOTS_ONLY = 4
+"""Failed restores after which deltas are left out: versions of one chain would fail one after the other."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,10 @@ def begin_attempt(
     placed = place_members(obs, membership)
     if isinstance(placed, Unplaceable):
         return placed
+    if not obs.job.status.attempt:
+        crowded = too_small(obs.job.spec, largest_share(placed.holders, placed.groups))
+        if crowded:
+            return Unplaceable(conditions.MEMORY_TOO_SMALL, crowded)
     reports = _reports(obs, membership)
     remote = remote_inventory(obs.job.spec, reports)
     status = obs.job.status
@@ -109,14 +122,19 @@ def _situation(
         last_step=newest_step(obs.job.status, reports) or None,
         # Later attempts go on from where the job is; the wish was about its beginning.
         target_step=spec.restore_step if first else None,
+        bad=bad_everywhere(reports),
+        groups=placed.groups,
     )
 
 
 def _decided(situation: Situation, recovery: Recovery) -> Outcome:
-    """Without the versions that failed twice, if another one can be had; a failure alone never leads to a fresh start."""
+    """Without the versions that failed twice, if another one can be had, and after many failures without deltas; a failure
+    alone never leads to a fresh start.
+    """
     hopeless_ones = {version for version, times in Counter(recovery.failed_versions).items() if times > 1}
     if hopeless_ones:
-        outcome = decide_recovery(without_versions(situation, hopeless_ones))
+        deltas = len(recovery.failed_versions) < _SNAPSHOTS_ONLY
+        outcome = decide_recovery(without_versions(situation, hopeless_ones, deltas=deltas))
         if isinstance(outcome, Recover):
             return outcome
     return decide_recovery(situation)
@@ -137,14 +155,14 @@ def _next_status(
     cause = Cause.parse(recovery.cause)
     before = newest_step(status, _reports(obs, membership))
     accepted = history.after(number, step)
-    in_place = cause in (Cause.TRAINER_CRASH, Cause.RESTORE_FAILED)
+    in_place = cause in (Cause.TRAINER_CRASH, Cause.RESTORE_FAILED, Cause.DIVERGED)
     return replace(
         status,
         attempt=number,
         members=members_digest(membership.members),
         history=History(accepted.branches[-_HISTORY_LIMIT:]),
-        crashes=status.crashes + (cause is Cause.TRAINER_CRASH),
-        disruptions=status.disruptions + (cause is not Cause.TRAINER_CRASH and not cause.planned),
+        crashes=status.crashes + cause.own_fault,
+        disruptions=status.disruptions + (not cause.own_fault and not cause.planned),
         step=None if isinstance(outcome, StartFresh) else status.step or step or None,
         placement=placed.record,
         # With pods lost, what memory held is no longer complete; the coordinator will say when it is again.

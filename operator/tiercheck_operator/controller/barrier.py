@@ -14,10 +14,12 @@ from tiercheck.protocol.report import Report, RestoreState, TrainerState
 from tiercheck_operator.controller.actions import Push
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import build_directives, settled_sources
-from tiercheck_operator.controller.inventories import inventories, remote_inventory, to_sources
-from tiercheck_operator.controller.observation import Observation, PodView
+from tiercheck_operator.controller.inventories import bad_everywhere, inventories, remote_inventory, to_sources
+from tiercheck_operator.controller.observation import Observation, PodView, SavedPlacement
+from tiercheck_operator.controller.placing import distance_between
 from tiercheck_operator.controller.record import JobRecord, Recovery, rfc3339
-from tiercheck_operator.planning.inventory import Missing, sources_for
+from tiercheck_operator.planning.inventory import Missing
+from tiercheck_operator.planning.stock import Stock
 
 _FIRST_STEP_PATIENCE = 600.0
 """Seconds after which a recovery counts as ended although no step was reported: not every script reports steps."""
@@ -83,12 +85,12 @@ def pushes(
     obs: Observation,
     status: JobRecord,
     members: Mapping[int, PodView],
-    holders: Mapping[int, tuple[int, ...]],
+    placement: SavedPlacement | None,
     phase: Phase,
 ) -> list[Push]:
     """A directive for every sidecar that has answered and follows another one."""
     directives = build_directives(
-        obs, status, members, holders, phase=phase, sources=_sources(obs, status, members, holders, phase)
+        obs, status, members, placement, phase=phase, sources=_sources(obs, status, members, placement, phase)
     )
     return [
         Push(members[worker].uid, directive)
@@ -106,23 +108,26 @@ def _sources(
     obs: Observation,
     status: JobRecord,
     members: Mapping[int, PodView],
-    holders: Mapping[int, tuple[int, ...]],
+    placement: SavedPlacement | None,
     phase: Phase,
 ) -> Mapping[int, tuple[Source, ...]]:
     version, spec = status.restored_version, obs.job.spec
     if version is None:
         return {}
-    settled = settled_sources(spec, members, holders)
+    settled = settled_sources(spec, members, placement)
     if phase is not Phase.HOLD:
         return settled
     reports = [report for report in (obs.report(pod) for pod in members.values()) if report is not None]
-    found = sources_for(
-        version,
-        ranks=spec.workers * spec.procs_per_worker,
-        ranks_per_worker=spec.procs_per_worker,
-        inventories=inventories(reports),
-        remote=remote_inventory(spec, reports),
+    stock = Stock(
+        spec.workers * spec.procs_per_worker,
+        spec.procs_per_worker,
+        status.history,
+        inventories(reports),
+        remote_inventory(spec, reports),
+        bad=bad_everywhere(reports),
+        groups=placement.groups if placement is not None else (),
     )
+    found = stock.sources(version, distance_between(obs, members))
     # With no source left for some rank, the places where it ought to be are still worth a try.
     return settled if isinstance(found, Missing) else to_sources(found, members)
 
@@ -141,10 +146,10 @@ def _ended(
 
 def _summary(obs: Observation, recovery: Recovery, reports: Mapping[int, Report], first_step: float) -> dict[str, Any]:
     tiers = {tier.value: 0 for tier in Tier}
-    for report in reports.values():
-        for rank in report.restore.ranks:
-            if rank.tier is not None:
-                tiers[rank.tier.value] += 1
+    ranks = [rank for report in reports.values() for rank in report.restore.ranks]
+    for rank in ranks:
+        if rank.tier is not None:
+            tiers[rank.tier.value] += 1
     restored = recovery.restored_at or obs.now
     return {
         "attempt": recovery.attempt,
@@ -152,6 +157,8 @@ def _summary(obs: Observation, recovery: Recovery, reports: Mapping[int, Report]
         "message": recovery.message,
         "reason": recovery.reason,
         "tiers": tiers,
+        "deltas": max((rank.deltas for rank in ranks), default=0),
+        "rebuilt": sum(rank.rebuilt for rank in ranks),
         "step": recovery.step,
         "lostSteps": recovery.lost_steps,
         "detectSeconds": round(max(0.0, recovery.detected_at - recovery.failed_at), 3),

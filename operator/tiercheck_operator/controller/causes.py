@@ -8,10 +8,12 @@ from enum import Enum
 class Cause(str, Enum):
     """`status.recovery.cause`. Later members explain earlier ones."""
 
-    RESTORE_FAILED = "RestoreFailed"
-    """A rank could not be brought to the version of the attempt."""
+    DIVERGED = "Diverged"
+    """The sanity gate refused failurePolicy.rollbackAfterNonFinite steps in a row: the job goes back to the last good version."""
     TRAINER_CRASH = "TrainerCrash"
-    """A training command failed and nothing else explains it. Only this spends failurePolicy.maxRestarts."""
+    """A training command failed and nothing else explains it."""
+    RESTORE_FAILED = "RestoreFailed"
+    """A rank could not be brought to the version of the attempt. Explains the exit of its training command."""
     POD_DELETED = "PodDeleted"
     SIDECAR_SILENT = "SidecarSilent"
     """A pod's sidecar stopped answering. Explains the deletion that follows, which is ours."""
@@ -35,9 +37,14 @@ class Cause(str, Enum):
         """Nothing failed: the job only starts."""
         return self in (Cause.RESUMED, Cause.FIRST_START, Cause.SUSPENDING)
 
+    @property
+    def own_fault(self) -> bool:
+        """Training itself is to blame: this spends failurePolicy.maxRestarts."""
+        return self in (Cause.TRAINER_CRASH, Cause.DIVERGED)
+
     @staticmethod
     def parse(text: str) -> Cause:
-        """Of a status; what an older version wrote counts as a restore that failed, the weakest cause."""
+        """Of a status; a word that we do not know counts as a restore that failed, which is nobody's fault."""
         try:
             return Cause(text)
         except ValueError:

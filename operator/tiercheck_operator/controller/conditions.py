@@ -16,6 +16,8 @@ COMPLETED = "Completed"
 """Training succeeded on every worker."""
 FAILED = "Failed"
 """The job was given up."""
+DELTAS_ACTIVE = "DeltasActive"
+"""Every step is kept for the price of a delta."""
 
 # Placed
 ALL_PLACED = "AllPlaced"
@@ -37,6 +39,9 @@ INVALID_TEMPLATE = "InvalidTemplate"
 INVALID_SPEC = "InvalidSpec"
 """Another part of the spec cannot be used; the message says what to change."""
 
+MEMORY_TOO_SMALL = "MemoryTooSmall"
+"""The memory volumes cannot hold the slots. Under Placed: the job does not start. Under Protected: snapshots are skipped."""
+
 # Protected
 COPIES_COMPLETE = "CopiesComplete"
 """A complete version lies in the tiers, and holders are as wanted."""
@@ -45,9 +50,17 @@ WAITING_FOR_FIRST_VERSION = "WaitingForFirstVersion"
 UNPROTECTED_WORKERS = "UnprotectedWorkers"
 """Some workers have no holder in another domain."""
 NO_COPIES = "NoCopies"
-"""tiers.peer.copies is 0."""
+"""There are neither copies nor parity."""
 REMOTE_UNREACHABLE = "RemoteUnreachable"
 """The remote tier does not answer or refuses; the message says what to do."""
+
+# DeltasActive
+EVERY_STEP = "EveryStep"
+"""Every worker takes a delta at every step."""
+DELTAS_TURNED_OFF = "TurnedOff"
+"""checkpoint.delta.mode is None: snapshots only."""
+DELTAS_OFF = "DeltasOff"
+"""Some worker takes no deltas although the job wants them; the message is its reason."""
 
 # Restoring
 SETTLING = "Settling"

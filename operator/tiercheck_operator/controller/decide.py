@@ -27,6 +27,7 @@ from tiercheck_operator.controller.events import notices
 from tiercheck_operator.controller.failure_policy import GivenUp
 from tiercheck_operator.controller.finish import after_finish, finished
 from tiercheck_operator.controller.membership import Membership, find_members, replacements
+from tiercheck_operator.controller.memory import equal_share, too_small
 from tiercheck_operator.controller.observation import Observation, PodView, SavedPlacement
 from tiercheck_operator.controller.placing import Unplaceable, place_members
 from tiercheck_operator.controller.readiness import waiting_for_pods
@@ -79,6 +80,10 @@ def _suspended(obs: Observation) -> Decision:
 
 
 def _kept_running(obs: Observation) -> Decision:
+    crowded = too_small(obs.job.spec, equal_share(obs.job.spec)) if not obs.job.status.attempt else ""
+    if crowded:
+        refusal = Finding(conditions.MEMORY_TOO_SMALL, crowded)
+        return _concluded(obs, obs.job.status, Findings(unplaced=refusal, waiting=refusal))
     membership = find_members(obs)
     before, put_off = replacements(obs, membership)
     before = [*_belongings(obs), *before]
@@ -142,9 +147,9 @@ def _attempt_driven(
         findings = replace(findings, waiting=_no_trainers(members, absent))
     if all_succeeded(obs, status, members):
         findings = replace(findings, completed=True)
-        after = list(pushes(obs, status, members, saved.holders(), Phase.FINISH))
+        after = list(pushes(obs, status, members, saved, Phase.FINISH))
         return _concluded(obs, status, findings, reports=reports, before=before, after=after, wake=wake)
-    after = list(pushes(obs, status, members, saved.holders(), wanted_phase(status)))
+    after = list(pushes(obs, status, members, saved, wanted_phase(status)))
     return _concluded(obs, status, findings, reports=reports, before=before, after=after, wake=wake)
 
 

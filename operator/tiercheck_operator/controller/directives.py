@@ -7,11 +7,22 @@ import hashlib
 import zlib
 from collections.abc import Mapping
 
-from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, RankSources, Restore, Source, Tier
+from tiercheck.protocol.directive import (
+    Directive,
+    ParityGroup,
+    Peer,
+    Phase,
+    Policy,
+    RankSources,
+    Restore,
+    Source,
+    Tier,
+)
 from tiercheck.protocol.encoding import to_json
-from tiercheck_operator.controller.observation import JobSpec, Observation, PodView
+from tiercheck_operator.controller.inventories import parity_group
+from tiercheck_operator.controller.observation import JobSpec, Observation, PodView, SavedPlacement
 from tiercheck_operator.controller.record import JobRecord
-from tiercheck_operator.manifests.quantity import parse_quantity
+from tiercheck_operator.manifests.quantity import parse_duration, parse_quantity
 
 _FIRST_PORT, _PORTS = 20000, 10000
 
@@ -29,12 +40,16 @@ def master_port(job_uid: str, attempt: int) -> int:
 
 def policy(spec: JobSpec) -> Policy:
     remote = spec.remote or {}
-    bandwidth = remote.get("bandwidth")
+    bandwidth, age = remote.get("bandwidth"), remote.get("keepFor")
     return Policy(
         snapshot_every=spec.snapshot_every,
         remote_every=int(remote.get("everySteps") or 500),
         remote_keep=int(remote.get("keep") or 5),
         remote_bandwidth=None if bandwidth is None else parse_quantity(bandwidth),
+        remote_keep_seconds=None if age is None else parse_duration(age),
+        peer_bandwidth=spec.peer_bandwidth,
+        delta=spec.delta,
+        sanity_gate=spec.sanity_gate,
     )
 
 
@@ -42,19 +57,27 @@ def build_directives(
     obs: Observation,
     status: JobRecord,
     members: Mapping[int, PodView],
-    holders: Mapping[int, tuple[int, ...]],
+    placement: SavedPlacement | None,
     *,
     phase: Phase,
     sources: Mapping[int, tuple[Source, ...]],
 ) -> dict[int, Directive]:
     """By worker. `sources` are those of each rank, nearest first. For Hold and Release `members` must be
-    complete and have addresses; Finish goes to whoever is left."""
+    complete and have addresses, and there must be a `placement`; Finish goes to whoever is left."""
     spec, uid = obs.job.spec, obs.job.uid
     hosts = {worker: pod.ip or "" for worker, pod in members.items()}
+    holders = {} if placement is None else placement.holders()
+    groups = [parity_group(group, members) for group in placement.groups] if placement is not None else []
+    coded = [group for group in groups if group is not None]
+    group_of = {peer.worker: group for group in coded for peer in group.members}
     hosted: dict[int, list[int]] = {}
     for worker, keepers in sorted(holders.items()):
         for keeper in keepers:
             hosted.setdefault(keeper, []).append(worker)
+    folded: dict[int, list[ParityGroup]] = {}
+    for group in coded:
+        for peer in group.holders:
+            folded.setdefault(peer.worker, []).append(group)
     directives = {}
     for worker in sorted(members):
         version = status.restored_version
@@ -76,17 +99,21 @@ def build_directives(
             coordinator=Peer(0, hosts.get(0, "")),
             master_host=hosts.get(0, ""),
             master_port=master_port(uid, status.attempt),
+            parity=group_of.get(worker),
+            folded=tuple(folded.get(worker, ())),
         )
         directives[worker] = dataclasses.replace(directive, revision=_revision(directive))
     return directives
 
 
 def settled_sources(
-    spec: JobSpec, members: Mapping[int, PodView], holders: Mapping[int, tuple[int, ...]]
+    spec: JobSpec, members: Mapping[int, PodView], placement: SavedPlacement | None
 ) -> dict[int, tuple[Source, ...]]:
     """Where a released attempt's version may still be found: by placement, so that the directive does not change with
     every snapshot that is taken or freed."""
     found = {}
+    holders = {} if placement is None else placement.holders()
+    groups = {worker: group for group in (placement.groups if placement else ()) for worker in group.members}
     for worker in members:
         sources = [Source(Tier.LOCAL)]
         sources += [
@@ -94,6 +121,9 @@ def settled_sources(
             for keeper in holders.get(worker, ())
             if keeper in members
         ]
+        group = parity_group(groups[worker], members) if worker in groups else None
+        if group is not None:
+            sources.append(Source(Tier.PEER, parity=group))
         if spec.remote is not None:
             sources.append(Source(Tier.REMOTE))
         for rank in range(worker * spec.procs_per_worker, (worker + 1) * spec.procs_per_worker):

@@ -55,6 +55,9 @@ def _told(known: Recovery, recovery: Recovery) -> bool:
 def _recovered(record: JobRecord) -> str:
     summary = record.last_recovery or {}
     tiers = ", ".join(f"{count} from {tier}" for tier, count in (summary.get("tiers") or {}).items() if count)
+    parts = [f"{summary['rebuilt']} of them rebuilt from parity"] if summary.get("rebuilt") else []
+    parts += [f"up to {summary['deltas']} deltas replayed"] if summary.get("deltas") else []
+    tiers = "; ".join([tiers, *parts])
     return (
         f"attempt {summary.get('attempt')} after {summary.get('cause')}: back at step {summary.get('step')} "
         f"({tiers or 'from scratch'}), {summary.get('lostSteps')} steps lost, {summary.get('totalSeconds')} s in all"

@@ -42,10 +42,10 @@ def hopeless(obs: Observation, membership: Membership) -> GivenUp | None:
 
 def budget_spent(obs: Observation, recovery: Recovery) -> GivenUp | None:
     """Asked once it is certain that the crash is a crash. Disruptions never lead here: they are not the job's fault."""
-    if Cause.parse(recovery.cause) is not Cause.TRAINER_CRASH or obs.job.status.crashes < obs.job.spec.max_restarts:
+    if not Cause.parse(recovery.cause).own_fault or obs.job.status.crashes < obs.job.spec.max_restarts:
         return None
     return GivenUp(
         conditions.MAX_RESTARTS_EXCEEDED,
-        f"{recovery.message.rstrip('.')}. It had been restarted {obs.job.status.crashes} times after a crash, and "
+        f"{recovery.message.rstrip('.')}. It had been restarted {obs.job.status.crashes} times after training failed, and "
         f"failurePolicy.maxRestarts is {obs.job.spec.max_restarts}.",
     )

@@ -32,7 +32,7 @@ def after_finish(obs: Observation) -> Decision:
         elif not pod.deleting:
             wake = max(1.0, ended + limit - now)
     members = {pod.worker: pod for pod in live if pod.ip and not pod.deleting}
-    after: list[Action] = list(pushes(obs, status, members, {}, Phase.FINISH)) if members and status.attempt else []
+    after: list[Action] = list(pushes(obs, status, members, None, Phase.FINISH)) if members and status.attempt else []
     ttl = obs.job.spec.ttl_seconds
     if ttl is not None:
         left = ended + ttl - now

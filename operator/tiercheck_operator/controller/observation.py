@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Report
 from tiercheck_operator.controller.record import JobRecord
+from tiercheck_operator.planning.code_group import CodeGroup
 
 ANNOTATION_AVOIDED = "tiercheck.io/avoided-nodes"
 """On pods: the nodes that the pod was told to stay away from, so that it can be freed from them when they are well."""
@@ -51,13 +53,23 @@ class JobSpec:
     copies: int
     spread_level: str | None
     spread_required: bool
-    snapshot_every: int
+    snapshot_every: int | None
+    """None: chosen from the sizes."""
     remote: Mapping[str, Any] | None
     """`spec.tiers.remote` as it is; None: no remote tier."""
     restore_step: int | None
     """`spec.restore.from.step`; None: the latest."""
     max_restarts: int
     ttl_seconds: float | None
+    parity: tuple[int, int] | None = None
+    """`spec.tiers.peer.parity` as (data, parity), in place of copies; None: copies."""
+    peer_bandwidth: int | None = None
+    delta: DeltaMode = DeltaMode.AUTO
+    sanity_gate: bool = True
+    state_size: int | None = None
+    """Bytes of one rank's snapshot, as far as the user knows before the job starts."""
+    rollback_after: int | None = None
+    """Steps in a row that the sanity gate may refuse before the job goes back; None: it never does for that."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +152,8 @@ class SavedPlacement:
 
     attempt: int
     members: tuple[SavedMember, ...]
+    groups: tuple[CodeGroup, ...] = ()
+    """With parity in place of copies."""
 
     def holders(self) -> dict[int, tuple[int, ...]]:
         return {member.worker: member.holders for member in self.members}

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from tiercheck.protocol import names
+from tiercheck.protocol.directive import DeltaMode
 from tiercheck_operator.controller.observation import ANNOTATION_AVOIDED, JobSpec, JobView, NodeView, PodView
 from tiercheck_operator.controller.record import parse_record
+from tiercheck_operator.manifests.quantity import parse_quantity
 
 _LOST_TAINTS = {
     "node.kubernetes.io/unreachable",
@@ -49,7 +51,9 @@ def _spec(raw: Mapping[str, Any]) -> JobSpec:
     spread = peer.get("spread") or {}
     topology = raw.get("topology") or {}
     levels = topology.get("levels")
-    snapshot = (raw.get("checkpoint") or {}).get("snapshot") or {}
+    checkpoint = raw.get("checkpoint") or {}
+    parity, policy = peer.get("parity"), raw.get("failurePolicy") or {}
+    copies = 0 if parity else _or(peer.get("copies"), 1 if int(raw["workers"]) > 1 else 0)
     wanted = (raw.get("restore") or {}).get("from")
     ttl = raw.get("ttlSecondsAfterFinished")
     return JobSpec(
@@ -61,15 +65,29 @@ def _spec(raw: Mapping[str, Any]) -> JobSpec:
         topology_preset=topology.get("preset"),
         topology_levels=tuple(levels) if levels else None,
         size_limit=str(local.get("sizeLimit") or "8Gi"),
-        copies=int(_or(peer.get("copies"), 1 if int(raw["workers"]) > 1 else 0)),
+        copies=int(copies),
         spread_level=spread.get("level"),
         spread_required=spread.get("mode") == "Required",
-        snapshot_every=int(snapshot.get("everySteps") or 50),
+        snapshot_every=_int((checkpoint.get("snapshot") or {}).get("everySteps")),
         remote=remote if remote.get("s3") or remote.get("directory") else None,
         restore_step=int(wanted["step"]) if isinstance(wanted, Mapping) and wanted.get("step") is not None else None,
-        max_restarts=int(_or((raw.get("failurePolicy") or {}).get("maxRestarts"), 10)),
+        max_restarts=int(_or(policy.get("maxRestarts"), 10)),
         ttl_seconds=None if ttl is None else float(ttl),
+        parity=(int(parity["data"]), int(parity["parity"])) if parity else None,
+        peer_bandwidth=_bytes(peer.get("bandwidth")),
+        delta=DeltaMode((checkpoint.get("delta") or {}).get("mode") or DeltaMode.AUTO),
+        sanity_gate=checkpoint.get("sanityGate") != "Off",
+        state_size=_bytes(checkpoint.get("stateSize")),
+        rollback_after=_int(policy.get("rollbackAfterNonFinite")),
     )
+
+
+def _int(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+def _bytes(value: Any) -> int | None:
+    return None if value is None else parse_quantity(value)
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tiercheck.protocol.report import Report
+from tiercheck.protocol.sizing import LONGEST_CADENCE
+from tiercheck.protocol.version import Version
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.actions import Probe
 from tiercheck_operator.controller.causes import Cause
@@ -14,6 +17,8 @@ from tiercheck_operator.controller.record import Recovery
 
 _LONGEST_BACK_OFF = 60
 """Seconds; how the kubelet holds back a container that keeps failing, only sooner and shorter."""
+_EXPLAINED = 8
+"""Restores that may fail in a row without a pause, each because another copy turned out to be bad."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +89,19 @@ def retrying(obs: Observation, recovery: Recovery) -> Waiting | None:
     if Cause.parse(recovery.cause) is not Cause.RESTORE_FAILED or obs.job.status.recovery is None:
         return None
     reports = [known.report for known in obs.reports.values() if known.report is not None]
-    if len(recovery.failed_versions) < 2:
+    times, tried = len(recovery.failed_versions), obs.job.status.restored_version
+    if times < 2 or tried is None:
         return None
-    tried = obs.job.status.restored_version
-    if tried is None or any(entry.version == tried for report in reports for entry in report.quarantined):
+    current = [report for report in reports if report.attempt == obs.job.status.attempt]
+    if times < _EXPLAINED and any(_explains(report, tried) for report in current):
         return None
     left = recovery.detected_at + obs.patience.retry - obs.now
     return Waiting(conditions.RETRYING, recovery.message, wake_after=left) if left > 0 else None
+
+
+def _explains(report: Report, tried: Version) -> bool:
+    """Whether a copy that the restore of `tried` may have needed was found bad."""
+    return any(tried.step - LONGEST_CADENCE <= entry.version.step <= tried.step for entry in report.quarantined)
 
 
 def _answered(obs: Observation, pod: PodView, since: float) -> bool:

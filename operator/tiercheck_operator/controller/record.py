@@ -70,6 +70,25 @@ class PlacementRecord:
 
 
 @dataclass(frozen=True)
+class CheckpointRecord:
+    """What is saved. `snapshot_every`: steps, 0 if not decided yet. `deltas`: "EveryStep", "Off", or empty if not known yet."""
+
+    snapshot_every: int = 0
+    deltas: str = ""
+    deltas_reason: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryRecord:
+    """Bytes of the worker that needs most."""
+
+    needed: int
+    limit: int
+    local: int
+    peer: int
+
+
+@dataclass(frozen=True)
 class JobRecord:
     observed_generation: int = 0
     attempt: int = 0
@@ -82,6 +101,8 @@ class JobRecord:
     step_seconds: float | None = None
     tiers: Mapping[str, TierRecord] = field(default_factory=dict)
     placement: PlacementRecord | None = None
+    checkpoint: CheckpointRecord | None = None
+    memory: MemoryRecord | None = None
     recovery: Recovery | None = None
     last_recovery: Mapping[str, Any] | None = None
     """As in the API: nothing is decided by it."""
@@ -116,6 +137,7 @@ def parse_record(raw: Mapping[str, Any]) -> JobRecord:
     """Of `status` as the API gives it."""
     restarts, progress = raw.get("restarts") or {}, raw.get("progress") or {}
     placement, recovery = raw.get("placement"), raw.get("recovery")
+    checkpoint, memory = raw.get("checkpoint"), raw.get("memory")
     return JobRecord(
         observed_generation=int(raw.get("observedGeneration") or 0),
         attempt=int(raw.get("attempt") or 0),
@@ -136,6 +158,14 @@ def parse_record(raw: Mapping[str, Any]) -> JobRecord:
             spread_achieved=str(placement.get("spreadAchieved") or ""),
             tolerates=tuple(placement.get("tolerates") or ()),
             unprotected_workers=int(placement.get("unprotectedWorkers") or 0),
+        ),
+        checkpoint=None if not checkpoint else CheckpointRecord(
+            snapshot_every=int(checkpoint.get("snapshotEverySteps") or 0),
+            deltas=str(checkpoint.get("deltas") or ""),
+            deltas_reason=str(checkpoint.get("deltasReason") or ""),
+        ),
+        memory=None if not memory else MemoryRecord(
+            *(int(memory.get(name) or 0) for name in ("neededBytes", "limitBytes", "localBytes", "peerBytes"))
         ),
         recovery=None if not recovery else _parse_recovery(recovery),
         last_recovery=raw.get("lastRecovery") or None,
@@ -167,6 +197,17 @@ def render_record(record: JobRecord) -> dict[str, Any]:
             "tolerates": list(record.placement.tolerates),
             "tolerance": ", ".join(record.placement.tolerates) or "nothing",
             "unprotectedWorkers": record.placement.unprotected_workers,
+        },
+        "checkpoint": None if record.checkpoint is None else _present({
+            "snapshotEverySteps": record.checkpoint.snapshot_every or None,
+            "deltas": record.checkpoint.deltas or None,
+            "deltasReason": record.checkpoint.deltas_reason or None,
+        }) or None,
+        "memory": None if record.memory is None else {
+            "neededBytes": record.memory.needed,
+            "limitBytes": record.memory.limit,
+            "localBytes": record.memory.local,
+            "peerBytes": record.memory.peer,
         },
         "recovery": None if record.recovery is None else _render_recovery(record.recovery),
         "lastRecovery": record.last_recovery,

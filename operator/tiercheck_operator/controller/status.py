@@ -9,8 +9,10 @@ from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.causes import Cause
+from tiercheck_operator.controller.memory import equal_share, forecast, largest_share, measured
 from tiercheck_operator.controller.observation import Observation
-from tiercheck_operator.controller.record import Condition, JobRecord, TierRecord, rfc3339
+from tiercheck_operator.controller.record import Condition, JobRecord, MemoryRecord, TierRecord, rfc3339
+from tiercheck_operator.controller.saving import EVERY_STEP, TURNED_OFF, saved
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Findings:
 def derive_status(obs: Observation, record: JobRecord, findings: Findings, reports: Mapping[int, Report]) -> JobRecord:
     """`record` with everything that follows from it. `reports`: those of the current attempt, by worker."""
     record = _progress(obs, record, reports)
+    record = replace(record, checkpoint=saved(obs, record, reports), memory=_memory(obs, record, reports))
     record = replace(
         record,
         observed_generation=obs.job.generation,
@@ -55,6 +58,7 @@ def derive_status(obs: Observation, record: JobRecord, findings: Findings, repor
     wanted = [
         _placed(obs, findings),
         _ended_protection(record, findings) or _protected(obs, record, reports),
+        _deltas_active(record, findings),
         *_restoring_and_running(record, findings),
         _suspended(obs, findings),
         _outcome(conditions.COMPLETED, Finding(conditions.ALL_SUCCEEDED, "training succeeded on every worker"))
@@ -136,6 +140,8 @@ def _protected(obs: Observation, record: JobRecord, reports: Mapping[int, Report
 def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> Finding | None:
     for worker in sorted(reports):
         for problem in reports[worker].problems:
+            if problem.reason == conditions.DELTAS_OFF:
+                continue  # copies are as good as ever; DeltasActive tells it
             return Finding(problem.reason, f"worker {worker}: {problem.message}")
     unreachable = [
         report for report in reports.values() if report.remote.configured and report.remote.reachable is False
@@ -146,20 +152,53 @@ def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report])
             f"{unreachable[0].remote.message or 'the remote tier does not answer.'} "
             "Training goes on; check spec.tiers.remote and its credentials.",
         )
-    if obs.job.spec.copies == 0:
+    if not _placed_for_others(obs):
         return Finding(
             conditions.NO_COPIES,
-            "tiers.peer.copies is 0: the loss of a pod goes back to the remote tier, if there is one",
+            "tiers.peer has neither copies nor parity: the loss of a pod goes back to the remote tier, if there is one",
         )
     if record.placement is not None and record.placement.unprotected_workers:
         return Finding(
             conditions.UNPROTECTED_WORKERS,
-            f"{record.placement.unprotected_workers} workers have no copy on another node. "
+            f"{record.placement.unprotected_workers} workers have no copy or parity on other nodes. "
             "Add nodes, or spread the workers over more of them.",
         )
     if "peer" not in record.tiers:
         return Finding(conditions.WAITING_FOR_FIRST_VERSION, "no snapshot is complete on its holders yet")
     return None
+
+
+def _placed_for_others(obs: Observation) -> bool:
+    """By the placement, because a change of the spec takes effect with the next attempt."""
+    placement = obs.placement
+    if placement is None:
+        return obs.job.spec.copies > 0 or obs.job.spec.parity is not None
+    return bool(placement.groups) or any(placement.holders().values())
+
+
+def _memory(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> MemoryRecord | None:
+    known = measured(reports.values())
+    if known is not None or (record.memory is not None and record.attempt):
+        return known or record.memory
+    placement = obs.placement
+    share = equal_share(obs.job.spec) if placement is None else largest_share(placement.holders(), placement.groups)
+    return forecast(obs.job.spec, share)
+
+
+def _deltas_active(record: JobRecord, findings: Findings) -> Condition | None:
+    known = record.checkpoint
+    if known is None or not known.deltas:
+        return None
+    if findings.completed or findings.failed is not None or findings.suspended:
+        reason = conditions.SUSPEND_REQUESTED if findings.suspended else conditions.ENDED
+        return _condition(conditions.DELTAS_ACTIVE, False, Finding(reason, "nothing is trained"))
+    if known.deltas == EVERY_STEP:
+        return _condition(
+            conditions.DELTAS_ACTIVE, True, Finding(conditions.EVERY_STEP, "a delta is taken at every step")
+        )
+    off = known.deltas_reason == TURNED_OFF
+    reason = conditions.DELTAS_TURNED_OFF if off else conditions.DELTAS_OFF
+    return _condition(conditions.DELTAS_ACTIVE, False, Finding(reason, known.deltas_reason))
 
 
 def _restoring_and_running(record: JobRecord, findings: Findings) -> list[Condition]:

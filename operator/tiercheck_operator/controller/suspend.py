@@ -34,7 +34,7 @@ def suspend(obs: Observation) -> tuple[JobRecord, list[Action], list[Action]]:
             if lost or not pod.deleting:
                 before.append(DeletePod(pod.name, pod.uid, force=lost))
     members = {pod.worker: pod for pod in left if pod.ip and not pod.deleting}
-    after: list[Action] = list(pushes(obs, status, members, {}, Phase.FINISH)) if members and status.attempt else []
+    after: list[Action] = list(pushes(obs, status, members, None, Phase.FINISH)) if members and status.attempt else []
     return status, before, after
 
 

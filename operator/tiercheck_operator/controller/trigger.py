@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tiercheck.protocol.report import Report, RestoreState
+from tiercheck.protocol.report import Report, RestoreState, TrainerState
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
 from tiercheck_operator.controller.membership import Loss, Membership, trainer_failed
@@ -32,6 +32,9 @@ def find_trigger(obs: Observation, membership: Membership) -> Trigger | None:
     complete = not membership.missing(obs.job.spec.workers)
     if not complete or members_digest(membership.members) != status.members:
         return _lost_members(obs, membership)
+    mismatch = replay_mismatch(obs, membership)
+    if mismatch is not None:
+        return mismatch
     failed = failed_trainers(obs, membership)
     if failed:
         first = failed[0]
@@ -46,6 +49,49 @@ def find_trigger(obs: Observation, membership: Membership) -> Trigger | None:
                     f"worker {worker} could not restore {report.restore.version}: {why}"[:1000],
                     None,
                 )
+    return _diverged(obs, membership)
+
+
+def replay_mismatch(obs: Observation, membership: Membership) -> Trigger | None:
+    """A rank that replayed its chain and did not get the state that was recorded; its command ends, and that is no crash.
+
+    Only chains of the current attempt count: what was found bad before was not chosen again.
+    """
+    version = obs.job.status.restored_version
+    if obs.job.status.recovery is None or version is None:
+        return None
+    for worker in sorted(membership.members):
+        report = obs.report(membership.members[worker])
+        if report is None or report.attempt != obs.job.status.attempt or report.restore.version != version:
+            continue
+        for rank in report.restore.ranks:
+            for bad in report.quarantined:
+                if bad.everywhere and bad.rank == rank.rank and -rank.deltas < bad.version.step - version.step <= 0:
+                    return Trigger(
+                        Cause.RESTORE_FAILED,
+                        f"worker {worker} could not restore {version}: replaying the {bad.kind.value} of step "
+                        f"{bad.version.step} on rank {bad.rank} did not give the recorded state: {bad.reason}"[:1000],
+                        report.trainer.ended_at,
+                    )
+    return None
+
+
+def _diverged(obs: Observation, membership: Membership) -> Trigger | None:
+    """Too many steps in a row that the sanity gate refused. Nothing of them was kept, so the newest version is a good one."""
+    limit, status = obs.job.spec.rollback_after, obs.job.status
+    if limit is None or (status.recovery is not None and status.recovery.released_at is None):
+        return None
+    for worker in sorted(membership.members):
+        report = obs.report(membership.members[worker])
+        if report is None or report.attempt != status.attempt or report.trainer.state is not TrainerState.RUNNING:
+            continue
+        if report.trainer.not_finite >= limit:
+            return Trigger(
+                Cause.DIVERGED,
+                f"loss, gradient or state of worker {worker} was not finite for {report.trainer.not_finite} steps in a row, up to "
+                f"step {report.trainer.step}; failurePolicy.rollbackAfterNonFinite is {limit}",
+                None,
+            )
     return None
 
 

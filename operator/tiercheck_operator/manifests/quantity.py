@@ -1,4 +1,4 @@
-"""Kubernetes quantities as whole bytes: limits are added up before they are written into a pod."""
+"""Kubernetes quantities as whole bytes, and durations as seconds: limits are added up before they are written into a pod."""
 
 from __future__ import annotations
 
@@ -12,6 +12,18 @@ _FACTOR: dict[str, Decimal | int] = {
     "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60,
 }  # fmt: skip
 _PATTERN = re.compile(r"([0-9.]+)(?:[eE]([+-]?[0-9]+))?([a-zA-Z]*)")
+
+
+_SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
+_DURATION = re.compile(r"([0-9]+)([dhms])")
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of a duration such as 72h, 7d or 1h30m. Raises ValueError if it is none."""
+    stripped = str(text).strip()
+    if not re.fullmatch(f"({_DURATION.pattern})+", stripped):
+        raise ValueError(f"not a duration: {text!r}")
+    return sum(int(number) * _SECONDS[unit] for number, unit in _DURATION.findall(stripped))
 
 
 def parse_quantity(text: str | int) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from tiercheck_operator.planning.bounds import bound
 from tiercheck_operator.planning.build import build
+from tiercheck_operator.planning.code_group import CodeGroup
 from tiercheck_operator.planning.goals import cost
 from tiercheck_operator.planning.ground import Ground, WorkerSite
 from tiercheck_operator.planning.tolerance import tolerated
@@ -56,6 +57,8 @@ class Placement:
     """Short, and the same for the same holders."""
     reason: str
     """What was achieved and, if that is less than asked for, which bound is to blame."""
+    groups: tuple[CodeGroup, ...] = ()
+    """With parity in place of copies; then there are no `holders`."""
 
     def hosted(self, worker: int) -> tuple[int, ...]:
         """The workers whose copies `worker` keeps."""

@@ -1,8 +1,8 @@
 """Decides what a job comes back to after a failure: which version, from where for each rank, and why.
 
-The version is found by set intersection: it must be held for *every* rank. The minimum of each rank's newest would be
-wrong, for {8, 10} and {8, 9} it names 9, which nobody can rebuild. And nothing is started afresh while a committed
-version may still turn up: then the answer is to wait.
+A version counts if *every* rank can rebuild it, from a snapshot and the deltas after it, wherever these lie. The minimum of each
+rank's newest would be wrong: of snapshots {8, 10} and {8, 9} it names 9, which nobody can rebuild. And nothing is started
+afresh while a committed version may still turn up: then the answer is to wait.
 """
 
 from __future__ import annotations
@@ -10,20 +10,23 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import History, Version
+from tiercheck_operator.planning.code_group import CodeGroup
 from tiercheck_operator.planning.inventory import (
+    Artifacts,
     Distance,
-    Held,
     Inventory,
     Missing,
     RemoteInventory,
     SourceChoice,
     Sources,
-    sources_for,
 )
+from tiercheck_operator.planning.stock import Stock
 
 __all__ = [
+    "Artifacts",
     "Decision",
     "Inventory",
     "Missing",
@@ -37,7 +40,6 @@ __all__ = [
     "StartFresh",
     "Wait",
     "decide_recovery",
-    "sources_for",
 ]
 
 
@@ -69,6 +71,23 @@ class Situation:
     restore_seconds: RestoreSeconds = field(default_factory=RestoreSeconds)
     target_step: int | None = None
     """`spec.restore.from.step`: come back to exactly this step."""
+    bad: Collection[Artifact] = ()
+    """Artifacts that are useless wherever they lie."""
+    groups: Sequence[CodeGroup] = ()
+    """The parity groups of the placement."""
+
+    @property
+    def stock(self) -> Stock:
+        """Everything that can be rebuilt from."""
+        return Stock(
+            self.ranks,
+            self.ranks_per_worker,
+            self.history,
+            self.inventories,
+            self.remote,
+            bad=self.bad,
+            groups=self.groups,
+        )
 
 
 @dataclass(frozen=True)
@@ -78,7 +97,7 @@ class Recover:
     version: Version
     sources: Sources
     tier_counts: Mapping[Tier, int]
-    """Ranks by the tier of their nearest source; tiers without ranks are left out."""
+    """Ranks by the farthest tier that their nearest chain needs; tiers without ranks are left out."""
     lost_steps: int
     reason: str
 
@@ -114,29 +133,22 @@ def decide_recovery(situation: Situation) -> Decision:
     """
     if situation.ranks < 1 or situation.ranks_per_worker < 1 or situation.ranks % situation.ranks_per_worker:
         raise ValueError("ranks must be a positive multiple of ranks_per_worker")
-    held = Held.collect(situation.ranks, situation.ranks_per_worker, situation.inventories)
-    accepts = situation.history.accepts
-    seen = sorted(version for version in {*held.anywhere, *situation.remote.usable} if accepts(version))
-    rebuildable = [version for version in seen if _farthest_tier(version, held, situation) is not None]
+    stock = situation.stock
+    rebuildable = [version for version in stock.versions if stock.farthest_tier(version) is not None]
     if situation.target_step is not None:
         rebuildable = [version for version in rebuildable if version.step == situation.target_step]
     if not rebuildable:
-        return _without_version(situation, held, seen)
-    newest_step = max(situation.last_step or 0, seen[-1].step)
+        return _without_version(situation, stock)
+    newest_step = max(situation.last_step or 0, stock.versions[-1].step)
     # Newest first, so that of two versions that cost the same the newer one is taken.
-    chosen = min(reversed(rebuildable), key=lambda version: _expected_loss(version, newest_step, held, situation))
-    sources = sources_for(
-        chosen,
-        ranks=situation.ranks,
-        ranks_per_worker=situation.ranks_per_worker,
-        inventories=situation.inventories,
-        remote=situation.remote,
-        distance=situation.distance,
-    )
+    chosen = min(reversed(rebuildable), key=lambda version: _expected_loss(version, newest_step, stock, situation))
+    sources = stock.sources(chosen, situation.distance)
     assert not isinstance(sources, Missing)
     counts = {tier: 0 for tier in Tier}
-    for choices in sources.values():
-        counts[choices[0].tier] += 1
+    for rank in range(situation.ranks):
+        tier = stock.tier_of(rank, chosen)
+        assert tier is not None
+        counts[tier] += 1
     tier_counts = {tier: count for tier, count in counts.items() if count}
     return Recover(
         version=chosen,
@@ -146,24 +158,15 @@ def decide_recovery(situation: Situation) -> Decision:
         reason="; ".join(
             [
                 *_why(chosen, rebuildable, tier_counts, situation),
-                *_incomplete([version for version in seen if version > chosen], held, situation),
+                *_incomplete([version for version in stock.versions if version > chosen], stock),
             ]
         ),
     )
 
 
-def _farthest_tier(version: Version, held: Held, situation: Situation) -> Tier | None:
-    """The tier that the worst-off rank needs; None if the version cannot be rebuilt."""
-    if len(held.own.get(version, ())) == situation.ranks:
-        return Tier.LOCAL
-    if len(held.anywhere.get(version, ())) == situation.ranks:
-        return Tier.PEER
-    return Tier.REMOTE if version in situation.remote.usable else None
-
-
-def _expected_loss(version: Version, newest_step: int, held: Held, situation: Situation) -> float:
+def _expected_loss(version: Version, newest_step: int, stock: Stock, situation: Situation) -> float:
     """Seconds until training is back where it was. Without a step time every step counts more than any restore."""
-    tier = _farthest_tier(version, held, situation)
+    tier = stock.farthest_tier(version)
     estimate = situation.restore_seconds
     restore = {Tier.LOCAL: estimate.local, Tier.PEER: estimate.peer, Tier.REMOTE: estimate.remote}
     assert tier is not None
@@ -173,12 +176,12 @@ def _expected_loss(version: Version, newest_step: int, held: Held, situation: Si
     return lost * situation.step_seconds + restore[tier]
 
 
-def _without_version(situation: Situation, held: Held, seen: Sequence[Version]) -> Decision:
+def _without_version(situation: Situation, stock: Stock) -> Decision:
     asked = situation.target_step
     what = "no version" if asked is None else f"step {asked}"
     if not situation.history.branches and asked is None:
         return StartFresh("the job has not trained before, so there is nothing to come back to")
-    incomplete = _incomplete(seen, held, situation)
+    incomplete = _incomplete(stock.versions, stock)
     detail = f"; {'; '.join(incomplete)}" if incomplete else ""
     if situation.remote.undecided:
         state = "has not been tried yet" if situation.remote.reachable is None else "is unreachable"
@@ -218,16 +221,19 @@ def _why(
     return sentences
 
 
-def _incomplete(versions: Sequence[Version], held: Held, situation: Situation) -> list[str]:
+def _incomplete(versions: Sequence[Version], stock: Stock) -> list[str]:
     """Why the newest of `versions` cannot be rebuilt, one clause each, newest first."""
     clauses = []
     for version in reversed(versions):
-        if _farthest_tier(version, held, situation) is not None:
+        lacking = stock.lacking(version)
+        if not lacking:
             continue
-        found = held.anywhere.get(version, frozenset())
-        lacking = [rank for rank in range(situation.ranks) if rank not in found]
-        verb = "has" if len(lacking) == 1 else "have"
-        clauses.append(f"step {version.step} is incomplete: {_listed('rank', lacking)} {verb} no copy")
+        gaps: dict[str, list[int]] = {}
+        for rank in lacking:
+            gaps.setdefault(stock.gap(rank, version), []).append(rank)
+        gap, ranks = max(gaps.items(), key=lambda item: (len(item[1]), -item[1][0]))
+        verb = gap if len(ranks) == 1 else gap.replace("has ", "have ").replace("lacks ", "lack ")
+        clauses.append(f"step {version.step} is incomplete: {_listed('rank', ranks)} {verb}")
         if len(clauses) == 2:
             break
     return clauses

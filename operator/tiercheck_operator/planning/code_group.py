@@ -1,0 +1,19 @@
+"""A parity group as the planner sees it: whose artifacts are coded together, and who keeps the blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CodeGroup:
+    """Workers by index. Block j of the members' artifacts lies at holders[j]; no holder is a member."""
+
+    members: tuple[int, ...]
+    """In coding order."""
+    holders: tuple[int, ...]
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """All that the group rests on. As many of them as it has holders may be lost at once."""
+        return self.members + self.holders
