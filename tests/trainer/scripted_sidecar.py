@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.encoding import from_json, to_json
 from tiercheck.protocol.local import Hello, Reply, Request, Welcome
+from tiercheck.protocol.version import Version
 
 DEADLINE = 30.0
 Script = Callable[[Request], Reply | None]
@@ -34,7 +37,7 @@ class ScriptedSidecar:
         self._folder = run_dir / "slots"
         self._folder.mkdir(exist_ok=True)
         self._path = run_dir / "sidecar.sock"
-        self._slot_bytes = 0
+        self._slot_bytes = {Kind.SNAPSHOT: 0, Kind.DELTA: 0}
         self._connections: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self.start()
@@ -60,19 +63,33 @@ class ScriptedSidecar:
         self._connections.clear()
         self._threads.clear()
 
-    def asked(self, op: str) -> list[Request]:
-        return [request for request in list(self.requests) if request.op == op]
+    def asked(self, op: str, kind: Kind = Kind.SNAPSHOT) -> list[Request]:
+        return [request for request in list(self.requests) if request.op == op and request.kind is kind]
+
+    def completed(self, kind: Kind) -> dict[int, str]:
+        """Paths of what was handed over, by step."""
+        return {request.step: request.path for request in self.asked("complete", kind)}
+
+    def offer(self, base: int, step: int) -> None:
+        """From now on a rank is welcomed with this chain. What it is made of is frozen here."""
+        snapshots, deltas = self.completed(Kind.SNAPSHOT), self.completed(Kind.DELTA)
+        self.welcome = dataclasses.replace(
+            self.welcome,
+            restore_version=Version(step, self.welcome.attempt),
+            restore_path=snapshots[base],
+            restore_deltas=tuple(deltas[link] for link in range(base + 1, step + 1)),
+        )
 
     def behave(self, request: Request) -> Reply | None:
         """A healthy sidecar."""
         if request.op == "progress":
             return None
         if request.op == "reserve":
-            self._slot_bytes = request.bytes
+            self._slot_bytes = {Kind.SNAPSHOT: request.bytes, Kind.DELTA: request.delta_bytes}
         if request.op == "begin":
-            path = self._folder / f"slot-{request.step}"
+            path = self._folder / f"{request.kind.value}-{request.step}-{len(self.hellos)}"
             with open(path, "wb") as file:
-                file.truncate(self._slot_bytes)
+                file.truncate(self._slot_bytes[request.kind])
             return Reply(True, path=str(path))
         return Reply(True)
 

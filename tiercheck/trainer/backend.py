@@ -1,4 +1,4 @@
-"""Where snapshots go is not the trainer's business: in a cluster to the sidecar, on a laptop to a folder.
+"""Where artifacts go is not the trainer's business: in a cluster to the sidecar, on a laptop to a folder.
 
 Both are one small interface. Its methods are called by the saver's thread, except where stated.
 """
@@ -9,13 +9,15 @@ import logging
 from dataclasses import dataclass
 from typing import Protocol
 
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.version import Version
 
 log = logging.getLogger("tiercheck")
 
 
 class Skipped(Exception):
-    """This snapshot is not taken. `kind` is a CamelCase word; each kind is logged once."""
+    """This artifact is not taken. `kind` is a CamelCase word; each kind is logged once."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -28,21 +30,32 @@ class RestoreError(RuntimeError):
 
 @dataclass(frozen=True)
 class Offer:
-    """A verified slot to restore from."""
+    """Verified slots to restore from: a snapshot, and the deltas to replay on it, in order."""
 
     version: Version
     path: str
+    deltas: tuple[str, ...] = ()
 
 
 class Backend(Protocol):
-    """`patience`: seconds that the barrier waits for a slot to be granted before it gives the snapshot up; None: no limit."""
+    """`patience`: seconds that the barrier waits for a slot to be granted before it gives the artifact up; None: no limit."""
 
     attempt: int
     patience: float | None
 
     @property
     def every(self) -> int:
-        """Steps between snapshots, unless the script says otherwise."""
+        """Steps between snapshots, unless the script says otherwise; 0: not decided yet."""
+        ...
+
+    @property
+    def delta(self) -> DeltaMode:
+        """Whether deltas are wanted."""
+        ...
+
+    @property
+    def sanity_gate(self) -> bool:
+        """Whether what is not finite is refused, unless the script says otherwise."""
         ...
 
     def find(self) -> Offer | None:
@@ -53,19 +66,23 @@ class Backend(Protocol):
         """Training thread: the offer was loaded."""
         ...
 
-    def reserve(self, size: int) -> None:
-        """Slots of `size` bytes will be needed. Raises Skipped."""
+    def mismatch(self, step: int, message: str) -> None:
+        """Training thread, before the first step: the replay of the delta of `step` went wrong. Never raises."""
         ...
 
-    def begin(self, step: int, size: int) -> str:
-        """Path of a file of at least `size` bytes for the snapshot after `step`. Raises Skipped."""
+    def reserve(self, size: int, delta_size: int) -> None:
+        """Slots of `size` bytes will be needed for snapshots, of `delta_size` for deltas (0: none). Raises Skipped."""
         ...
 
-    def complete(self, path: str, step: int, size: int) -> None:
-        """The file is written, state word included. Raises Skipped."""
+    def begin(self, step: int, size: int, kind: Kind) -> str:
+        """Path of a file of at least `size` bytes for the artifact after `step`. Raises Skipped."""
         ...
 
-    def abandon(self, path: str, step: int) -> None:
+    def complete(self, path: str, step: int, size: int, kind: Kind) -> None:
+        """The file is written, state word included; its first `size` bytes are the artifact. Raises Skipped."""
+        ...
+
+    def abandon(self, path: str, step: int, kind: Kind) -> None:
         """The file will not be completed. Never raises."""
         ...
 
@@ -73,8 +90,12 @@ class Backend(Protocol):
         """A snapshot was due after `step` and is not taken, so nobody should wait for it. Never raises."""
         ...
 
-    def progress(self, step: int, loss: float | None, seconds: float | None) -> None:
-        """Training thread: `step` was reached. Never blocks, never raises."""
+    def no_deltas(self, message: str) -> None:
+        """This rank takes no deltas, and why. Never raises."""
+        ...
+
+    def progress(self, step: int, loss: float | None, seconds: float | None, not_finite: int) -> None:
+        """Training thread: `step` was reached, the last `not_finite` of them refused. Never blocks, never raises."""
         ...
 
     def flush(self) -> bool:

@@ -27,6 +27,8 @@ class Entry:
     name: str
     tensor: Tensor
     lazy: bool
+    must_be_finite: bool = False
+    """A parameter, or what the optimizer keeps of it."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def take_inventory(model: nn.Module, optimizers: Sequence[Optimizer]) -> Invento
     facts: dict[str, Any] = {"model_extra": {}, "optimizers": []}
     for key, value, lazy in model_items(model):
         if isinstance(value, Tensor) and not is_extra(key):
-            entries.append(Entry(f"model/{key}", local_shard(value), lazy))
+            entries.append(Entry(f"model/{key}", local_shard(value), lazy, lazy))
         else:
             facts["model_extra"][key] = value
     for index, optimizer in enumerate(optimizers):
@@ -68,7 +70,7 @@ def take_inventory(model: nn.Module, optimizers: Sequence[Optimizer]) -> Invento
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     described[key] = describe(value, parameter, f"optimizer state {name}/{key}")
-                    entries.append(Entry(f"optimizer{index}/{name}/{key}", local_shard(value), True))
+                    entries.append(Entry(f"optimizer{index}/{name}/{key}", local_shard(value), True, True))
                 else:
                     described[key] = {"value": value}
             states[name] = described

@@ -19,6 +19,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,16 +28,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.names import ENV_RUN_DIR
 from tiercheck.protocol.slot import SlotLayout
+from tiercheck.protocol.version import Version
 from tiercheck.trainer import user_state
-from tiercheck.trainer.backend import Backend, RestoreError
+from tiercheck.trainer.backend import Backend, Offer, RestoreError
 from tiercheck.trainer.capture import Entry, NotCapturable, on_cuda, take_inventory
-from tiercheck.trainer.copying import Snapshot
+from tiercheck.trainer.copying import Pending, Snapshot
+from tiercheck.trainer.delta import StoredDelta
+from tiercheck.trainer.deltas import Deltas, innermost
 from tiercheck.trainer.dtypes import dtype_name
 from tiercheck.trainer.folder_backend import FolderBackend
 from tiercheck.trainer.load import load_all
 from tiercheck.trainer.ranks import rank_and_world
+from tiercheck.trainer.replay import Mismatch, Replay
 from tiercheck.trainer.saver import Saver
 from tiercheck.trainer.sidecar_backend import SidecarBackend
 from tiercheck.trainer.slot_file import USER_BLOB, SlotReader
@@ -44,6 +50,9 @@ from tiercheck.trainer.slot_file import USER_BLOB, SlotReader
 log = logging.getLogger("tiercheck")
 
 _CLOSE_SECONDS = 60.0
+_UNDECIDED = 50
+"""Steps between snapshots while the job has not said, without deltas."""
+_UNDECIDED_WITH_DELTAS = 4
 
 
 class Checkpointer:
@@ -53,7 +62,7 @@ class Checkpointer:
     Random number generators (torch, CUDA, python, numpy) are always included.
     `every`: steps between snapshots; None: as the job says, 50 outside a cluster.
     `folder`, `keep`: outside a cluster, where snapshots go and how many complete ones stay.
-    `sanity_gate`: refuse snapshots whose loss, parameters or optimizer state are not finite.
+    `sanity_gate`: refuse what has a loss, gradient, parameter or optimizer state that is not finite; None: as the job says.
 
     Only `optimizer.step` may change parameters; call `step` after the scheduler and everything else has moved.
     No failure to save raises: it is logged once per kind and counted in `skipped`.
@@ -68,7 +77,7 @@ class Checkpointer:
         every: int | None = None,
         folder: Path | str | None = None,
         keep: int = 2,
-        sanity_gate: bool = True,
+        sanity_gate: bool | None = None,
     ) -> None:
         if every is not None and every < 1:
             raise ValueError(f"every must be at least 1, not {every}")
@@ -85,18 +94,27 @@ class Checkpointer:
             else FolderBackend(Path(folder or "checkpoints"), self.rank, self.world_size, keep)
         )
         self._sanity_gate = sanity_gate
-        self._saver = Saver(self._backend, self.rank, self.world_size, sanity_gate=sanity_gate)
+        self._saver = Saver(self._backend, self.rank, self.world_size, gate=lambda: self.sanity_gate)
+        self._deltas = Deltas(model, self._optimizers, self._backend, self._saver)
         self.step_number = 0
         """Optimizer steps done, restored ones included."""
         self._layout: SlotLayout | None = None
         self._signature: tuple[Any, ...] = ()
         self._blob_capacity = 0
+        self._ready: torch.cuda.Event | None = None
         self._last_step_at: float | None = None
         self._step_seconds: float | None = None
         self._restored = False
         self._closed = False
         self._pid = os.getpid()
-        self._hooks = [opt.register_step_pre_hook(self._before_update) for opt in self._optimizers]
+        self._before = [
+            optimizer.register_step_pre_hook(partial(self._before_update, index))
+            for index, optimizer in enumerate(self._optimizers)
+        ]
+        self._after = [
+            optimizer.register_step_post_hook(partial(self._after_update, index))
+            for index, optimizer in enumerate(self._optimizers)
+        ]
         atexit.register(self.close)
 
     @property
@@ -115,9 +133,25 @@ class Checkpointer:
         return self._saver.skipped
 
     @property
+    def deltas(self) -> int:
+        """Deltas handed over complete."""
+        return self._saver.deltas
+
+    @property
+    def deltas_skipped(self) -> int:
+        """Deltas that were wanted but not taken."""
+        return self._saver.deltas_skipped
+
+    @property
     def every(self) -> int:
         """Steps between snapshots."""
-        return self._every or self._backend.every
+        undecided = _UNDECIDED_WITH_DELTAS if self._deltas.active else _UNDECIDED
+        return self._every or self._backend.every or undecided
+
+    @property
+    def sanity_gate(self) -> bool:
+        """Whether what is not finite is refused."""
+        return self._backend.sanity_gate if self._sanity_gate is None else self._sanity_gate
 
     def restore(self) -> int:
         """Load the version to continue from and return its step; 0 is a fresh start. Call it once, before training.
@@ -129,41 +163,38 @@ class Checkpointer:
         inventory = take_inventory(self._model, self._optimizers)
         user_state.unpack(user_state.pack(self._state, inventory.facts))
         offer = self._backend.find()
+        room = 0
         if offer is not None:
-            try:
-                slot = SlotReader.open(offer.path)
-                content = user_state.unpack(slot.user_blob())
-            except (OSError, ValueError, NotCapturable) as error:
-                raise RestoreError(f"{offer.version} cannot be read from {offer.path}: {error}") from error
-            if (slot.header.version, slot.header.rank) != (offer.version, self.rank):
-                raise RestoreError(f"{offer.path} holds {slot.header.version} of rank {slot.header.rank}")
-            load_all(self._model, self._optimizers, slot.tensors(), content["facts"])
-            user_state.put_back(self._state, content)
+            room = self._load(offer)
             self.step_number = offer.version.step
             log.info("restored %s", offer.version)
         self._backend.restored(self.step_number)
+        self._deltas.started(None if offer is None else self.step_number, room)
         if offer is not None:
-            self._prepare()  # the layout is known, so slots can be made ready during the first steps
+            self._prepare(room)  # the layout is known, so slots can be made ready during the first steps
         self._last_step_at = time.monotonic()
         return self.step_number
 
     def step(self, loss: float | None = None) -> None:
-        """Mark the end of an optimizer step. Starts a snapshot if one is due; returns without waiting for it."""
+        """Mark the end of an optimizer step. Starts what is due of it; returns without waiting for it."""
         self.step_number += 1
         self._report(loss)
-        if self.step_number % self.every:
-            if self._layout is None:
-                self._prepare()
-            return
-        if self._sanity_gate and loss is not None and not math.isfinite(loss):
-            self._skip("NotFinite", f"the loss is {loss}")
-            return
-        try:
-            snapshot = self._capture()
-        except NotCapturable as error:
-            self._skip("NotCapturable", str(error))
-            return
-        self._saver.submit(snapshot)
+        poisoned = self.sanity_gate and loss is not None and not math.isfinite(loss)
+        if poisoned:
+            self._saver.sanity.refused(self.step_number)
+        self._ready = None
+        delta = self._deltas.end_step(self.step_number, self._state, self._final, poisoned)
+        due = self.step_number % self.every == 0
+        if self._layout is None and not due:
+            self._prepare(-1 if delta is not None else None)
+        snapshot = self._snapshot(loss, poisoned) if due else None
+        if delta is None and not due and loss is not None and not poisoned:
+            self._saver.sanity.good(self.step_number)
+        taken: list[Pending] = [artifact for artifact in (snapshot, delta) if artifact is not None]
+        if taken:
+            self._saver.submit(*taken)  # the snapshot first: it has more to copy before the next update
+        for optimizer, before, after in zip(self._optimizers, self._before, self._after, strict=True):
+            innermost(optimizer, before.id, after.id)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until the snapshot under way is handed over; False if `timeout` seconds were not enough."""
@@ -175,7 +206,7 @@ class Checkpointer:
             return
         self._closed = True
         atexit.unregister(self.close)
-        for hook in self._hooks:
+        for hook in (*self._before, *self._after):
             hook.remove()
         self._saver.close(_CLOSE_SECONDS)
         self._backend.close()
@@ -188,8 +219,57 @@ class Checkpointer:
     ) -> None:
         self.close()
 
-    def _before_update(self, *_: object) -> None:
+    def _before_update(self, index: int, _: Optimizer, arguments: Any, named: Any) -> None:
         self._saver.barrier()
+        self._deltas.before_update(index, self.step_number + 1, arguments, named)
+
+    def _after_update(self, index: int, *_: object) -> None:
+        self._deltas.after_update(index)
+
+    def _load(self, offer: Offer) -> int:
+        """Bring back what is offered; the bytes of the largest delta in it. Raises RestoreError or DifferentState."""
+        slot, content = self._open(offer.path, offer.version if not offer.deltas else None, Kind.SNAPSHOT)
+        load_all(self._model, self._optimizers, slot.tensors(), content["facts"])
+        step, room = slot.header.version.step, 0
+        replay = Replay(self._model, self._optimizers) if offer.deltas else None
+        for path in offer.deltas:
+            last = path == offer.deltas[-1]
+            slot, content = self._open(path, offer.version if last else None, Kind.DELTA)
+            step += 1
+            if slot.header.version.step != step:
+                raise RestoreError(f"{path} holds {slot.header.version}, the chain needs step {step}")
+            room = max(room, slot.header.size)
+            assert replay is not None
+            try:
+                replay.apply(StoredDelta.read(slot), content["facts"])
+            except Mismatch as mismatch:
+                message = f"replaying step {step} did not give the state that it was taken from: {mismatch}"
+                self._backend.mismatch(step, message)
+                raise RestoreError(message) from mismatch
+        user_state.put_back(self._state, content)
+        return room
+
+    def _open(self, path: str, version: Version | None, kind: Kind) -> tuple[SlotReader, dict[str, Any]]:
+        """A slot and its user blob. Raises RestoreError if it is not what it should be."""
+        try:
+            slot = SlotReader.open(path)
+            content = user_state.unpack(slot.user_blob())
+        except (OSError, ValueError, KeyError, NotCapturable) as error:
+            raise RestoreError(f"{version or kind.value} cannot be read from {path}: {error}") from error
+        header = slot.header
+        if (header.rank, header.kind) != (self.rank, kind) or (version is not None and header.version != version):
+            raise RestoreError(f"{path} holds {header.version} of rank {header.rank}, a {header.kind.value}")
+        return slot, content
+
+    def _snapshot(self, loss: float | None, poisoned: bool) -> Snapshot | None:
+        if poisoned:
+            self._skip("NotFinite", f"the loss is {loss}")
+            return None
+        try:
+            return self._capture()
+        except NotCapturable as error:
+            self._skip("NotCapturable", str(error))
+            return None
 
     def _capture(self) -> Snapshot:
         """List the state; copy at once what changes before the next update (buffers, the user blob)."""
@@ -198,26 +278,31 @@ class Checkpointer:
         entries = [self._at_once(entry) for entry in inventory.entries]
         layout = self._layout_of(entries, len(blob))
         device = on_cuda(entries)
-        ready = None
-        if device is not None:
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record(torch.cuda.current_stream(device))
-        return Snapshot(self.step_number, entries, layout, blob, device, ready)
+        ready = None if device is None else self._final(device)
+        return Snapshot(step=self.step_number, entries=entries, layout=layout, blob=blob, device=device, ready=ready)
+
+    def _final(self, device: torch.device) -> torch.cuda.Event:
+        """Passes when all that the training stream was given until the end of this step is done."""
+        if self._ready is None:
+            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._ready.record(torch.cuda.current_stream(device))
+        return self._ready
 
     def _at_once(self, entry: Entry) -> Entry:
         if entry.lazy and entry.name not in self._saver.mutating:
             return entry
         return dataclasses.replace(entry, tensor=entry.tensor.clone(), lazy=False)
 
-    def _prepare(self) -> None:
-        """Find out the size of a slot before the first snapshot is due, and have slots made."""
+    def _prepare(self, delta_room: int | None) -> None:
+        """Find out the size of a slot before the first snapshot is due, and have slots made (`Saver.reserve`)."""
         try:
             inventory = take_inventory(self._model, self._optimizers)
-            self._layout_of(inventory.entries, len(user_state.pack(self._state, inventory.facts)))
+            blob_bytes = len(user_state.pack(self._state, inventory.facts))
+            self._layout_of(inventory.entries, blob_bytes, delta_room)
         except NotCapturable as error:
             self._saver.warn("NotCapturable", str(error))
 
-    def _layout_of(self, entries: Sequence[Entry], blob_bytes: int) -> SlotLayout:
+    def _layout_of(self, entries: Sequence[Entry], blob_bytes: int, delta_room: int | None = None) -> SlotLayout:
         """The layout for these tensors; the same object until the set of tensors changes or the blob outgrows its place."""
         self._blob_capacity = user_state.capacity_for(blob_bytes, self._blob_capacity)
         signature = (
@@ -236,11 +321,11 @@ class Checkpointer:
             except (TypeError, ValueError) as error:
                 raise NotCapturable(str(error)) from error
             self._signature = signature
-            self._saver.reserve(self._layout.size)
+            self._saver.reserve(self._layout.size, delta_room)
         return self._layout
 
     def _skip(self, kind: str, message: str) -> None:
-        self._saver.skip(self.step_number, kind, message)
+        self._saver.skip_snapshot(self.step_number, kind, message)
         self._saver.tell_skipped(self.step_number)
 
     def _report(self, loss: float | None) -> None:
@@ -250,4 +335,4 @@ class Checkpointer:
             self._step_seconds = seconds if self._step_seconds is None else 0.9 * self._step_seconds + 0.1 * seconds
         self._last_step_at = now
         finite = loss if loss is not None and math.isfinite(loss) else None
-        self._backend.progress(self.step_number, finite, self._step_seconds)
+        self._backend.progress(self.step_number, finite, self._step_seconds, self._saver.sanity.in_a_row)

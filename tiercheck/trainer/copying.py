@@ -1,4 +1,4 @@
-"""The copy of one snapshot: lazy, so training goes on meanwhile, yet never torn.
+"""The copy of an artifact: lazy, so training goes on meanwhile, yet never torn.
 
 State changes only inside `optimizer.step`. The copy runs in a thread between two updates, and the barrier in front of
 the next update waits for what is left of it.
@@ -7,7 +7,8 @@ the next update waits for what is left of it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,21 +19,19 @@ from tiercheck.trainer.capture import Entry, versions
 
 CHUNK = 16 * 1024 * 1024
 """Bytes per copy call: long enough to be efficient, short enough that other threads get the interpreter in between."""
+_IN_FLIGHT = 4
+"""Chunks given to the GPU ahead of the one that is waited for."""
 
 
-@dataclass
-class Snapshot:
-    """One capture on its way into a slot. Its tensors are those of the model itself; small ones are already copies."""
+@dataclass(kw_only=True)
+class Pending:
+    """One artifact on its way into a slot, as the training thread and the saver's see it."""
 
     step: int
-    entries: Sequence[Entry]
-    layout: SlotLayout
-    blob: bytes
     device: torch.device | None = None
     """The CUDA device, if any."""
     ready: torch.cuda.Event | None = None
-    """Recorded in the training stream: the state is final once it has passed."""
-    seen: tuple[int, ...] = ()
+    """Recorded in the training stream: what is to be copied is final once it has passed."""
     granted: threading.Event = field(default_factory=threading.Event)
     """The copy has begun, or never will."""
     copied: threading.Event = field(default_factory=threading.Event)
@@ -40,9 +39,6 @@ class Snapshot:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     cancelled: bool = False
     """The barrier gave it up, and has counted it."""
-
-    def __post_init__(self) -> None:
-        self.seen = versions(self.entries)
 
     def start(self) -> bool:
         """Thread: may the copy begin? False once the barrier has given up."""
@@ -62,6 +58,19 @@ class Snapshot:
         self.granted.set()
         self.copied.set()
 
+
+@dataclass(kw_only=True)
+class Snapshot(Pending):
+    """A capture of the whole state. Its tensors are those of the model itself; small ones are already copies."""
+
+    entries: Sequence[Entry]
+    layout: SlotLayout
+    blob: bytes
+    seen: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.seen = versions(self.entries)
+
     def changed(self) -> set[str]:
         """Names of tensors that something else than the optimizer has changed since the capture."""
         lazy = [entry.name for entry in self.entries if entry.lazy]
@@ -79,32 +88,62 @@ def copy_tensor(target: Tensor, source: Tensor) -> None:
         to[start : start + count].copy_(flat[start : start + count])
 
 
-def copy_all(snapshot: Snapshot, views: Mapping[str, Tensor], stream: torch.cuda.Stream | None) -> None:
-    """Bring every tensor into its place; when this returns, nothing of the model is read any more."""
-    with torch.no_grad():
-        if stream is None or snapshot.ready is None:
-            for entry in snapshot.entries:
-                copy_tensor(views[entry.name], entry.tensor)
-            return
-        stream.wait_event(snapshot.ready)
-        with torch.cuda.stream(stream):
-            for entry in snapshot.entries:
-                views[entry.name].copy_(entry.tensor, non_blocking=True)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(stream)
-        done.synchronize()  # the tensors are referenced until here, so their memory cannot be given away
+@torch.no_grad()
+def copy_all(
+    items: Iterable[tuple[str, Tensor]],
+    views: Mapping[str, Tensor],
+    stream: torch.cuda.Stream | None,
+    copied: Callable[[str], None] = lambda name: None,
+) -> None:
+    """Bring every named tensor into its place; when this returns, nothing of the model is read any more.
+
+    With a `stream`, which already waits for the tensors to be final, the chunks go through it, a few at a time. `copied`
+    is told each name as soon as its tensor may be let go; until then it is referenced here, so that its memory is not given away.
+    """
+    if stream is None:
+        for name, tensor in items:
+            copy_tensor(views[name], tensor)
+            copied(name)
+        return
+    flying: deque[tuple[torch.cuda.Event, Tensor, str]] = deque()
+    with torch.cuda.stream(stream):
+        for name, tensor in items:
+            chunks = _chunks(views[name], tensor)
+            for number, (target, source) in enumerate(chunks, start=1):
+                target.copy_(source, non_blocking=True)
+                passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                passed.record(stream)
+                flying.append((passed, source, name if number == len(chunks) else ""))
+                if len(flying) > _IN_FLIGHT:
+                    _land(flying, copied)
+    while flying:
+        _land(flying, copied)
 
 
-def non_finite(entries: Sequence[Entry], views: Mapping[str, Tensor]) -> str | None:
-    """Name of a parameter or optimizer tensor in the slot that holds an infinity or a NaN. Buffers may (masks do)."""
-    for entry in entries:
-        view = views[entry.name]
-        if not entry.lazy or not view.is_floating_point() or view.element_size() < 2:
+def _land(flying: deque[tuple[torch.cuda.Event, Tensor, str]], copied: Callable[[str], None]) -> None:
+    passed, _, name = flying.popleft()
+    passed.synchronize()
+    if name:
+        copied(name)
+
+
+def _chunks(target: Tensor, source: Tensor) -> list[tuple[Tensor, Tensor]]:
+    if not source.is_contiguous():
+        return [(target, source)]
+    count = max(1, CHUNK // source.element_size())
+    flat, to = source.view(-1), target.view(-1)
+    return [(to[at : at + count], flat[at : at + count]) for at in range(0, flat.numel(), count)] or [(to, flat)]
+
+
+def non_finite(named: Sequence[tuple[str, Tensor]]) -> str | None:
+    """Name of the first floating-point tensor in the slot that holds an infinity or a NaN."""
+    for name, view in named:
+        if not view.is_floating_point() or view.element_size() < 2 or not view.numel():
             continue
         flat = view.view(-1)
         count = max(1, CHUNK // view.element_size())
         for start in range(0, flat.numel(), count):
             low, high = torch.aminmax(flat[start : start + count])
             if not (torch.isfinite(low) and torch.isfinite(high)):
-                return entry.name
+                return name
     return None

@@ -1,4 +1,4 @@
-"""Outside a cluster a plain folder stands in for all tiers, so that the same script runs on a laptop.
+"""Outside a cluster a plain folder stands in for all tiers, so that the same script runs on a laptop. Snapshots only.
 
     <folder>/rank-<r>-of-<n>/<step, 12 digits>-<attempt>.safetensors
                              <step, 12 digits>-<attempt>.json          checksums, written last
@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.manifest import parse_version_name, version_name
 from tiercheck.protocol.names import ENV_ATTEMPT
 from tiercheck.protocol.version import Version
@@ -30,6 +32,8 @@ class FolderBackend:
 
     patience: float | None = None  # nothing to fear from a folder: every due snapshot is taken
     every = 50
+    delta = DeltaMode.NONE
+    sanity_gate = True
 
     def __init__(self, folder: Path, rank: int, world_size: int, keep: int) -> None:
         self._folder = folder
@@ -52,10 +56,13 @@ class FolderBackend:
     def restored(self, step: int) -> None:
         return
 
-    def reserve(self, size: int) -> None:
+    def mismatch(self, step: int, message: str) -> None:
         return
 
-    def begin(self, step: int, size: int) -> str:
+    def reserve(self, size: int, delta_size: int) -> None:
+        return
+
+    def begin(self, step: int, size: int, kind: Kind = Kind.SNAPSHOT) -> str:
         path = self._temporary(self._version(step))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +73,7 @@ class FolderBackend:
             raise Skipped("CannotWrite", f"{path}: {error.strerror}") from error
         return str(path)
 
-    def complete(self, path: str, step: int, size: int) -> None:
+    def complete(self, path: str, step: int, size: int, kind: Kind = Kind.SNAPSHOT) -> None:
         version = self._version(step)
         try:
             with open(path, "rb+") as file:
@@ -83,13 +90,16 @@ class FolderBackend:
         except OSError as error:
             raise Skipped("CannotWrite", f"{path}: {error.strerror}") from error
 
-    def abandon(self, path: str, step: int) -> None:
+    def abandon(self, path: str, step: int, kind: Kind = Kind.SNAPSHOT) -> None:
         Path(path).unlink(missing_ok=True)
 
     def pass_over(self, step: int) -> None:
         return
 
-    def progress(self, step: int, loss: float | None, seconds: float | None) -> None:
+    def no_deltas(self, message: str) -> None:
+        return
+
+    def progress(self, step: int, loss: float | None, seconds: float | None, not_finite: int) -> None:
         return
 
     def flush(self) -> bool:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from tiercheck.protocol.version import Version
-from tiercheck.trainer import copying
+from tiercheck.protocol.artifact import Kind
 from tiercheck.trainer.backend import Backend, Skipped, WarnOnce
-from tiercheck.trainer.copying import Snapshot
-from tiercheck.trainer.slot_file import USER_BLOB, USER_BYTES, SlotWriter
+from tiercheck.trainer.copying import Pending, Snapshot
+from tiercheck.trainer.delta import Delta
+from tiercheck.trainer.delta_job import DeltaJob, Measured, Script
+from tiercheck.trainer.desk import Cancelled, Desk, Job
+from tiercheck.trainer.sanity import Sanity
+from tiercheck.trainer.snapshot_job import SnapshotJob
+from tiercheck.trainer.unbroken import Unbroken
 
 _TICK = 0.05  # seconds between attempts to deliver progress that is owed
-
-
-class _Cancelled(Exception):
-    """The barrier gave the snapshot up before its copy began."""
+_UNFINISHED = 2  # artifacts copied but not handed over, before the next copy has to wait
 
 
 @dataclass(frozen=True)
@@ -27,64 +30,102 @@ class _SkippedStep:
     step: int
 
 
-class Saver:
-    """Takes snapshots to a backend, one at a time. `captured` and `skipped` count them."""
+@dataclass(frozen=True)
+class _Reserve:
+    size: int
+    delta_size: int | None
 
-    def __init__(self, backend: Backend, rank: int, world_size: int, *, sanity_gate: bool) -> None:
+
+class Saver:
+    """Takes artifacts to a backend. `captured` and `skipped` count snapshots, `deltas` and `deltas_skipped` deltas."""
+
+    def __init__(
+        self, backend: Backend, rank: int, world_size: int, *, gate: Callable[[], bool], threads: int = 1
+    ) -> None:
+        """`threads`: of torch in this thread; those of the training thread stay as they are."""
         self._backend = backend
-        self._rank = rank
-        self._world_size = world_size
-        self._sanity_gate = sanity_gate
+        self.sanity = Sanity()
+        self.unbroken = Unbroken()
+        self._desk = Desk(backend, rank, world_size, gate, self.sanity)
+        self.script: Script | None = None
+        """Set before the first delta is submitted."""
         self.warn = WarnOnce()
-        self.captured = 0
-        self.skipped = 0
+        self.captured = self.skipped = 0
+        self.deltas = self.deltas_skipped = 0
         self.mutating: set[str] = set()
         """Tensors found to change outside the optimizer: from then on they are copied at once."""
         self._count_lock = threading.Lock()
-        self._current: Snapshot | None = None
+        self._current: list[Pending] = []
         self._busy_since = 0.0
-        self._writers: dict[str, SlotWriter] = {}
-        self._stream: torch.cuda.Stream | None = None
-        self._tasks: queue.SimpleQueue[Snapshot | _SkippedStep | int | threading.Event | None] = queue.SimpleQueue()
+        self._unfinished: deque[Job] = deque()
+        self._tasks: queue.SimpleQueue[Pending | _SkippedStep | _Reserve | str | threading.Event | None]
+        self._tasks = queue.SimpleQueue()
+        self._later: deque[_SkippedStep | _Reserve | str | threading.Event | None] = deque()
         self._thread = threading.Thread(target=self._run, name="tiercheck-saver", daemon=True)
+        before, alone = torch.get_num_threads(), threading.Event()
+        self._alone = alone
+        self._threads = threads
         self._thread.start()
+        alone.wait()
+        torch.set_num_threads(before)  # the number is the caller's again, and that of threads to come
 
     # Called by the training thread.
 
-    def submit(self, snapshot: Snapshot) -> None:
-        """Start the lazy copy. `barrier` must be called before the state changes."""
+    def submit(self, *artifacts: Pending) -> None:
+        """Start the lazy copies, in this order. `barrier` must be called before the state changes."""
         self.barrier()  # an update may have been left out since the last one
-        self._current = snapshot
-        self._tasks.put(snapshot)
+        self._current = list(artifacts)
+        for artifact in artifacts:
+            if isinstance(artifact, Snapshot):
+                self.unbroken.snapshot(artifact.step)
+            self._tasks.put(artifact)
 
     def barrier(self) -> None:
         """Return when the state may change: at once if no copy is under way."""
-        snapshot, self._current = self._current, None
-        if snapshot is None:
-            return
+        current, self._current = self._current, []
         patience = self._backend.patience
-        if patience is not None:
-            # What the thread has already been waiting counts: a slow sidecar costs its share once, not at every step.
-            since = self._busy_since
-            left = patience if since == 0.0 else patience - (time.monotonic() - since)
-            if not snapshot.granted.wait(max(0.0, left)) and snapshot.cancel():
-                self.skip(snapshot.step, "SlowSidecar", "no slot was granted before the next update")
-                return
-        snapshot.copied.wait()
+        for pending in current:
+            if patience is not None:
+                # What the thread has already been waiting counts: a slow sidecar costs its share once, not at every step.
+                since = self._busy_since
+                left = patience if since == 0.0 else patience - (time.monotonic() - since)
+                if not pending.granted.wait(max(0.0, left)) and pending.cancel():
+                    self.skip(pending, "SlowSidecar", "no slot was granted before the next update")
+                    continue
+            pending.copied.wait()
 
-    def reserve(self, size: int) -> None:
-        """Let slots of `size` bytes be prepared."""
-        self._tasks.put(size)
+    def reserve(self, size: int, delta_size: int | None = None) -> None:
+        """Let slots be prepared. `delta_size` None: as before; -1: it will be known soon, so do not ask yet."""
+        self._tasks.put(_Reserve(size, delta_size))
 
-    def skip(self, step: int, kind: str, message: str) -> None:
-        """Count a snapshot that is not taken, and say why, once per kind."""
+    def skip(self, artifact: Pending, kind: str, message: str) -> None:
+        """Count an artifact that is not taken, and say why, once per kind."""
+        if isinstance(artifact, Delta):
+            self.skip_delta(artifact.step, kind, message)
+        else:
+            self.unbroken.snapshot_failed(artifact.step)
+            self.skip_snapshot(artifact.step, kind, message)
+
+    def skip_snapshot(self, step: int, kind: str, message: str) -> None:
         with self._count_lock:
             self.skipped += 1
         self.warn(kind, f"the snapshot after step {step} is skipped: {message}")
 
+    def skip_delta(self, step: int, kind: str = "", message: str = "") -> None:
+        """Without a `kind` there is nothing to say: it would have continued no chain."""
+        self.unbroken.delta_missing(step)
+        with self._count_lock:
+            self.deltas_skipped += 1
+        if kind:
+            self.warn(f"Delta{kind}", f"the delta of step {step} is skipped: {message}")
+
     def tell_skipped(self, step: int) -> None:
         """Let the backend know that the snapshot after `step` will never come."""
         self._tasks.put(_SkippedStep(step))
+
+    def tell_no_deltas(self, message: str) -> None:
+        """Let the backend know that this rank takes none."""
+        self._tasks.put(message)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until all that was submitted is done and progress was delivered; False if `timeout` seconds were not enough."""
@@ -101,89 +142,90 @@ class Saver:
     # The thread.
 
     def _run(self) -> None:
+        torch.get_num_threads()  # makes torch set this thread up, so that the next line is not undone
+        torch.set_num_threads(
+            self._threads
+        )  # or a copy would take the processors that the training thread computes with
+        self._alone.set()
         while True:
-            try:
-                task = self._tasks.get(timeout=_TICK)
-            except queue.Empty:
-                self._backend.flush()
-                continue
+            task = self._next()
+            if task is None:
+                return
             self._busy_since = time.monotonic()
+            artifact = task.pending if isinstance(task, (SnapshotJob, DeltaJob)) else task
             try:
-                if task is None:
-                    return
-                if isinstance(task, Snapshot):
-                    self._save(task)
-                elif isinstance(task, _SkippedStep):
-                    self._backend.pass_over(task.step)
-                elif isinstance(task, int):
-                    self._backend.reserve(task)
-                else:
-                    self._backend.flush()
-                    task.set()
-            except _Cancelled:
-                pass  # counted by the barrier
-            except Skipped as skipped:
-                if isinstance(task, Snapshot) and not task.cancelled:
-                    self.skip(task.step, skipped.kind, str(skipped))
-                else:
-                    self.warn(skipped.kind, str(skipped))
+                self._do(task)
+            except (Cancelled, Measured):
+                pass  # the one was counted by the barrier, the other is no failure
             except Exception as error:  # invariant: no failure of ours stops training
-                kind = type(error).__name__
-                if isinstance(task, Snapshot) and not task.cancelled:
-                    self.skip(task.step, kind, repr(error))
+                kind, message = (error.kind, str(error)) if isinstance(error, Skipped) else (_name(error), repr(error))
+                if not isinstance(artifact, Pending):
+                    self.warn(kind, message)
+                elif not artifact.cancelled and not (isinstance(artifact, Delta) and artifact.only_measure):
+                    self.skip(artifact, kind, message)
                 else:
-                    self.warn(kind, repr(error))
+                    self.warn(kind, message)
             finally:
                 self._busy_since = 0.0
 
-    def _save(self, snapshot: Snapshot) -> None:
-        try:
-            path = self._backend.begin(snapshot.step, snapshot.layout.size)
+    def _next(self) -> Job | Pending | _SkippedStep | _Reserve | str | threading.Event | None:
+        """What training may wait for comes first; what was copied is handed over as soon as nothing else is to do."""
+        if len(self._unfinished) >= _UNFINISHED:
+            return self._unfinished.popleft()
+        while True:
+            if self._later and not self._unfinished:
+                return self._later.popleft()
             try:
-                self._write(snapshot, path)
-            except (Skipped, _Cancelled):
-                self._backend.abandon(path, snapshot.step)
-                raise
-            except (OSError, ValueError, RuntimeError) as error:
-                self._backend.abandon(path, snapshot.step)
-                raise Skipped("CannotWrite", str(error)) from error
+                task = self._tasks.get(block=not self._unfinished, timeout=_TICK)
+            except queue.Empty:
+                if self._unfinished:
+                    return self._unfinished.popleft()
+                self._backend.flush()
+                continue
+            if isinstance(task, Pending) or not self._unfinished:
+                return task
+            self._later.append(task)
+
+    def _do(self, task: Job | Pending | _SkippedStep | _Reserve | str | threading.Event) -> None:
+        if isinstance(task, Pending):
+            self._copy(task)
+        elif isinstance(task, (SnapshotJob, DeltaJob)):
+            task.finish()
+            with self._count_lock:
+                self.captured += task.kind is Kind.SNAPSHOT
+                self.deltas += task.kind is Kind.DELTA
+        elif isinstance(task, _SkippedStep):
+            self._backend.pass_over(task.step)
+        elif isinstance(task, _Reserve):
+            self._reserve(task)
+        elif isinstance(task, str):
+            self._backend.no_deltas(task)
+        elif isinstance(task, threading.Event):
+            self._backend.flush()
+            task.set()
+
+    def _copy(self, pending: Pending) -> None:
+        job: Job
+        if isinstance(pending, Snapshot):
+            job = SnapshotJob(self._desk, pending, self.mutating)
+        else:
+            assert isinstance(pending, Delta)
+            assert self.script is not None
+            job = DeltaJob(self._desk, pending, self.script)
+        try:
+            job.copy()
         finally:
-            snapshot.end()
-        self._backend.complete(path, snapshot.step, snapshot.layout.size)
-        with self._count_lock:
-            self.captured += 1
+            pending.end()
+        self._unfinished.append(job)
 
-    def _write(self, snapshot: Snapshot, path: str) -> None:
-        writer = self._writer(path)
-        views = writer.begin(snapshot.layout)
-        if not snapshot.start():
-            raise _Cancelled
-        if snapshot.device is not None:
-            torch.cuda.set_device(snapshot.device)  # of this thread: else it would open the first GPU as well
-            writer.pin()
-            self._stream = self._stream or torch.cuda.Stream(snapshot.device)  # type: ignore[no-untyped-call]
-        copying.copy_all(snapshot, views, self._stream)
-        changed = snapshot.changed()
-        snapshot.end()
-        if changed:
-            self.mutating |= changed
-            raise Skipped(
-                "ChangedOutsideOptimizer",
-                f"{min(changed)} changed while it was copied; it is copied at once from now on",
-            )
-        views[USER_BLOB][: len(snapshot.blob)].copy_(torch.frombuffer(bytearray(snapshot.blob), dtype=torch.uint8))
-        if self._sanity_gate and (name := copying.non_finite(snapshot.entries, views)):
-            raise Skipped("NotFinite", f"{name} holds an infinity or a NaN")
-        writer.finish(
-            snapshot.layout,
-            self._rank,
-            Version(snapshot.step, self._backend.attempt),
-            self._world_size,
-            {USER_BYTES: str(len(snapshot.blob))},
-        )
+    def _reserve(self, wanted: _Reserve) -> None:
+        desk = self._desk
+        desk.snapshot_room = wanted.size
+        if wanted.delta_size is not None and wanted.delta_size >= 0:
+            desk.delta_room = wanted.delta_size
+        if wanted.delta_size != -1:
+            self._backend.reserve(desk.snapshot_room, desk.delta_room)
 
-    def _writer(self, path: str) -> SlotWriter:
-        self._writers = {known: writer for known, writer in self._writers.items() if writer.is_current()}
-        if path not in self._writers:
-            self._writers[path] = SlotWriter(path)
-        return self._writers[path]
+
+def _name(error: Exception) -> str:
+    return type(error).__name__

@@ -7,7 +7,9 @@ import threading
 import time
 from pathlib import Path
 
-from tiercheck.protocol.local import Hello, Request, Welcome
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.local import Hello, Reply, Request, Welcome
 from tiercheck.protocol.names import ENV_ATTEMPT, SOCKET_NAME
 from tiercheck.trainer.backend import Offer, RestoreError, Skipped, WarnOnce
 from tiercheck.trainer.sidecar_link import LinkBroken, SidecarLink
@@ -31,20 +33,29 @@ class SidecarBackend:
         self._path = run_dir / SOCKET_NAME
         self.attempt = int(os.environ.get(ENV_ATTEMPT, "0"))
         self._hello = Hello(role="rank", pid=os.getpid(), rank=rank, world_size=world_size, attempt=self.attempt)
-        self.every = 50
+        self.every = 0
         self.fenced = False
         """A newer attempt is on its way: nothing of this process is wanted any more."""
         self._link: SidecarLink | None = None
         self._welcome: Welcome | None = None
         self._restored_step: int | None = None
-        self._reserved = 0
-        self._wanted = 0
+        self._no_deltas = ""
+        self._reserved = (0, 0)
+        self._wanted = (0, 0)
         self._retry_at = 0.0
         self._backoff = _BACKOFF[0]
         self._warn = WarnOnce()
         self._owed: Request | None = None
         self._owed_lock = threading.Lock()
         self._told_at = 0.0
+
+    @property
+    def delta(self) -> DeltaMode:
+        return DeltaMode.NONE if self._welcome is None else self._welcome.delta
+
+    @property
+    def sanity_gate(self) -> bool:
+        return self._welcome is None or self._welcome.sanity_gate
 
     def find(self) -> Offer | None:
         deadline = time.monotonic() + FIRST_CONNECT_SECONDS
@@ -63,52 +74,53 @@ class SidecarBackend:
         assert self._welcome is not None
         if self._welcome.restore_version is None:
             return None
-        return Offer(self._welcome.restore_version, self._welcome.restore_path)
+        return Offer(self._welcome.restore_version, self._welcome.restore_path, self._welcome.restore_deltas)
 
     def restored(self, step: int) -> None:
         self._restored_step = step
-        try:
-            self._ask(Request("restored", step=step), ANSWER_SECONDS)
-        except Skipped as skipped:
-            self._warn(skipped.kind, str(skipped))
+        self._say(Request("restored", step=step))
 
-    def reserve(self, size: int) -> None:
-        self._wanted = size
+    def mismatch(self, step: int, message: str) -> None:
+        self._say(Request("mismatch", step=step, kind=Kind.DELTA, message=message))
+
+    def reserve(self, size: int, delta_size: int) -> None:
+        self._wanted = (size, delta_size)
         self._reserve()
 
-    def begin(self, step: int, size: int) -> str:
-        self._wanted = size
+    def begin(self, step: int, size: int, kind: Kind) -> str:
+        if kind is Kind.SNAPSHOT:
+            self._wanted = (size, self._wanted[1])
         try:
             self._reserve()
         except Skipped as skipped:
             if skipped.kind != "SidecarRefused":
                 raise
-            self._warn(
-                skipped.kind, str(skipped)
-            )  # asking all the same tells the others that this version will not come
-        return self._ask(Request("begin", step=step, bytes=size), ANSWER_SECONDS)
-
-    def complete(self, path: str, step: int, size: int) -> None:
-        self._ask(Request("complete", step=step, bytes=size, path=path), ANSWER_SECONDS)
-
-    def abandon(self, path: str, step: int) -> None:
-        try:
-            self._ask(Request("abandon", step=step, path=path), ANSWER_SECONDS)
-        except Skipped as skipped:
+            # Asking all the same tells the others that this version will not come.
             self._warn(skipped.kind, str(skipped))
+        return self._ask(Request("begin", step=step, bytes=size, kind=kind), ANSWER_SECONDS)
+
+    def complete(self, path: str, step: int, size: int, kind: Kind) -> None:
+        self._ask(Request("complete", step=step, bytes=size, path=path, kind=kind), ANSWER_SECONDS)
+
+    def abandon(self, path: str, step: int, kind: Kind) -> None:
+        self._say(Request("abandon", step=step, path=path, kind=kind))
 
     def pass_over(self, step: int) -> None:
         try:
             # To ask for the slot and give it back is how the sidecar learns that this rank has come past `step`.
-            path = self._ask(Request("begin", step=step, bytes=self._wanted), ANSWER_SECONDS)
+            path = self._ask(Request("begin", step=step, bytes=self._wanted[0]), ANSWER_SECONDS)
         except Skipped as skipped:
             self._warn(skipped.kind, str(skipped))
         else:
-            self.abandon(path, step)
+            self.abandon(path, step, Kind.SNAPSHOT)
 
-    def progress(self, step: int, loss: float | None, seconds: float | None) -> None:
+    def no_deltas(self, message: str) -> None:
+        self._no_deltas = message
+        self._say(Request("no-deltas", message=message))
+
+    def progress(self, step: int, loss: float | None, seconds: float | None, not_finite: int) -> None:
         with self._owed_lock:
-            self._owed = Request("progress", step=step, loss=loss, step_seconds=seconds)
+            self._owed = Request("progress", step=step, loss=loss, step_seconds=seconds, not_finite=not_finite)
             if time.monotonic() - self._told_at >= _PROGRESS_GAP:
                 self._tell_owed()
 
@@ -145,14 +157,20 @@ class SidecarBackend:
     def _reserve(self) -> None:
         self._connected()  # a new connection forgets what was reserved
         if self._reserved != self._wanted:
-            self._ask(Request("reserve", bytes=self._wanted), RESERVE_SECONDS)
+            self._ask(Request("reserve", bytes=self._wanted[0], delta_bytes=self._wanted[1]), RESERVE_SECONDS)
             self._reserved = self._wanted
+
+    def _say(self, request: Request) -> None:
+        try:
+            self._ask(request, ANSWER_SECONDS)
+        except Skipped as skipped:
+            self._warn(skipped.kind, str(skipped))
 
     def _ask(self, request: Request, timeout: float) -> str:
         """The reply's path. Raises Skipped, whatever went wrong."""
         link = self._connected()
         try:
-            reply = link.ask(request, timeout)
+            reply = self._exchange(link, request, timeout)
         except LinkBroken as error:
             raise Skipped("SidecarGone", f"{request.op}: {error}") from error
         if reply.skip:
@@ -162,6 +180,11 @@ class SidecarBackend:
                 link.close()  # the next hello tells whether this attempt is over
             raise Skipped("SidecarRefused", reply.error or f"{request.op} was refused")
         return reply.path
+
+    def _exchange(self, link: SidecarLink, request: Request, timeout: float) -> Reply:
+        reply = link.ask(request, timeout)
+        self.every = reply.snapshot_every or self.every
+        return reply
 
     def _connected(self) -> SidecarLink:
         """The link, opened again if it broke and its time has come. Raises Skipped."""
@@ -174,7 +197,9 @@ class SidecarBackend:
         try:
             link = self._connect()
             if self._restored_step is not None:
-                link.ask(Request("restored", step=self._restored_step), ANSWER_SECONDS)
+                self._exchange(link, Request("restored", step=self._restored_step), ANSWER_SECONDS)
+            if self._no_deltas:
+                self._exchange(link, Request("no-deltas", message=self._no_deltas), ANSWER_SECONDS)
         except LinkBroken as error:
             self._retry_at = time.monotonic() + self._backoff
             self._backoff = min(2 * self._backoff, _BACKOFF[1])
@@ -194,7 +219,7 @@ class SidecarBackend:
             self._retry_at = time.monotonic() + self._backoff
             raise Skipped("SidecarRefused", welcome.error)
         self._welcome = welcome
-        self.every = max(1, welcome.snapshot_every)
-        self._reserved = 0  # a sidecar that was restarted has forgotten
+        self.every = welcome.snapshot_every or self.every
+        self._reserved = (0, 0)  # a sidecar that was restarted has forgotten
         self._link = link
         return link

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.slot import SlotHeader, SlotLayout, read_header
 from tiercheck.protocol.slot import Tensor as SlotTensor
 from tiercheck.protocol.version import Version
@@ -52,15 +53,22 @@ class SlotWriter:
     def begin(self, layout: SlotLayout) -> dict[str, Tensor]:
         """Mark the slot torn and return where each tensor of `layout` goes. Raises ValueError if it is too small."""
         if layout.size > len(self.buffer):
-            raise ValueError(f"the slot has {len(self.buffer)} bytes, the snapshot needs {layout.size}")
+            raise ValueError(f"the slot has {len(self.buffer)} bytes, {layout.size} are needed")
         self.buffer[:8] = b"\0" * 8
         return {tensor.name: view_of(self.buffer, tensor) for tensor in layout.tensors}
 
     def finish(
-        self, layout: SlotLayout, rank: int, version: Version, world_size: int, metadata: Mapping[str, str]
+        self,
+        layout: SlotLayout,
+        rank: int,
+        version: Version,
+        world_size: int,
+        metadata: Mapping[str, str],
+        *,
+        kind: Kind = Kind.SNAPSHOT,
     ) -> None:
         """Write header, then the state word: from here on the slot is readable."""
-        header = layout.header(rank, version, world_size, metadata)
+        header = layout.header(rank, version, world_size, metadata, kind)
         self.buffer[8 : 8 + len(header)] = header
         self.buffer[:8] = layout.state_word
 
@@ -68,8 +76,22 @@ class SlotWriter:
         """Page-lock the mapping once, so that the GPU copies straight into it. Without it the copy is only slower."""
         if not self.pinned:
             whole = torch.frombuffer(self.buffer, dtype=torch.uint8)
-            torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), len(self.buffer), 0)  # type: ignore[no-untyped-call]
+            portable = 1  # usable in every CUDA context of this process
+            torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), len(self.buffer), portable)  # type: ignore[no-untyped-call]
             self.pinned = True
+
+    def close(self) -> None:
+        """Let the GPU forget a slot that is no more. The mapping goes when its last tensor does."""
+        if self.pinned:
+            whole = torch.frombuffer(self.buffer, dtype=torch.uint8)
+            torch.cuda.cudart().cudaHostUnregister(whole.data_ptr())  # type: ignore[no-untyped-call]
+            self.pinned = False
+
+
+def bytes_into(view: Tensor, content: bytes) -> None:
+    """Write `content` at the beginning of `view`, a tensor of bytes."""
+    if content:
+        view[: len(content)].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
 
 @dataclass(frozen=True)
@@ -91,8 +113,14 @@ class SlotReader:
         return {tensor.name: view_of(self.buffer, tensor) for tensor in self.header.tensors if tensor.name != USER_BLOB}
 
     def user_blob(self) -> bytes:
-        place = next(tensor for tensor in self.header.tensors if tensor.name == USER_BLOB)
-        return self.buffer[place.begin : place.begin + int(self.header.metadata[USER_BYTES])]
+        return self.blob(USER_BLOB, USER_BYTES)
+
+    def blob(self, name: str, length: str) -> bytes:
+        """The bytes stored as `name`, whose number the metadata tells as `length`. Raises KeyError."""
+        place = next((tensor for tensor in self.header.tensors if tensor.name == name), None)
+        if place is None:
+            raise KeyError(name)
+        return self.buffer[place.begin : place.begin + int(self.header.metadata[length])]
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int]:

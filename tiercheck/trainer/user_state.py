@@ -81,7 +81,13 @@ def random_state() -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
-        state["numpy"] = [kind, [int(key) for key in keys], int(position), int(has_gauss), float(gauss)]
+        state["numpy"] = [
+            kind,
+            torch.frombuffer(bytearray(keys.tobytes()), dtype=torch.int32),
+            int(position),
+            int(has_gauss),
+            float(gauss),
+        ]
     return state
 
 
@@ -93,4 +99,4 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         kind, keys, *rest = state["numpy"]
-        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+        numpy.random.set_state((kind, numpy.array([int(key) % 2**32 for key in keys], dtype=numpy.uint32), *rest))

@@ -1,0 +1,24 @@
+"""A sidecar for tests that want one, and none for those that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from scripted_sidecar import ScriptedSidecar
+
+from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.local import Welcome
+from tiercheck.trainer import sidecar_backend
+
+
+@pytest.fixture
+def delta_sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedSidecar]:
+    """Wants deltas, and has not decided on a cadence of snapshots."""
+    monkeypatch.setenv("TIERCHECK_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("TIERCHECK_ATTEMPT", "1")
+    monkeypatch.setattr(sidecar_backend, "_BACKOFF", (0.05, 0.1))
+    scripted = ScriptedSidecar(tmp_path, Welcome(attempt=1, snapshot_every=0, delta=DeltaMode.AUTO))
+    yield scripted
+    scripted.stop()

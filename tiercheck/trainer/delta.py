@@ -1,0 +1,204 @@
+"""What is stored of one step when not the whole state is: its layout in a slot, written and read in one place.
+
+gradient<e>/<parameter>[/index|/values|/indices]   what event e consumed, in a form of `encoding`
+buffer/<name>                                      buffers that changed
+replay                                             JSON: forms, fingerprints, threads
+user                                               hyper-parameters and the users' small state, as in a snapshot
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiercheck.protocol.slot import SlotLayout
+from tiercheck.trainer.capture import NotCapturable
+from tiercheck.trainer.copying import Pending
+from tiercheck.trainer.dtypes import dtype_name
+from tiercheck.trainer.encoding import decode, encode, look_sparse, may_be_sparse
+from tiercheck.trainer.gradients import Event
+from tiercheck.trainer.slot_file import USER_BLOB, SlotReader
+
+REPLAY_BLOB = "replay"
+REPLAY_BYTES = "replay_bytes"
+_BLOB_UNIT = 4096
+_LOOK_AGAIN = 16  # steps after which a gradient that was dense is looked at again
+
+
+@dataclass(kw_only=True)
+class Delta(Pending):
+    """One step on its way into a slot. Gradients are mostly those of the training loop itself; the rest is copies."""
+
+    events: list[Event]
+    buffers: list[tuple[str, Tensor]]
+    blob: bytes
+    only_measure: bool = False
+    """Find out its size, so that slots can be made; there is no chain yet that it could continue."""
+
+
+@dataclass
+class Item:
+    """One tensor to store. `event` and `index` say which gradient it is a part of, if it is one."""
+
+    name: str
+    tensor: Tensor
+    event: Event | None = None
+    index: int = -1
+    must_be_finite: bool = False
+
+    def hand_over(self) -> tuple[str, Tensor]:
+        """Name and tensor; from now on somebody else keeps it alive."""
+        tensor, self.tensor = self.tensor, _GONE
+        return self.name, tensor
+
+    def copied(self) -> None:
+        """Let go of the gradient that this is a part of."""
+        if self.event is not None:
+            self.event.release(self.index)
+
+
+_GONE = torch.empty(0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one delta will lie in its slot."""
+
+    items: list[Item]
+    about: list[dict[str, Any]]
+    """Per event: optimizer, and the form of each parameter's gradient that is not simply dense."""
+
+
+class Planner:
+    """Chooses forms and layouts; both rarely change from step to step, so it remembers them."""
+
+    def __init__(self, names: Sequence[Sequence[str]]) -> None:
+        """`names`: of each optimizer's parameters, in its order."""
+        self._names = names
+        self._dense_at: dict[tuple[int, int], int] = {}
+        self._layout: SlotLayout | None = None
+        self._signature: tuple[Any, ...] = ()
+        self._capacity = {REPLAY_BLOB: 0, USER_BLOB: 0}
+
+    def plan(self, delta: Delta) -> Plan:
+        """Raises NotCapturable."""
+        sparse = self._look(delta)
+        items: list[Item] = []
+        about: list[dict[str, Any]] = []
+        for number, event in enumerate(delta.events):
+            names = self._names[event.optimizer]
+            forms: dict[str, Any] = {}
+            skipped = "found_inf" in event.scaling and bool(event.scaling["found_inf"].any())  # the kernel did nothing
+            for index, gradient in enumerate(event.gradients):
+                if gradient is None:
+                    continue
+                encoded = encode(gradient, (number, index) in sparse)
+                if encoded.about is not None:
+                    forms[str(index)] = encoded.about
+                    self._dense_at.pop((number, index), None)
+                items += (
+                    Item(f"gradient{number}/{names[index]}{suffix}", part, event, index, not skipped)
+                    for suffix, part in encoded.parts.items()
+                )
+            about.append({"optimizer": event.optimizer, "forms": forms})
+        items += (Item(f"buffer/{name}", tensor) for name, tensor in delta.buffers)
+        return Plan(items, about)
+
+    def layout(self, items: Sequence[Item], replay: int, user: int) -> SlotLayout:
+        """Where everything goes, with room for blobs of these lengths. Raises NotCapturable."""
+        for name, length in ((REPLAY_BLOB, replay), (USER_BLOB, user)):
+            if length > self._capacity[name]:
+                self._capacity[name] = -(-(length + length // 8) // _BLOB_UNIT) * _BLOB_UNIT
+        signature = (*self._capacity.values(), *((item.name, item.tensor.dtype, item.tensor.shape) for item in items))
+        if self._layout is None or signature != self._signature:
+            try:
+                self._layout = SlotLayout.plan(
+                    [
+                        (item.name, dtype_name(item.tensor.dtype), tuple(item.tensor.shape), item.tensor.nbytes)
+                        for item in items
+                    ]
+                    + [(name, "U8", (room,), room) for name, room in self._capacity.items()]
+                )
+            except (TypeError, ValueError) as error:
+                raise NotCapturable(str(error)) from error
+            self._signature = signature
+        return self._layout
+
+    def _look(self, delta: Delta) -> set[tuple[int, int]]:
+        """Which gradients are worth a closer look, by event and parameter. One that was dense is left alone for a while."""
+        asked: dict[torch.device, list[tuple[int, int]]] = {}
+        for number, event in enumerate(delta.events):
+            for index, gradient in enumerate(event.gradients):
+                if (
+                    gradient is not None
+                    and delta.step >= self._dense_at.get((number, index), -_LOOK_AGAIN) + _LOOK_AGAIN
+                    and may_be_sparse(gradient)
+                ):
+                    asked.setdefault(gradient.device, []).append((number, index))
+        sparse: set[tuple[int, int]] = set()
+        for keys in asked.values():
+            gradients = [delta.events[number].gradients[index] for number, index in keys]
+            for key, looks in zip(keys, look_sparse([g for g in gradients if g is not None]), strict=True):
+                self._dense_at[key] = delta.step
+                if looks:
+                    sparse.add(key)
+        return sparse
+
+
+def dense_bytes(delta: Delta) -> int:
+    """Bytes of its tensors if none were sparse."""
+    gradients = [gradient for event in delta.events for gradient in event.gradients if gradient is not None]
+    return sum(gradient.numel() * gradient.element_size() for gradient in gradients) + sum(
+        tensor.nbytes for _, tensor in delta.buffers
+    )
+
+
+def replay_blob(plan: Plan, hashes: Sequence[str], threads: int) -> bytes:
+    """`threads`: of torch on the CPU; kernels may round differently at the edges of each thread's part."""
+    return json.dumps({"events": plan.about, "hashes": hashes, "threads": threads}, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True)
+class StoredEvent:
+    """One update as a delta tells it."""
+
+    optimizer: int
+    forms: Mapping[str, Any]
+    number: int
+
+    def gradient(self, tensors: Mapping[str, Tensor], index: int, name: str, device: torch.device) -> Tensor | None:
+        """The gradient of the parameter at `index`, on `device`."""
+        prefix = f"gradient{self.number}/{name}"
+        return decode(lambda suffix: tensors.get(prefix + suffix), self.forms.get(str(index)), device)
+
+
+@dataclass(frozen=True)
+class StoredDelta:
+    """A delta read back. `step` is the one it leads to."""
+
+    step: int
+    tensors: Mapping[str, Tensor]
+    events: tuple[StoredEvent, ...]
+    hashes: tuple[str, ...]
+    threads: int
+
+    @staticmethod
+    def read(slot: SlotReader) -> StoredDelta:
+        """Raises ValueError or KeyError if the slot is no delta of ours."""
+        about = json.loads(slot.blob(REPLAY_BLOB, REPLAY_BYTES))
+        events = tuple(
+            StoredEvent(event["optimizer"], event["forms"], number) for number, event in enumerate(about["events"])
+        )
+        return StoredDelta(
+            slot.header.version.step, slot.tensors(), events, tuple(about["hashes"]), int(about["threads"])
+        )
+
+    def buffers(self) -> dict[str, Tensor]:
+        """By name in the model."""
+        prefix = "buffer/"
+        return {name[len(prefix) :]: value for name, value in self.tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,140 @@
+"""How a delta gets into its slot: encoded, copied, and sealed with fingerprints of the state that it leads to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.slot import SlotLayout
+from tiercheck.trainer import copying, state_hash
+from tiercheck.trainer.backend import Skipped
+from tiercheck.trainer.capture import NotCapturable
+from tiercheck.trainer.delta import REPLAY_BLOB, REPLAY_BYTES, Delta, Item, Plan, Planner, dense_bytes, replay_blob
+from tiercheck.trainer.desk import Cancelled, Desk
+from tiercheck.trainer.slot_file import USER_BLOB, USER_BYTES, bytes_into
+
+_UNIT = 64 * 1024
+_BLANK = "0" * 32  # a fingerprint not yet known has the length of one
+
+
+@dataclass(frozen=True)
+class Script:
+    """What deltas are taken of, as far as the saver's thread must know it."""
+
+    optimizers: Sequence[Optimizer]
+    planner: Planner
+    threads: int
+    """Of torch in the training thread."""
+    copy_at_once: Callable[[int, Sequence[int]], None]
+    """Told which gradients of an optimizer were overwritten while they were read."""
+
+
+class Measured(Exception):
+    """The delta was only to be measured."""
+
+
+class DeltaJob:
+    kind = Kind.DELTA
+
+    def __init__(self, desk: Desk, delta: Delta, script: Script) -> None:
+        self.pending = self._delta = delta
+        self._desk = desk
+        self._script = script
+        self._path = ""
+        self._views: dict[str, Tensor] = {}
+        self._layout: SlotLayout
+        self._plan: Plan
+        self._blob = b""
+
+    def copy(self) -> None:
+        """Raises Measured as well."""
+        delta, desk = self._delta, self._desk
+        desk.wait_for(delta)
+        turn: list[Tensor] = []
+        with self._stream():
+            try:
+                plan = self._script.planner.plan(delta)
+                turn = [tensor for _, tensor in state_hash.state_of_turn(self._script.optimizers, delta.step)]
+                longest = replay_blob(plan, [_BLANK] * len(turn), self._script.threads)
+                self._layout = self._script.planner.layout(plan.items, len(longest), len(delta.blob))
+            except NotCapturable as error:
+                raise Skipped("NotCapturable", str(error)) from error
+        self._plan = plan
+        self._make_room()
+        if delta.only_measure:
+            raise Measured
+        self._path = desk.backend.begin(delta.step, self._layout.size, self.kind)
+        desk.abandoning(delta, self.kind, self._path, lambda: self._copy(plan, turn))
+
+    def finish(self) -> None:
+        self._desk.abandoning(self._delta, self.kind, self._path, self._finish)
+        self._desk.backend.complete(self._path, self._delta.step, self._layout.size, self.kind)
+
+    def _make_room(self) -> None:
+        """Have slots made that this delta, and a little larger ones, fit into; never more than dense ones need."""
+        size = self._layout.size
+        if size <= self._desk.delta_room:
+            return
+        outgrew = self._desk.delta_room > 0
+        tensors = sum(item.tensor.nbytes for item in self._plan.items)
+        dense = size - tensors + dense_bytes(self._delta) + _UNIT
+        room = max(size, min(dense, size + size // 4))
+        self._desk.delta_room = -(-room // _UNIT) * _UNIT
+        self._desk.backend.reserve(self._desk.snapshot_room, self._desk.delta_room)
+        if outgrew:
+            raise Skipped("DeltaOutgrew", f"it needs {size} bytes; larger slots are reserved")
+
+    def _copy(self, plan: Plan, turn: list[Tensor]) -> None:
+        delta = self._delta
+        writer = self._desk.open(self._path)
+        self._views = writer.begin(self._layout)
+        if not delta.start():
+            raise Cancelled
+        self._desk.on_gpu(delta, writer)
+        self._copy_items(plan.items)
+        with self._stream():
+            hashes = state_hash.fingerprints(
+                turn
+            )  # the state stays as it is until the barrier lets the next update begin
+        self._blob = replay_blob(plan, hashes, self._script.threads)
+
+    def _copy_items(self, items: list[Item]) -> None:
+        """Each gradient is let go as soon as it is copied. Raises Skipped if one was overwritten before."""
+        stream = self._desk.stream if self._delta.device is not None else None
+        by_name = {item.name: item for item in items}
+        copying.copy_all((item.hand_over() for item in items), self._views, stream, lambda name: by_name[name].copied())
+        torn = [event for event in self._delta.events if event.torn]
+        for event in torn:
+            self._script.copy_at_once(event.optimizer, event.torn)
+        if torn:
+            raise Skipped("GradientReused", "one was overwritten while it was copied; it is copied at once from now on")
+
+    def _finish(self) -> None:
+        delta = self._delta
+        bytes_into(self._views[REPLAY_BLOB], self._blob)
+        bytes_into(self._views[USER_BLOB], delta.blob)
+        if self._desk.gate():
+            must = [(item.name, self._views[item.name]) for item in self._plan.items if item.must_be_finite]
+            if name := copying.non_finite(must):
+                self._desk.sanity.refused(delta.step)
+                raise Skipped("NotFinite", f"{name} holds an infinity or a NaN")
+            self._desk.sanity.good(delta.step)
+        self._desk.open(self._path).finish(
+            self._layout,
+            self._desk.rank,
+            self._desk.version(delta.step),
+            self._desk.world_size,
+            {USER_BYTES: str(len(delta.blob)), REPLAY_BYTES: str(len(self._blob))},
+            kind=self.kind,
+        )
+
+    def _stream(self) -> contextlib.AbstractContextManager[object]:
+        if self._delta.device is None:
+            return contextlib.nullcontext()
+        return torch.cuda.stream(self._desk.stream)

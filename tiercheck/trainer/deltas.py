@@ -1,0 +1,225 @@
+"""Deltas as the training thread sees them: what each update consumed, and whether a delta of it would be exact.
+
+Nothing here raises into training. What cannot be described exactly is skipped; what never can be ends deltas for this
+run, with a reason that the job's status shows.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tiercheck.protocol.directive import DeltaMode
+from tiercheck.trainer import user_state
+from tiercheck.trainer.backend import Backend
+from tiercheck.trainer.buffers import Buffers
+from tiercheck.trainer.capture import NotCapturable, named_parameters_of
+from tiercheck.trainer.delta import Delta, Planner
+from tiercheck.trainer.delta_job import Script
+from tiercheck.trainer.gradients import Event, Recorder, hyper_parameters
+from tiercheck.trainer.probe import Probe, Refused
+from tiercheck.trainer.replayable import hindrance, is_known
+from tiercheck.trainer.saver import Saver
+from tiercheck.trainer.watch import Watch
+
+MakeReady = Callable[[torch.device], torch.cuda.Event]
+
+_PATIENCE = 3
+"""Steps that something else than the optimizer may change before deltas are given up."""
+
+
+class Deltas:
+    """Hooks of the optimizers report here; `end_step` makes a delta of what they said."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], backend: Backend, saver: Saver) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._backend = backend
+        self._saver = saver
+        self._recorder = Recorder(optimizers)
+        self._probes = [None if is_known(optimizer) else Probe(optimizer) for optimizer in optimizers]
+        self._mark: list[int] | None = None
+        self._outside = ""
+        self._outside_count = 0
+        self._given_up = False
+        self._measured = False
+        self._late = False
+        self._recording = False
+        self._missed = False
+        self._sizes: list[int] = []
+        self._look_around()
+
+    @property
+    def active(self) -> bool:
+        """Whether deltas are wanted and nothing is known against them."""
+        return not self._given_up and self._backend.delta is not DeltaMode.NONE
+
+    def started(self, restored: int | None, room: int) -> None:
+        """Training begins now. `restored`: the version's step if there is one; `room`: bytes its largest delta had."""
+        self._look_around()
+        self._mark = self._watch.read()
+        if restored is not None:
+            self._saver.unbroken.restored(restored)
+        self._measured = room > 0
+        if self.active:
+            for optimizer in self._optimizers:
+                if reason := hindrance(optimizer):
+                    self.give_up(reason)
+                    return
+
+    def before_update(self, index: int, step: int, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """The optimizer is about to do the update of `step`."""
+        self._recording = self.active and (
+            not self._measured or not self._accepted or self._saver.unbroken.reaches(step)
+        )
+        if not self._recording:
+            self._missed = True
+            return
+        self._compare("before the update")
+        closure = next((value for value in (*arguments[1:2], named.get("closure")) if value is not None), None)
+        self._late = closure is not None
+        if closure is None:
+            self._record(index)
+        elif not is_known(self._optimizers[index]):
+            self.give_up(f"{type(self._optimizers[index]).__name__} was called with a closure")
+            self._recording = False
+
+    def after_update(self, index: int) -> None:
+        if not self._recording:
+            return
+        if self._late:  # the closure made the gradients, and they were consumed as they are now
+            self._record(index)
+        self._recorder.after(index)
+        probe = self._probes[index]
+        if probe is not None and self._backend.delta is DeltaMode.AUTO and not probe.passed:
+            self._judge(probe.after)
+        self._mark = self._watch.read()
+
+    def end_step(self, step: int, state: user_state.State, ready: MakeReady, poisoned: bool) -> Delta | None:
+        """The delta of the step that ends here, if it is to be taken. `poisoned`: its loss is not finite."""
+        accepted = self._accepted
+        events, inexact = self._recorder.take()
+        if not self.active:
+            return None
+        missed, self._missed = self._missed, False
+        if not missed:
+            self._compare("after the update")
+        outside, self._outside = self._outside, ""
+        if [
+            sum(len(group["params"]) for group in optimizer.param_groups) for optimizer in self._optimizers
+        ] != self._sizes:
+            self._look_around()  # a parameter group was added
+            inexact = inexact or "parameters were added"
+        self._mark = self._watch.read()
+        changed = self._buffers.changed()
+        reaches = not missed and self._saver.unbroken.reaches(step)
+        measure = bool(events) and not self._measured and not reaches
+        if outside and accepted:
+            self._outside_count += 1
+            if self._outside_count >= _PATIENCE:
+                self.give_up(f"something else than the optimizer changes parameters or optimizer state ({outside})")
+                return None
+        if not accepted or not (reaches or measure) or poisoned or inexact or outside:
+            self._skip(step, reaches and accepted, poisoned, inexact or outside)
+            return None
+        try:
+            return self._delta(step, events, changed, state, ready=ready, measure=measure)
+        except NotCapturable as error:
+            self._skip(step, True, False, str(error))
+            return None
+
+    def give_up(self, reason: str) -> None:
+        """No deltas from now on."""
+        if not self._given_up:
+            self._given_up = True
+            self._saver.warn("NoDeltas", f"only snapshots are taken: {reason}")
+            self._saver.tell_no_deltas(reason)
+
+    @property
+    def _accepted(self) -> bool:
+        """Whether every optimizer is believed to replay exactly."""
+        return self._backend.delta is DeltaMode.REPLAY or all(p is None or p.passed for p in self._probes)
+
+    def _delta(
+        self,
+        step: int,
+        events: list[Event],
+        changed: list[tuple[str, Tensor]],
+        state: user_state.State,
+        *,
+        ready: MakeReady,
+        measure: bool,
+    ) -> Delta:
+        facts = {
+            "events": [{"groups": event.groups, "scaling": event.scaling} for event in events],
+            "groups": [hyper_parameters(optimizer) for optimizer in self._optimizers],
+            "extra": self._buffers.extra(),
+        }
+        blob = user_state.pack(state, facts)
+        buffers = [(name, buffer.clone()) for name, buffer in changed]
+        device = next((p.device for named in self._named for _, p in named if p.is_cuda), None)
+        self._measured = True
+        return Delta(
+            step=step,
+            device=device,
+            ready=None if device is None else ready(device),
+            events=events,
+            buffers=buffers,
+            blob=blob,
+            only_measure=measure,
+        )
+
+    def _record(self, index: int) -> None:
+        self._recorder.before(index)
+        probe, event = self._probes[index], self._recorder.open
+        if probe is not None and event is not None and self._backend.delta is DeltaMode.AUTO and not probe.passed:
+            self._judge(lambda: probe.before(event))
+
+    def _judge(self, look: Callable[[], None]) -> None:
+        try:
+            look()
+        except Refused as refused:
+            self.give_up(str(refused))
+
+    def _compare(self, when: str) -> None:
+        if self._mark is not None and self._mark != self._watch.read():
+            self._outside = when
+
+    def _skip(self, step: int, due: bool, poisoned: bool, inexact: str) -> None:
+        """A step without a delta. `due`: a chain ends here because of it."""
+        if not due:
+            if self._saver.unbroken.begun:
+                self._saver.skip_delta(step)
+        elif poisoned:
+            self._saver.skip_delta(step, "NotFinite", "the loss is not finite")
+        else:
+            self._saver.skip_delta(step, "Inexact", inexact)
+
+    def _look_around(self) -> None:
+        """List parameters and buffers; done once, because it takes too long for every step."""
+        self._watch = Watch(self._model, self._optimizers)
+        self._buffers = Buffers(self._model)
+        self._named = [list(named_parameters_of(optimizer, self._model)) for optimizer in self._optimizers]
+        self._sizes = [len(named) for named in self._named]
+        names = [[name for name, _ in named] for named in self._named]
+        self._saver.script = Script(
+            self._optimizers, Planner(names), torch.get_num_threads(), self._recorder.copy_at_once
+        )
+
+
+def innermost(optimizer: Optimizer, before: int, after: int) -> None:
+    """Make our hooks, given by their handles' numbers, the last before and the first after the update.
+
+    Then what other hooks change - clipping before, averaging after - is seen as what it is.
+    """
+    hooks: OrderedDict[int, Any] = getattr(optimizer, "_optimizer_step_pre_hooks", OrderedDict())
+    if before in hooks and next(reversed(hooks)) != before:
+        hooks.move_to_end(before)
+    hooks = getattr(optimizer, "_optimizer_step_post_hooks", OrderedDict())
+    if after in hooks and next(iter(hooks)) != after:
+        hooks.move_to_end(after, last=False)

@@ -1,0 +1,94 @@
+"""What is needed to write artifacts into slots, whatever their kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.version import Version
+from tiercheck.trainer.backend import Backend, Skipped
+from tiercheck.trainer.copying import Pending
+from tiercheck.trainer.sanity import Sanity
+from tiercheck.trainer.slot_file import SlotWriter
+
+
+class Cancelled(Exception):
+    """The barrier gave the artifact up before its copy began."""
+
+
+class Job(Protocol):
+    """One artifact on its way. Both methods raise Skipped, `copy` also Cancelled; then nothing is left behind."""
+
+    @property
+    def pending(self) -> Pending: ...
+
+    @property
+    def kind(self) -> Kind: ...
+
+    def copy(self) -> None:
+        """Urgent: training waits for the end of it before the next update."""
+        ...
+
+    def finish(self) -> None:
+        """The rest: nothing of the model is needed for it."""
+        ...
+
+
+@dataclass
+class Desk:
+    """Of the saver's thread."""
+
+    backend: Backend
+    rank: int
+    world_size: int
+    gate: Callable[[], bool]
+    """Whether what is not finite is refused."""
+    sanity: Sanity
+    stream: torch.cuda.Stream | None = None
+    snapshot_room: int = 0
+    """Bytes of a snapshot slot, as far as known."""
+    delta_room: int = 0
+    """Bytes reserved for a delta."""
+    _writers: dict[str, SlotWriter] = field(default_factory=dict)
+
+    def version(self, step: int) -> Version:
+        return Version(step, self.backend.attempt)
+
+    def open(self, path: str) -> SlotWriter:
+        """The slot at `path`, mapped. Raises OSError or ValueError."""
+        for known, writer in list(self._writers.items()):
+            if not writer.is_current():
+                del self._writers[known]
+                writer.close()
+        if path not in self._writers:
+            self._writers[path] = SlotWriter(path)
+        return self._writers[path]
+
+    def on_gpu(self, pending: Pending, writer: SlotWriter) -> None:
+        """If the artifact comes from a GPU: page-lock the slot, and let the side stream wait until it is final."""
+        self.wait_for(pending)
+        if pending.device is not None:
+            writer.pin()
+
+    def wait_for(self, pending: Pending) -> None:
+        """Let the side stream, if one is needed, wait until what is to be copied is final."""
+        if pending.device is None or pending.ready is None:
+            return
+        torch.cuda.set_device(pending.device)  # of this thread: else it would open the first GPU as well
+        self.stream = self.stream or torch.cuda.Stream(pending.device)  # type: ignore[no-untyped-call]
+        self.stream.wait_event(pending.ready)
+
+    def abandoning(self, pending: Pending, kind: Kind, path: str, work: Callable[[], None]) -> None:
+        """Do `work`; if it fails the slot is given back. Raises Skipped or Cancelled."""
+        try:
+            work()
+        except (Skipped, Cancelled):
+            self.backend.abandon(path, pending.step, kind)
+            raise
+        except (OSError, ValueError, RuntimeError) as error:
+            self.backend.abandon(path, pending.step, kind)
+            raise Skipped("CannotWrite", str(error)) from error

@@ -1,0 +1,203 @@
+"""A step is replayed from what its optimizer consumed: this notes it, by hooks, without a change to the training loop.
+
+Gradients are noted by reference and copied while the next step computes. That is safe as long as their memory is not
+used again; where it is (`zero_grad(set_to_none=False)`, the buckets of DistributedDataParallel) they are copied at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+
+from tiercheck.trainer.capture import NotCapturable, local_shard
+
+_FRESH_STEPS = 4
+"""A gradient inside of larger memory is copied at once until it was seen in fresh memory this many times in a row.
+DistributedDataParallel moves its buckets once, after the first step."""
+
+SCALING = ("grad_scale", "found_inf")
+"""What `torch.amp.GradScaler` hands to a fused optimizer as attributes."""
+
+
+@dataclass
+class Event:
+    """One call of an optimizer's `step`: everything that it was a function of, beside the state."""
+
+    optimizer: int
+    gradients: list[Tensor | None]
+    """Per parameter, in the optimizer's order: this rank's shard; None if it has no gradient."""
+    groups: list[dict[str, Any]]
+    """The hyper-parameters of each parameter group."""
+    scaling: dict[str, Tensor]
+    lazy: list[int]
+    """Which gradients are those of the training loop itself, not copies."""
+    seen: list[int] = field(default_factory=list)
+    """torch's in-place counters of the lazy gradients; if one has moved, the gradient is no more what was consumed."""
+    torn: list[int] = field(default_factory=list)
+    """Gradients that were changed before they were copied."""
+
+    def changed(self) -> list[int]:
+        """Gradients that were changed since `note`."""
+        return [index for index, old, new in zip(self.lazy, self.seen, self._counters(), strict=True) if old != new]
+
+    def release(self, index: int) -> None:
+        """Let go of a gradient: it has been copied."""
+        gradient, self.gradients[index] = self.gradients[index], None
+        seen = self._seen_at.get(index)
+        if gradient is not None and seen is not None and gradient._version != seen:
+            self.torn.append(index)
+
+    def note(self) -> None:
+        """From now on the gradients must stay as they are."""
+        self.seen = self._counters()
+
+    @cached_property
+    def _seen_at(self) -> dict[int, int]:
+        return dict(zip(self.lazy, self.seen, strict=True))
+
+    def _counters(self) -> list[int]:
+        return [gradient._version for index in self.lazy if (gradient := self.gradients[index]) is not None]
+
+
+def hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """A copy of each parameter group without its parameters; tensors (a learning rate on the device) are cloned."""
+    return [
+        {
+            key: value.detach().clone() if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+class Recorder:
+    """Lists the events of the step under way. One thread may use it: the one that trains."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._events: list[Event] = []
+        self._open: Event | None = None
+        self._inexact = ""
+        self._eager: set[tuple[int, int]] = set()
+        self._staging: dict[tuple[int, int, int], Tensor] = {}
+        self._shared: dict[tuple[int, int], tuple[StorageWeakRef, int]] = {}
+
+    @property
+    def open(self) -> Event | None:
+        """The update under way."""
+        return self._open
+
+    def before(self, index: int) -> None:
+        """The update begins: every gradient is final."""
+        if self._open is not None:
+            self._inexact = "an update began before the one under way had ended"
+        try:
+            self._open = self._event(index)
+        except NotCapturable as error:
+            self._open = Event(index, [], [], {}, [])
+            self._inexact = str(error)
+        self._open.note()
+
+    def after(self, index: int) -> None:
+        """The update has ended."""
+        event, self._open = self._open, None
+        if event is None or event.optimizer != index:
+            self._inexact = "an update began before the one under way had ended"
+            return
+        if not any(
+            group.get("fused") for group in event.groups
+        ):  # fused kernels announce a change that they do not make
+            changed = event.changed()
+            if changed:
+                self._eager.update((index, number) for number in changed)
+                self._inexact = "the optimizer changed gradients; they are copied at once from now on"
+        event.note()
+        self._events.append(event)
+
+    def take(self) -> tuple[list[Event], str]:
+        """The events of the step that ends here, and why they do not describe it exactly (empty if they do)."""
+        if self._open is not None:
+            self._inexact, self._open = "an update did not end", None
+        taken = self._events, self._inexact
+        self._events, self._inexact = [], ""
+        return taken
+
+    def copy_at_once(self, optimizer: int, gradients: Sequence[int]) -> None:
+        """From now on: the memory of these gradients was used again while they were read."""
+        self._eager |= {(optimizer, number) for number in gradients}
+
+    @torch.no_grad()
+    def _event(self, index: int) -> Event:
+        optimizer = self._optimizers[index]
+        scaling = {
+            name: value.detach().clone()
+            for name in SCALING
+            if isinstance(value := getattr(optimizer, name, None), Tensor)
+        }
+        gradients: list[Tensor | None] = []
+        lazy: list[int] = []
+        for group in optimizer.param_groups:
+            writes = bool(group.get("fused")) and "grad_scale" in scaling  # unscales in place
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is not None:
+                    number = len(gradients)
+                    shard = _shard(gradient, parameter)
+                    if writes or self._is_reused(index, number, shard):
+                        shard = self._staged(index, number, shard)
+                    else:
+                        lazy.append(number)
+                    gradients.append(shard)
+                else:
+                    gradients.append(None)
+        return Event(index, gradients, hyper_parameters(optimizer), scaling, lazy)
+
+    def _is_reused(self, index: int, number: int, shard: Tensor) -> bool:
+        key = (index, number)
+        if shard.layout is not torch.strided:
+            return key in self._eager
+        storage = shard.untyped_storage()
+        if storage.nbytes() == shard.nbytes:
+            return key in self._eager  # any change shows in its own counter
+        identity = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # keeps the identity, not the memory
+        before, fresh = self._shared.get(key, (None, 0))
+        fresh = 0 if before is not None and before.cdata == identity.cdata else fresh + 1
+        self._shared[key] = identity, fresh
+        return fresh <= _FRESH_STEPS or key in self._eager
+
+    def _staged(self, index: int, number: int, shard: Tensor) -> Tensor:
+        """A copy, in memory kept for it: the delta before has been copied when the next update begins."""
+        if shard.layout is not torch.strided:
+            return shard.clone()
+        key = (len(self._events), index, number)
+        kept = self._staging.get(key)
+        if kept is None or (kept.shape, kept.dtype, kept.device) != (shard.shape, shard.dtype, shard.device):
+            kept = self._staging[key] = torch.empty_like(shard)
+        return kept.copy_(shard)
+
+
+def _shard(gradient: Tensor, parameter: Tensor) -> Tensor:
+    if type(gradient) is Tensor:
+        return gradient
+    if getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
+        raise NotCapturable("a gradient is sharded differently from its parameter")
+    return local_shard(gradient)
+
+
+def set_hyper_parameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Inverse of `hyper_parameters`. Tensors are written in place: schedulers and CUDA graphs hold on to them."""
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in values.items():
+            present = group.get(key)
+            if isinstance(present, Tensor) and isinstance(value, Tensor):
+                present.copy_(value)
+            else:
+                group[key] = value

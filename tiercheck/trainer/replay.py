@@ -1,0 +1,98 @@
+"""From a snapshot to a later version: the very updates that made it are made again, by the optimizer itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tiercheck.trainer import state_hash
+from tiercheck.trainer.buffers import Buffers
+from tiercheck.trainer.capture import local_shard, named_parameters_of
+from tiercheck.trainer.delta import StoredDelta, StoredEvent
+from tiercheck.trainer.gradients import SCALING, set_hyper_parameters
+from tiercheck.trainer.replayable import plain_step
+
+
+class Mismatch(Exception):
+    """The replay did not give the state that the delta was taken from; the message says where."""
+
+
+class Replay:
+    """Replays deltas, one after the other, on a model and its optimizers as a snapshot left them."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._named = [list(named_parameters_of(optimizer, model)) for optimizer in optimizers]
+        self._buffers = Buffers(model)
+
+    @torch.no_grad()
+    def apply(self, delta: StoredDelta, facts: Mapping[str, Any]) -> None:
+        """Bring the state from before the delta's step to after it. Raises Mismatch."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(delta.threads)
+        try:
+            for event, consumed in zip(delta.events, facts["events"], strict=True):
+                self._update(delta, event, consumed)
+            for name, value in delta.buffers().items():
+                self._buffers.put_back(name, value)
+            self._buffers.put_back_extra(facts["extra"])
+            for optimizer, groups in zip(self._optimizers, facts["groups"], strict=True):
+                set_hyper_parameters(optimizer, groups)
+        except Exception as error:  # the optimizer's own code runs here, on what may not fit it
+            raise Mismatch(f"{type(error).__name__}: {error}") from error
+        finally:
+            torch.set_num_threads(threads)
+            self._clear()
+        turn = state_hash.state_of_turn(self._optimizers, delta.step)
+        places, tensors = [place for place, _ in turn], [tensor for _, tensor in turn]
+        if where := state_hash.first_difference(places, tensors, delta.hashes):
+            raise Mismatch(f"{self._spelled(where)} differs")
+
+    def _update(self, delta: StoredDelta, event: StoredEvent, consumed: Mapping[str, Any]) -> None:
+        optimizer = self._optimizers[event.optimizer]
+        for index, (name, parameter) in enumerate(self._named[event.optimizer]):
+            gradient = event.gradient(delta.tensors, index, name, local_shard(parameter).device)
+            parameter.grad = None if gradient is None else _like(gradient, parameter)
+        set_hyper_parameters(optimizer, consumed["groups"])
+        device = next((p.device for _, p in self._named[event.optimizer]), None)
+        for name, value in consumed["scaling"].items():
+            setattr(optimizer, name, value.to(device))
+        try:
+            with torch.enable_grad():  # as in a training loop; `step` turns it off itself
+                plain_step(optimizer)()
+        finally:
+            for name in SCALING:
+                if name in consumed["scaling"]:
+                    delattr(optimizer, name)
+
+    def _clear(self) -> None:
+        for named in self._named:
+            for _, parameter in named:
+                parameter.grad = None
+
+    def _spelled(self, where: tuple[int, int, str] | str) -> str:
+        if isinstance(where, str):
+            return where
+        optimizer, number, key = where
+        return f"{self._named[optimizer][number][0]}{f' ({key})' if key else ''}"
+
+
+def _like(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """The shard as the gradient of `parameter`, sharded like it."""
+    if not hasattr(parameter, "placements"):
+        return gradient
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(parameter, DTensor)
+    return DTensor.from_local(
+        gradient,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -1,0 +1,67 @@
+"""How a snapshot gets into its slot."""
+
+from __future__ import annotations
+
+import torch
+
+from tiercheck.protocol.artifact import Kind
+from tiercheck.trainer import copying
+from tiercheck.trainer.backend import Skipped
+from tiercheck.trainer.copying import Snapshot
+from tiercheck.trainer.desk import Cancelled, Desk
+from tiercheck.trainer.slot_file import USER_BLOB, USER_BYTES, bytes_into
+
+
+class SnapshotJob:
+    kind = Kind.SNAPSHOT
+
+    def __init__(self, desk: Desk, snapshot: Snapshot, mutating: set[str]) -> None:
+        """`mutating` receives the names of tensors that turn out to change outside the optimizer."""
+        self.pending = self._snapshot = snapshot
+        self._desk = desk
+        self._mutating = mutating
+        self._path = ""
+        self._views: dict[str, torch.Tensor] = {}
+
+    def copy(self) -> None:
+        self._path = self._desk.backend.begin(self._snapshot.step, self._snapshot.layout.size, self.kind)
+        self._desk.abandoning(self._snapshot, self.kind, self._path, self._copy)
+
+    def finish(self) -> None:
+        self._desk.abandoning(self._snapshot, self.kind, self._path, self._finish)
+        self._desk.backend.complete(self._path, self._snapshot.step, self._snapshot.layout.size, self.kind)
+
+    def _copy(self) -> None:
+        snapshot = self._snapshot
+        writer = self._desk.open(self._path)
+        self._views = writer.begin(snapshot.layout)
+        if not snapshot.start():
+            raise Cancelled
+        self._desk.on_gpu(snapshot, writer)
+        items = [(entry.name, entry.tensor) for entry in snapshot.entries]
+        copying.copy_all(items, self._views, self._desk.stream if snapshot.device is not None else None)
+        changed = snapshot.changed()
+        if changed:
+            self._mutating |= changed
+            raise Skipped(
+                "ChangedOutsideOptimizer",
+                f"{min(changed)} changed while it was copied; it is copied at once from now on",
+            )
+
+    def _finish(self) -> None:
+        snapshot = self._snapshot
+        bytes_into(self._views[USER_BLOB], snapshot.blob)
+        if self._desk.gate():
+            # Buffers may hold infinities: masks do.
+            lazy = [(entry.name, self._views[entry.name]) for entry in snapshot.entries if entry.must_be_finite]
+            if name := copying.non_finite(lazy):
+                self._desk.sanity.refused(snapshot.step)
+                raise Skipped("NotFinite", f"{name} holds an infinity or a NaN")
+            self._desk.sanity.good(snapshot.step)
+        self._desk.open(self._path).finish(
+            snapshot.layout,
+            self._desk.rank,
+            self._desk.version(snapshot.step),
+            self._desk.world_size,
+            {USER_BYTES: str(len(snapshot.blob))},
+        )

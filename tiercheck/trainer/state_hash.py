@@ -1,0 +1,114 @@
+"""Whether a replay gave the right state must be checked on the way, and for next to nothing.
+
+A fingerprint is two sums over a tensor's bits as 64-bit words: columns and rows of a matrix of words, each weighted by odd
+constants and added modulo 2^64. It is the same on every device, costs two reads at memory speed, and any difference in one
+word changes it. It guards against arithmetic that differs, not against forgery.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tiercheck.trainer.capture import local_shard
+
+EVERY = 8
+"""A delta carries the fingerprints of every so many tensors, in turn."""
+
+Place = tuple[int, int, str]
+"""Optimizer, number of the parameter, key of its state ("" is the parameter itself)."""
+
+_COLUMNS = 1024
+_SMALL = (
+    64 * 1024
+)  # bytes: smaller tensors share one fingerprint, because each costs more calls than its bytes are worth
+_ODD = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio in 64 bits, as a signed number
+
+
+def state_of_turn(optimizers: Sequence[Optimizer], step: int) -> list[tuple[Place, Tensor]]:
+    """The shards whose turn it is after `step`."""
+    every = _state(optimizers)
+    return [
+        (place, local_shard(tensor)) for index, (place, tensor) in enumerate(every) if index % EVERY == step % EVERY
+    ]
+
+
+def _state(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Place, Tensor]]:
+    for index, optimizer in enumerate(optimizers):
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        for number, parameter in enumerate(parameters):
+            yield (index, number, ""), parameter
+            state = optimizer.state.get(parameter)
+            for key, value in sorted(state.items()) if state else ():
+                if isinstance(value, Tensor):
+                    yield (index, number, key), value
+
+
+@torch.no_grad()
+def fingerprints(tensors: Sequence[Tensor]) -> list[str]:
+    """One for all small tensors of each device, in order of first appearance, then one for each large one."""
+    small: dict[torch.device, list[Tensor]] = {}
+    large: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.nbytes < _SMALL:
+            small.setdefault(tensor.device, []).append(_bytes(tensor))
+        else:
+            large.append(_bytes(tensor))
+    sums = [_fold(torch.cat(parts)) for parts in small.values()] + [_fold(flat) for flat in large]
+    by_device: dict[torch.device, list[int]] = {}
+    for number, value in enumerate(sums):
+        by_device.setdefault(value.device, []).append(number)
+    found = [""] * len(sums)
+    for numbers in by_device.values():  # one transfer for each device
+        values = torch.stack([sums[number] for number in numbers]).tolist()
+        for number, (columns, rows) in zip(numbers, values, strict=True):
+            found[number] = f"{columns % 2**64:016x}{rows % 2**64:016x}"
+    return found
+
+
+def first_difference(places: Sequence[Place], tensors: Sequence[Tensor], wanted: Sequence[str]) -> Place | str:
+    """Where the state differs from `wanted`, which `fingerprints` gave for the same tensors; empty if nowhere."""
+    found = fingerprints(tensors)
+    if found == list(wanted):
+        return ""
+    if len(found) != len(wanted):
+        return "the number of tensors"
+    large = [place for place, tensor in zip(places, tensors, strict=True) if tensor.nbytes >= _SMALL]
+    number = next(number for number, (one, other) in enumerate(zip(found, wanted, strict=True)) if one != other)
+    first_large = len(found) - len(large)
+    return large[number - first_large] if number >= first_large else "a small tensor"
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else _nothing(tensor.device)
+
+
+def _nothing(device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device)
+
+
+def _fold(flat: Tensor) -> Tensor:
+    """Two words for these bytes."""
+    if flat.numel() % 8 or flat.storage_offset() % 8:
+        flat = torch.cat([flat, flat.new_zeros(-flat.numel() % 8)])
+    words = flat.view(torch.int64)
+    rows = words.numel() // _COLUMNS
+    body = words[: rows * _COLUMNS].view(rows, _COLUMNS)
+    rest = words[rows * _COLUMNS :]
+    columns, many = _weights(_COLUMNS, flat.device), _weights(max(rows, 1), flat.device)
+    tail = (rest * columns[: rest.numel()]).sum()
+    length = flat.numel() * _ODD % 2**63
+    by_column = (body.sum(0) * columns).sum() + tail
+    by_row = (body.sum(1) * many[:rows]).sum() + 3 * tail + length
+    return torch.stack([by_column, by_row])
+
+
+@lru_cache(maxsize=64)
+def _weights(count: int, device: torch.device) -> Tensor:
+    """Odd numbers that differ in all bits; torch's integers wrap."""
+    mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _ODD
+    return (mixed ^ (mixed >> 29)) * 2 + 1
