@@ -15,7 +15,7 @@
 # `delete` is for ttlSecondsAfterFinished.
 - apiGroups: [tiercheck.io]
   resources: [tiercheckjobs]
-  verbs: [get, list, watch, delete]
+  verbs: [list, watch, delete]
 - apiGroups: [tiercheck.io]
   resources: [tiercheckjobs/status]
   verbs: [patch]
