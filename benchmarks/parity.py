@@ -115,8 +115,8 @@ def _in_memory(data: int, parity: int, size: int, rounds: int, memcpy: float) ->
     out = memoryview(np.ones(size, np.uint8))
 
     def combine() -> None:
-        for begin in range(0, size, FRAGMENT):
-            end = begin + FRAGMENT
+        for begin in chunks:
+            end = begin + CHUNK
             coding.combine(out[begin:end], weights, [part[begin:end] for part in parts])
 
     folded, rebuilt = size / _best(rounds, fold) / 1e9, size / _best(rounds, combine) / 1e9
@@ -136,7 +136,7 @@ def _in_memory(data: int, parity: int, size: int, rounds: int, memcpy: float) ->
 def _over_loopback(data: int, parity: int, size: int, rounds: int) -> dict[str, float]:
     shared = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="tiercheck-parity-", dir=shared if shared.is_dir() else None))
-    job = _Job(str(folder), secrets.token_hex(16), f"127.{os.getpid() % 200 + 20}.77", data, parity, size)
+    job = _Job(folder, data, parity, size)
     try:
         with _process(_members, job) as members, _process(_holders, job) as holders:
             folded = min(_folding(members, holders) for _ in range(rounds))
@@ -164,8 +164,9 @@ def _over_loopback(data: int, parity: int, size: int, rounds: int) -> dict[str, 
 class _Job:
     """Workers 0..data-1 are members, the next ones holders."""
 
-    def __init__(self, folder: str, token: str, network: str, data: int, parity: int, size: int) -> None:
-        self.folder, self.token, self.network = Path(folder), token, network
+    def __init__(self, folder: Path, data: int, parity: int, size: int) -> None:
+        self.folder, self.token = folder, secrets.token_hex(16)
+        self.network = network = f"127.{os.getpid() % 200 + 20}.77"
         self.data, self.parity, self.size = data, parity, size
         peers = [Peer(worker, f"{network}.{worker + 1}") for worker in range(data + parity)]
         self.group = ParityGroup(tuple(peers[:data]), tuple(peers[data:]))
@@ -263,8 +264,8 @@ def _members(pipe: Connection, job: _Job) -> None:
             sent = [
                 pool.submit(push, workers[member].vault, seals[member], line) for (member, _), line in lines.items()
             ]
-            states = {each.result().state for each in sent}
-        assert states <= {"in", "have"}, states
+            said = [each.result() for each in sent]
+        assert {each.state for each in said} <= {"in", "have"}, said
         pipe.send(time.perf_counter() - began)
 
 

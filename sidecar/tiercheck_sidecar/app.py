@@ -22,13 +22,15 @@ from tiercheck_sidecar.coordinator import Coordinator
 from tiercheck_sidecar.exchange.handshake import Identity
 from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.offload import Offloader
+from tiercheck_sidecar.parity.holder import ParityHolder
 from tiercheck_sidecar.parity.sender import ParitySender
-from tiercheck_sidecar.places import Places
+from tiercheck_sidecar.parity.session import serving
 from tiercheck_sidecar.reclaim import Reclaimer
 from tiercheck_sidecar.renewal import renewed
 from tiercheck_sidecar.replicate import Replicator
 from tiercheck_sidecar.report import Reporter
 from tiercheck_sidecar.restore import Restorer
+from tiercheck_sidecar.restore_sources import RestoreSources
 from tiercheck_sidecar.tier_api import routes
 from tiercheck_sidecar.tiers import TierClient
 from tiercheck_sidecar.trainer_socket import TrainerSocket
@@ -52,9 +54,11 @@ class Sidecar:
         self.replicator = Replicator(self.board, self.vault, self.identity, config.exchange_port)
         self.coordinator = Coordinator(self.board)
         self.offloader = Offloader(self.board, self.vault, self.coordinator)
-        places = Places(self.board, self.vault, self.identity, config.exchange_port, self.offloader)
-        self.restorer = Restorer(self.board, self.vault, places)
-        self.parity = ParitySender(self.board, self.vault, self.identity, config.exchange_port)
+        reach = RestoreSources(self.board, self.vault, self.identity, config.exchange_port, self.offloader)
+        self.restorer = Restorer(self.board, self.vault, reach)
+        self.parity = ParitySender(self.board, self.vault, self.identity, config.exchange_port, self.replicator.bucket)
+        self.parity_holder = ParityHolder(self.board, self.vault)
+        self.exchange.languages["parity"] = serving(self.board, self.vault, self.parity_holder)
         self.tiers = TierClient(self.board, self.vault, self._acknowledged, self.offloader)
         self._runners: list[web.AppRunner] = []
 
@@ -94,6 +98,8 @@ class Sidecar:
             ("reclaim", self.reclaimer.run),
             ("prepare", self.reclaimer.prepare),
             ("replicate", self.replicator.run),
+            ("parity", self.parity.run),
+            ("parity-blocks", self.parity_holder.run),
             ("coordinate", self.coordinator.run),
             ("offload", self.offloader.run),
             ("tiers", self.tiers.run),

@@ -38,7 +38,7 @@ class Block:
         self._stripes = [threading.Lock() for _ in range(_STRIPES)]
         self._idle = threading.Condition()
         self._folding = 0
-        self._over = False
+        self._over = self._sealing = False
 
     @property
     def capacity(self) -> int:
@@ -50,7 +50,7 @@ class Block:
         other digests: then nobody can say what is in the block.
         """
         with self._idle:
-            if self._over or self._digests.setdefault(rank, digests) != digests:
+            if self._digests.setdefault(rank, digests) != digests or (self._over and not self._sealing):
                 raise BlockGone
             return tuple(sorted(self._missing.setdefault(rank, set(range(len(digests.values))))))
 
@@ -90,7 +90,7 @@ class Block:
     def missing(self, rank: int) -> tuple[int, ...]:
         """Raises BlockGone."""
         with self._idle:
-            if self._over:
+            if self._over and not self._sealing:
                 raise BlockGone
             return tuple(sorted(self._missing[rank]))
 
@@ -100,7 +100,7 @@ class Block:
             ready = set(self._missing) == set(self.share.ranks) and not any(self._missing.values())
             if self._over or self._folding or not ready:
                 return False
-            self._over = True
+            self._over = self._sealing = True
         members = tuple(self._digests[rank] for rank in self.share.ranks)
         size = max(each.size for each in members)
         for index in range(-(-size // CHUNK)):

@@ -97,11 +97,28 @@ def combine(target: memoryview, weights: Sequence[int], pieces: Sequence[memoryv
         begin = end
 
 
+class Adder:
+    """`combine` for the same few buffers again and again: their addresses are looked up once, not for every fragment."""
+
+    def __init__(self, target: memoryview, weights: Sequence[int], buffers: Sequence[memoryview]) -> None:
+        self._target, self._weights, self._buffers = target, tuple(weights), tuple(buffers)
+        self._start = _address(_bytes(target))
+        self._addresses = tuple(_address(_bytes(buffer)) for buffer in buffers)
+
+    def add(self, begin: int, length: int, filled: Sequence[int]) -> None:
+        """`length` bytes of the target from `begin` on. `filled`: how many bytes of each buffer count."""
+        if min(filled) >= length and isal.is_here():
+            isal.library().combine(self._start + begin, self._weights, self._addresses, length)
+        else:
+            pieces = [buffer[:count] for buffer, count in zip(self._buffers, filled, strict=True)]
+            combine(self._target[begin : begin + length], self._weights, pieces)
+
+
 def _combine(out: np.ndarray, weights: Sequence[int], sources: Sequence[np.ndarray]) -> None:
     if not sources:
         out[:] = 0
     elif isal.is_here():
-        addresses = [_address(source) for source in sources]
+        addresses = tuple(_address(source) for source in sources)
         isal.library().combine(_address(out), tuple(weights), addresses, len(out))
     elif set(weights) == {1}:
         _xor(out, sources)

@@ -36,6 +36,7 @@ class Isal:
         self._library = ctypes.CDLL(path)
         for name in _FUNCTIONS:
             getattr(self._library, name)
+        self._encode, self._update = self._library.ec_encode_data, self._library.ec_encode_data_update
         for name in ("gf_mul", "gf_inv"):
             function = getattr(self._library, name)
             function.restype, function.argtypes = ctypes.c_ubyte, [ctypes.c_ubyte] * (2 if name == "gf_mul" else 1)
@@ -61,10 +62,10 @@ class Isal:
             raise ValueError("the matrix is singular")
         return [list(found[row * size : (row + 1) * size]) for row in range(size)]
 
-    def combine(self, target: int, weights: tuple[int, ...], sources: Sequence[int], length: int) -> None:
+    def combine(self, target: int, weights: tuple[int, ...], sources: tuple[int, ...], length: int) -> None:
         """target = sum of weight * source, over `length` bytes; addresses as integers."""
         count = len(weights)
-        self._library.ec_encode_data(length, count, 1, self._tables(weights), _pointers(sources), _pointers((target,)))
+        self._encode(length, count, 1, self._tables(weights), _pointers(sources), _pointers((target,)))
 
     def add(self, target: int, weight: int, source: int, length: int) -> None:
         """target += weight * source."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -16,21 +17,23 @@ from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Peer, Tier
 from tiercheck.protocol.report import Quarantined, RestoreState
 from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.exchange.agenda import due, first_of_each_rank
+from tiercheck_sidecar.exchange.backoff import Backoff
 from tiercheck_sidecar.exchange.frames import Pace, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.line import Line
 from tiercheck_sidecar.exchange.streams import TooDamaged
-from tiercheck_sidecar.parity.due import due
+from tiercheck_sidecar.pacing import Portion, TokenBucket
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.parity.push import converse, push
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 
 log = logging.getLogger(__name__)
 
-_BACKOFF = (0.1, 5.0)
-"""Seconds between tries: first, longest."""
 _PATIENCE = 3
 """Tries in vain before a person is told."""
+_PORTIONS = {Kind.SNAPSHOT: 0.1, Kind.DELTA: 2.0}
+"""Seconds' worth of bandwidth that a lane asks for at once: where it is short, deltas get the larger part."""
 
 
 class Link:
@@ -44,10 +47,12 @@ class Link:
         attempt: int,
         dial: Callable[[], Wire],
         *,
-        pace: Pace | None = None,
+        bucket: TokenBucket,
+        tell: Callable[[Kind, str], None],
     ) -> None:
+        """`tell` hears why a lane brings nothing, and with an empty reason that it does."""
         self._board, self._vault, self.holder, self._attempt = board, vault, holder, attempt
-        self._dial, self._pace = dial, pace
+        self._dial, self._bucket, self._tell = dial, bucket, tell
         self._lock = threading.Lock()
         self._closed = False
         self._wires: weakref.WeakSet[Wire] = weakref.WeakSet()
@@ -80,14 +85,14 @@ class Link:
 
     def _watch(self) -> None:
         """Keep asking what the holder has."""
-        failures = 0
+        waits: Backoff[None] = Backoff()
         while self._is_open:
             try:
                 with contextlib.closing(self._connect()) as wire:
                     while self._is_open:
                         wire.send(ParityAsk("status"))
                         said = wire.receive(ParitySay)
-                        failures = 0
+                        waits.succeeded(None)
                         if (frozenset(said.complete), frozenset(said.folded)) != (self._complete, self._folded):
                             with self._lock:
                                 fresh = frozenset(said.complete) - self._complete
@@ -95,65 +100,64 @@ class Link:
                             self._board.count(replicated=len(fresh))
                             self._board.bump()
             except (WireBroken, PeerRefused) as error:
-                failures += 1
                 log.debug("status of worker %d: %s", self.holder.worker, error)
-                self._pause(failures)
+                waits.failed(None, time.monotonic())
+                self._board.wait_until(lambda: self._closed, max(0.0, waits.until(None) - time.monotonic()))
 
     def _lane(self, kind: Kind) -> None:
-        seen, failures = -1, 0
+        seen = -1
+        waits: Backoff[int | None] = Backoff()
+        pace = Portion(self._bucket, _PORTIONS[kind])
         with Line(self._connect) as line:
             while self._is_open:
-                seal = self._next(kind)
-                if seal is None:
+                now = time.monotonic()
+                candidates = first_of_each_rank(self._due(kind))
+                seal = next(
+                    (each for each in candidates if waits.ready(each.rank, now) and waits.ready(None, now)), None
+                )
+                if seal is not None:
+                    self._bring(seal, line, pace, waits)
+                elif candidates:
+                    # While something waits for its next try, what happens elsewhere must not wake this lane again and again.
+                    soonest = max(waits.until(None), min(waits.until(each.rank) for each in candidates))
+                    self._board.wait_until(lambda: self._closed, max(0.0, soonest - now))
+                else:
                     seen = self._board.wait(seen, timeout=1.0)
-                    continue
-                try:
-                    trouble = self._bring(seal, line)
-                except NotHeld:
-                    continue
-                except TooDamaged as error:
-                    self._distrust(seal)
-                    trouble = str(error)
-                except (WireBroken, PeerRefused, OSError) as error:
-                    log.info("%s to worker %d: %s", seal, self.holder.worker, error)
-                    trouble = str(error)
-                failures = self._judge(trouble, failures)
 
-    def _bring(self, seal: Seal, line: Line) -> str:
-        """What went wrong, or nothing; "busy" is no reason to worry."""
-        said = push(self._vault, seal, line, self._pace)
-        artifact = Artifact(seal.rank, seal.version, seal.kind)
-        with self._lock:
-            if said.state in ("in", "have"):
-                self._folded |= {artifact}
-                return ""
-            if said.state == "late":
-                self._late |= {artifact}
-                return ""
-        return said.state if said.state == "busy" else said.message
-
-    def _judge(self, trouble: str, failures: int) -> int:
-        """Tell a person, or take it back, and wait before the next try. Returns the number of failures in a row."""
-        if not trouble:
-            self._board.problem("PeerUnreachable", "")
-            return 0
-        if failures + 1 == _PATIENCE and trouble != "busy":
-            self._board.problem(
-                "PeerUnreachable",
-                f"worker {self.holder.worker} does not take parity: {trouble}. "
-                "Training goes on; its state is protected as soon as that worker answers or is replaced",
-            )
-        self._pause(failures if trouble != "busy" else 0)
-        return failures + 1 if trouble != "busy" else failures
+    def _bring(self, seal: Seal, line: Line, pace: Pace, waits: Backoff[int | None]) -> None:
+        """One artifact, and what follows from what became of it: a rank, or the whole lane, may have to wait."""
+        now, artifact = time.monotonic, Artifact(seal.rank, seal.version, seal.kind)
+        try:
+            said = push(self._vault, seal, line, pace)
+        except NotHeld:
+            return  # freed meanwhile: no longer due
+        except TooDamaged as error:
+            self._distrust(seal)
+            waits.failed(seal.rank, now())
+            self._tell(seal.kind, str(error))
+        except (WireBroken, PeerRefused, OSError) as error:
+            log.info("%s to worker %d: %s", seal, self.holder.worker, error)
+            if waits.failed(None, now()) >= _PATIENCE:
+                self._tell(seal.kind, str(error))
+        else:
+            waits.succeeded(None)
+            if said.state in ("busy", "refused"):
+                if waits.failed(seal.rank, now()) >= _PATIENCE and said.state == "refused":
+                    self._tell(seal.kind, said.message)
+                return
+            waits.succeeded(seal.rank)
+            self._tell(seal.kind, "")
+            with self._lock:
+                if said.state == "late":
+                    self._late |= {artifact}
+                else:
+                    self._folded |= {artifact}
 
     # Inside
 
     @property
     def _is_open(self) -> bool:
         return not self._closed and not self._board.stopping
-
-    def _pause(self, failures: int) -> None:
-        self._board.wait_until(lambda: self._closed, min(_BACKOFF[1], _BACKOFF[0] * 2 ** min(failures, 10)))
 
     def _connect(self) -> Wire:
         """A connection that talks parity, and that `close` cuts. Raises WireBroken, PeerRefused."""
@@ -166,20 +170,18 @@ class Link:
             raise WireBroken("the attempt is over")
         return converse(wire)
 
-    def _next(self, kind: Kind) -> Seal | None:
+    def _due(self, kind: Kind) -> list[Seal]:
         with self._board.lock:
-            verdict, attempt = self._board.verdict, self._board.attempt
+            verdict, directive = self._board.verdict, self._board.directive
             ready = self._board.restore.state is RestoreState.READY
-        if verdict is None or not ready or attempt != self._attempt:
-            return None
-        own = {
-            Artifact(seal.rank, seal.version, seal.kind): seal for seal in self._vault.held() if seal.tier is Tier.LOCAL
-        }
+        if verdict is None or not ready or directive is None or directive.attempt != self._attempt:
+            return []
+        held = self._vault.held()
         with self._lock:
-            self._late &= own.keys()
-            complete, settled = self._complete, self._complete | self._folded | self._late
-        waiting = due(own.keys(), verdict.copy, complete, settled)[kind]
-        return own[waiting[0]] if waiting else None
+            self._late &= {Artifact(seal.rank, seal.version, seal.kind) for seal in held}
+            complete, settled = self._complete, self._folded | self._late
+        owed = due(kind, held, complete, verdict.copy, directive.history)
+        return [seal for seal in owed if Artifact(seal.rank, seal.version, kind) not in settled]
 
     def _distrust(self, seal: Seal) -> None:
         """Chunks keep arriving damaged: is it our own memory that rotted?"""

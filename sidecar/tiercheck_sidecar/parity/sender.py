@@ -6,10 +6,10 @@ import threading
 
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import ParityGroup, Peer
-from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import Identity, dial
+from tiercheck_sidecar.pacing import TokenBucket
 from tiercheck_sidecar.parity.link import Link
 from tiercheck_sidecar.vault import Vault
 
@@ -17,11 +17,16 @@ from tiercheck_sidecar.vault import Vault
 class ParitySender:
     """Thread-safe. `run` keeps the links of the current attempt."""
 
-    def __init__(self, board: Board, vault: Vault, identity: Identity, port: int) -> None:
+    def __init__(
+        self, board: Board, vault: Vault, identity: Identity, port: int, bucket: TokenBucket | None = None
+    ) -> None:
+        """`bucket`: what is sent to holders of copies takes from it too."""
         self._board, self._vault, self._identity, self._port = board, vault, identity, port
+        self._bucket = bucket or TokenBucket(None)
         self._lock = threading.Lock()
         self._key: tuple[int, ParityGroup | None] = (0, None)
         self._links: tuple[Link, ...] = ()
+        self._troubles: dict[tuple[int, Kind], str] = {}
 
     def run(self) -> None:
         seen = -1
@@ -34,9 +39,11 @@ class ParitySender:
             holders = directive.parity.holders if directive.parity else ()
             links = tuple(self._link(holder, directive.attempt) for holder in holders)
             with self._lock:
-                old, self._links = self._links, links
+                old, self._links, self._troubles = self._links, links, {}
             for link in old:
                 link.close()
+            if directive.parity or old:
+                self._board.problem("PeerUnreachable", "")
             for link in links:
                 link.start()
         for link in self._links:
@@ -47,22 +54,25 @@ class ParitySender:
         with self._lock:
             return [(link.holder.worker, link.complete) for link in self._links]
 
-    def copied(self, rank: int, kind: Kind = Kind.SNAPSHOT) -> tuple[Version, ...]:
-        """Versions of an own rank's artifacts whose blocks are complete at every holder; empty if there is no group."""
-        with self._lock:
-            sets = [link.complete for link in self._links]
-        if not sets:
-            return ()
-        common: frozenset[Artifact] = frozenset.intersection(*sets)
-        return tuple(sorted(each.version for each in common if (each.rank, each.kind) == (rank, kind)))
-
-    def holders(self) -> tuple[int, ...]:
-        """Workers that keep this worker's parity."""
-        with self._lock:
-            return tuple(sorted(link.holder.worker for link in self._links))
-
     def _link(self, holder: Peer, attempt: int) -> Link:
         def connect() -> Wire:
             return dial(self._identity, attempt, holder.host, self._port)
 
-        return Link(self._board, self._vault, holder, attempt, connect)
+        def tell(kind: Kind, reason: str) -> None:
+            with self._lock:
+                current = any(link.holder == holder for link in self._links) and attempt == self._key[0]
+                if current:
+                    self._troubles[holder.worker, kind] = reason
+                worst = {worker: why for (worker, _), why in self._troubles.items() if why}
+            if current:
+                self._board.problem("PeerUnreachable", _sentence(worst))
+
+        return Link(self._board, self._vault, holder, attempt, connect, bucket=self._bucket, tell=tell)
+
+
+def _sentence(troubles: dict[int, str]) -> str:
+    """Why holders take no parity; empty if all do."""
+    if not troubles:
+        return ""
+    told = ". ".join(f"Worker {worker} takes no parity: {why}" for worker, why in sorted(troubles.items()))
+    return f"{told}. Training goes on; its state is protected as soon as that worker answers or is replaced"

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from tiercheck.protocol.manifest import Digests
 from tiercheck_sidecar.digest import digest_chunk, piece
@@ -66,7 +67,8 @@ class Unfolding:
             raise
 
     def _chunks(self, parts: Parts, wires: Mapping[Part, Wire]) -> None:
-        buffers = {part: memoryview(bytearray(FRAGMENT)) for part in parts}
+        buffers = [memoryview(bytearray(FRAGMENT)) for _ in parts]
+        adder = coding.Adder(self._view, [weight for weight, _ in parts.values()], buffers)
         asked: deque[int] = deque()
         while True:
             while len(asked) < _AHEAD and (index := self._take()) is not None:
@@ -75,7 +77,11 @@ class Unfolding:
             if not asked:
                 return
             index = asked.popleft()
-            self._receive(index, parts, wires, buffers)
+            inflows = [
+                _Inflow(part, wires[part], found.length(index), buffer)
+                for (part, (_, found)), buffer in zip(parts.items(), buffers, strict=True)
+            ]
+            self._receive(index, inflows, adder)
             target = piece(self._view, self._digests, index)
             if digest_chunk(target) != self._digests.values[index]:
                 self._examine(index, parts)
@@ -92,27 +98,14 @@ class Unfolding:
                 with _blaming(part):
                     wires[part].send_index(index)
 
-    def _receive(
-        self, index: int, parts: Parts, wires: Mapping[Part, Wire], buffers: Mapping[Part, memoryview]
-    ) -> None:
-        lengths = {part: found.length(index) for part, (_, found) in parts.items()}
-        for part, length in lengths.items():
-            if length:
-                with _blaming(part):
-                    if wires[part].receive_chunk_header() != (index, length):
-                        raise WireBroken("it sent a chunk that was not asked for")
-        target = piece(self._view, self._digests, index)
-        for begin in range(0, max(lengths.values()), FRAGMENT):
-            weights, pieces = [], []
-            for part, (weight, _) in parts.items():
-                fragment = buffers[part][: max(0, min(FRAGMENT, lengths[part] - begin))]
-                if fragment:
-                    with _blaming(part):
-                        wires[part].receive_into(fragment)
-                    weights.append(weight)
-                    pieces.append(fragment)
-            if begin < len(target):  # the others' may be longer
-                coding.combine(target[begin : begin + FRAGMENT], weights, pieces)
+    def _receive(self, index: int, inflows: list[_Inflow], adder: coding.Adder) -> None:
+        for each in inflows:
+            each.begin(index)
+        start, size = index * self._digests.chunk, len(piece(self._view, self._digests, index))
+        for begin in range(0, max(each.length for each in inflows), FRAGMENT):
+            filled = [each.fill(begin) for each in inflows]
+            if begin < size:  # the others' may be longer
+                adder.add(start + begin, min(FRAGMENT, size - begin), filled)
 
     def _examine(self, index: int, parts: Parts) -> None:
         """The sum is wrong: read every part again and find out which. Raises PartFailed; returns if it was the line."""
@@ -136,6 +129,31 @@ class Unfolding:
         if digest_chunk(target) != self._digests.values[index]:
             block = next(part for part in parts if part.share is not None)
             raise PartFailed(block, f"chunk {index} of it does not fit to the members'")
+
+
+@dataclass(frozen=True)
+class _Inflow:
+    """One chunk of one part, as it streams in."""
+
+    part: Part
+    wire: Wire
+    length: int
+    buffer: memoryview
+
+    def begin(self, index: int) -> None:
+        """Raises PartFailed."""
+        if self.length:
+            with _blaming(self.part):
+                if self.wire.receive_chunk_header() != (index, self.length):
+                    raise WireBroken("it sent a chunk that was not asked for")
+
+    def fill(self, begin: int) -> int:
+        """Receive the fragment that begins there; returns its bytes. Raises PartFailed."""
+        size = max(0, min(FRAGMENT, self.length - begin))
+        if size:
+            with _blaming(self.part):
+                self.wire.receive_into(self.buffer[:size])
+        return size
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -122,6 +123,15 @@ class Station:
         self.vault.prepare()
         return self.vault.begin(rank, version, kind)
 
+    def copied(self, rank: int, kind: Kind = Kind.SNAPSHOT) -> list[Version]:
+        """Versions of an own rank's artifacts that are complete at every holder."""
+        acknowledged = [artifacts for _, artifacts in self.sender.acknowledged()]
+        common = frozenset.intersection(*acknowledged) if acknowledged else frozenset()
+        return sorted(each.version for each in common if (each.rank, each.kind) == (rank, kind))
+
+    def protects(self, rank: int, version: Version) -> bool:
+        return version in self.copied(rank)
+
     def blocks(self) -> list[Seal]:
         return [seal for seal in self.vault.held() if seal.share is not None]
 
@@ -220,10 +230,8 @@ class Job:
         saved = self.save(version, *sizes)
         self.name(version)
         for rank in saved:
-            sender = self.stations[rank // self.procs].sender
-            until(
-                lambda rank=rank, sender=sender: version in sender.copied(rank), f"rank {rank} {version} is protected"
-            )  # type: ignore[misc]
+            member = self.stations[rank // self.procs]
+            until(partial(member.protects, rank, version), f"rank {rank} {version} is protected")
         return saved
 
     def lose(self, *workers: int) -> None:
@@ -232,7 +240,7 @@ class Job:
             self.stations[worker].stop()
         for worker in workers:
             self.lives[worker] += 1
-            self.stations[worker] = until(lambda worker=worker: self._restart(worker), "the address is free")  # type: ignore[misc]
+            self.stations[worker] = until(partial(self._restart, worker), "the address is free")
 
     def _restart(self, worker: int) -> Station | None:
         try:

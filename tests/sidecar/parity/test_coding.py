@@ -68,6 +68,17 @@ def test_wide_group_can_lose_any_three() -> None:
             assert recover(members, blocks, lost, wanted) == members[wanted]
 
 
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=5), st.integers(1, 300), st.integers(0, 50))
+def test_adding_up_fragments_is_combining_them(filled: list[int], length: int, begin: int) -> None:
+    source = random.Random(length)
+    buffers = [memoryview(bytearray(source.randbytes(300))) for _ in filled]
+    weights = [source.randrange(256) for _ in filled]
+    out, expected = bytearray(400), bytearray(length)
+    coding.Adder(memoryview(out), weights, buffers).add(begin, length, filled)
+    coding.combine(memoryview(expected), weights, [each[:size] for each, size in zip(buffers, filled, strict=True)])
+    assert out == bytes(begin) + expected + bytes(400 - begin - length)
+
+
 def test_first_block_is_the_plain_xor() -> None:
     one, other = b"\x0f\xf0\x55", b"\xff\x01"
     assert encode([one, other], 2)[0] == bytes([0x0F ^ 0xFF, 0xF0 ^ 0x01, 0x55])

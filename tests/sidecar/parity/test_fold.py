@@ -89,10 +89,10 @@ def test_block_is_not_acknowledged_before_all_members_are_in(make_job: MakeJob) 
     job.name(V)
     artifact = Artifact(0, V)
     until(lambda: artifact in job.holders[0].holder.status(claim(job, 0)).folded, "the first is in")
-    assert first.sender.copied(0) == ()
+    assert first.copied(0) == []
     assert not job.holders[0].blocks()
     second.save(1, V, 5_000_000)
-    until(lambda: V in first.sender.copied(0) and V in second.sender.copied(1), "both are protected")
+    until(lambda: V in first.copied(0) and V in second.copied(1), "both are protected")
 
 
 def claim(job: Job, worker: int) -> Claim:
@@ -151,7 +151,7 @@ def test_larger_member_makes_the_block_anew(make_job: MakeJob) -> None:
     saved[1] = job.members[1].save(1, V, 9_000_000)
     until(job.holders[0].blocks, "the block is complete")
     assert block_of(job.holders[0], Share(0, (0, 1))) == expected(saved, (0, 1), 0)
-    until(lambda: V in job.members[0].sender.copied(0), "the first knows")
+    until(lambda: V in job.members[0].copied(0), "the first knows")
 
 
 def test_attempt_that_is_over_is_refused(make_job: MakeJob) -> None:
@@ -228,7 +228,7 @@ def test_deltas_are_folded_in_the_order_of_their_steps_after_their_snapshot(make
     assert not job.holders[0].blocks(), "deltas without a snapshot are of no use"
     job.name(Version(9, 1))
     steps = [Version(step, 1) for step in (10, 11, 12)]
-    until(lambda: list(job.members[0].sender.copied(0, Kind.DELTA)) == steps, "all deltas are protected")
+    until(lambda: job.members[0].copied(0, Kind.DELTA) == steps, "all deltas are protected")
 
 
 def test_killed_holder_costs_training_nothing_and_its_successor_gets_everything(make_job: MakeJob) -> None:
@@ -239,5 +239,5 @@ def test_killed_holder_costs_training_nothing_and_its_successor_gets_everything(
     job.save(Version(20, 1), 1_000_000)
     job.next_attempt(Version(20, 1))
     job.name(Version(20, 1))
-    until(lambda: Version(20, 1) in job.members[0].sender.copied(0), "protected again")
-    assert V not in job.members[0].sender.copied(0), "the new holder never had it"
+    until(lambda: Version(20, 1) in job.members[0].copied(0), "protected again")
+    assert V not in job.members[0].copied(0), "the new holder never had it"
