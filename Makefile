@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test lint types contracts bench clean
+.PHONY: help setup demo test lint types contracts chart bench clean
 
 help:
 	@echo "make demo       a job on a laptop cluster, hit by every size of failure (about 3 minutes)"
@@ -13,6 +13,7 @@ help:
 	@echo "make lint       ruff: format and lint"
 	@echo "make types      mypy: strict on the pure parts"
 	@echo "make contracts  import-linter: who may import whom"
+	@echo "make chart      write anew what the Helm chart has from elsewhere, and its snapshots"
 	@echo "make bench      benchmarks of the planner"
 
 setup: $(READY)
@@ -39,6 +40,10 @@ types: $(READY)
 
 contracts: $(READY)
 	$(BIN)/lint-imports
+
+chart: $(READY)
+	$(BIN)/python charts/generate.py
+	UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/chart/test_chart_rendering.py
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.planning

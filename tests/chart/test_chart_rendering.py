@@ -1,6 +1,6 @@
 """What the chart makes of its values: valid for Kubernetes, and changed by nobody unnoticed.
 
-After a wanted change: UPDATE_SNAPSHOTS=1 pytest tests/chart/test_chart_rendering.py
+After a wanted change: make chart
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ def test_rendering_is_the_committed_one(case: str) -> None:
     path = SNAPSHOTS / f"{case}.yaml"
     if os.environ.get("UPDATE_SNAPSHOTS"):
         path.write_text(text)
-    assert path.read_text() == text, (
-        "if this change is wanted: UPDATE_SNAPSHOTS=1 pytest tests/chart/test_chart_rendering.py"
-    )
+    assert path.read_text() == text, "if this change is wanted: make chart"
 
 
 def test_every_snapshot_belongs_to_a_case() -> None:

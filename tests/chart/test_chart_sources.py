@@ -17,7 +17,7 @@ from tiercheck.about import __version__
 from tiercheck.protocol import names
 from tiercheck_operator.config import Config
 
-REGENERATE = "run: python charts/generate.py"
+REGENERATE = "run: make chart"
 
 
 def generator() -> Any:
