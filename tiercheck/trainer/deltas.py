@@ -6,7 +6,6 @@ run, with a reason that the job's status shows.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -217,9 +216,9 @@ def innermost(optimizer: Optimizer, before: int, after: int) -> None:
 
     Then what other hooks change - clipping before, averaging after - is seen as what it is.
     """
-    hooks: OrderedDict[int, Any] = getattr(optimizer, "_optimizer_step_pre_hooks", OrderedDict())
+    hooks: Any = getattr(optimizer, "_optimizer_step_pre_hooks", {})
     if before in hooks and next(reversed(hooks)) != before:
         hooks.move_to_end(before)
-    hooks = getattr(optimizer, "_optimizer_step_post_hooks", OrderedDict())
+    hooks = getattr(optimizer, "_optimizer_step_post_hooks", {})
     if after in hooks and next(iter(hooks)) != after:
         hooks.move_to_end(after, last=False)

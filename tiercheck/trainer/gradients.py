@@ -1,11 +1,12 @@
 """A step is replayed from what its optimizer consumed: this notes it, by hooks, without a change to the training loop.
 
 Gradients are noted by reference and copied while the next step computes. That is safe as long as their memory is not
-used again; where it is (`zero_grad(set_to_none=False)`, the buckets of DistributedDataParallel) they are copied at once.
+used again; where it is (`zero_grad(set_to_none=False)`, the buckets of DistributedDataParallel), or may be, they are copied at once.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -88,6 +89,7 @@ class Recorder:
         self._inexact = ""
         self._eager: set[tuple[int, int]] = set()
         self._staging: dict[tuple[int, int, int], Tensor] = {}
+        self._last: dict[tuple[int, int], weakref.ref[Tensor]] = {}
         self._shared: dict[tuple[int, int], tuple[StorageWeakRef, int]] = {}
 
     @property
@@ -151,7 +153,7 @@ class Recorder:
                 if gradient is not None:
                     number = len(gradients)
                     shard = _shard(gradient, parameter)
-                    if writes or self._is_reused(index, number, shard):
+                    if writes or self._is_reused((index, number), gradient, shard):
                         shard = self._staged(index, number, shard)
                     else:
                         lazy.append(number)
@@ -160,18 +162,22 @@ class Recorder:
                     gradients.append(None)
         return Event(index, gradients, hyper_parameters(optimizer), scaling, lazy)
 
-    def _is_reused(self, index: int, number: int, shard: Tensor) -> bool:
-        key = (index, number)
-        if shard.layout is not torch.strided:
-            return key in self._eager
-        storage = shard.untyped_storage()
-        if storage.nbytes() == shard.nbytes:
-            return key in self._eager  # any change shows in its own counter
+    def _is_reused(self, key: tuple[int, int], gradient: Tensor, shard: Tensor) -> bool:
+        """Whether its memory may be written again before it was copied: as long as it was not seen to be new each time."""
+        last, self._last[key] = self._last.get(key), weakref.ref(gradient)
+        fresh = last is not None and last() is not gradient
+        if shard.layout is torch.strided:
+            storage = shard.untyped_storage()
+            if storage.nbytes() != shard.nbytes:  # others may write it without a trace in this tensor's counter
+                fresh = self._is_fresh(key, storage)
+        return not fresh or key in self._eager
+
+    def _is_fresh(self, key: tuple[int, int], storage: torch.UntypedStorage) -> bool:
         identity = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # keeps the identity, not the memory
-        before, fresh = self._shared.get(key, (None, 0))
-        fresh = 0 if before is not None and before.cdata == identity.cdata else fresh + 1
-        self._shared[key] = identity, fresh
-        return fresh <= _FRESH_STEPS or key in self._eager
+        before, times = self._shared.get(key, (None, -1))
+        times = 0 if before is not None and before.cdata == identity.cdata else times + 1
+        self._shared[key] = identity, times
+        return times >= _FRESH_STEPS
 
     def _staged(self, index: int, number: int, shard: Tensor) -> Tensor:
         """A copy, in memory kept for it: the delta before has been copied when the next update begins."""

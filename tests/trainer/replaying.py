@@ -1,0 +1,91 @@
+"""Trains a script under a sidecar, restores it in the middle of a chain, and compares every bit with the run that went on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from scripted_sidecar import DEADLINE, ScriptedSidecar
+from small_runs import same_bits
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tiercheck import Checkpointer
+from tiercheck.protocol.artifact import Kind
+from tiercheck.trainer.capture import named_parameters_of
+
+BASE, STEP, AFTER = 4, 9, 3
+
+
+@dataclass
+class Script:
+    """What a training script owns. `update` does all of one step but its end, and returns the loss."""
+
+    model: nn.Module
+    optimizers: list[Optimizer]
+    update: Callable[[], Tensor]
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        for index, optimizer in enumerate(self.optimizers):
+            for name, parameter in named_parameters_of(optimizer, self.model):
+                for key, value in optimizer.state[parameter].items():
+                    if isinstance(value, Tensor):
+                        found[f"{index}/{name}/{key}"] = value.detach().clone()
+        return found
+
+    def hyper(self) -> list[dict[str, Any]]:
+        return [
+            {key: float(value) if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        ]
+
+
+Build = Callable[[], Script]
+
+
+def started(build: Build, seed: int = 0, **options: Any) -> tuple[Script, Checkpointer]:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    script = build()
+    checkpointer = Checkpointer(script.model, script.optimizers, state=script.state, **options)
+    return script, checkpointer
+
+
+def train(script: Script, checkpointer: Checkpointer, steps: int) -> list[str]:
+    """Losses, exactly as bits."""
+    losses = []
+    for _ in range(steps):
+        loss = float(script.update().detach())
+        checkpointer.step(loss)
+        losses.append(loss.hex())
+    return losses
+
+
+def survives(sidecar: ScriptedSidecar, build: Build, missing: int = 0) -> None:
+    """Restores step 9 from the snapshot of step 4 and five deltas. `missing`: deltas that may be skipped before step 4."""
+    whole, checkpointer = started(build)
+    checkpointer.restore()
+    train(whole, checkpointer, STEP)
+    checkpointer.wait(DEADLINE)
+    assert sorted(sidecar.completed(Kind.DELTA)) == list(range(BASE + 1, STEP + 1))
+    tensors, hyper = whole.tensors(), whole.hyper()
+    sidecar.offer(BASE, STEP)
+    expected = train(whole, checkpointer, AFTER)
+    checkpointer.close()
+    assert checkpointer.deltas_skipped == missing
+
+    again, checkpointer = started(build, seed=77)
+    assert checkpointer.restore() == STEP
+    same_bits(again.tensors(), tensors)
+    assert again.hyper() == hyper
+    assert all(p.grad is None for p in again.model.parameters())
+    assert train(again, checkpointer, AFTER) == expected
+    same_bits(again.tensors(), whole.tensors())
+    checkpointer.close()
+    assert not sidecar.asked("mismatch", Kind.DELTA)
