@@ -87,7 +87,12 @@ REFUSED_AT_CREATION: list[tuple[str, Any, str]] = [
     ("spec.tiers.local.sizeLimit", "-1Gi", "sizeLimit must be a quantity above zero"),
     ("spec.tiers.peer.copies", 4, "copies must be smaller than workers"),
     ("spec.tiers.peer.copies", -1, "greater than or equal to 0"),
-    ("spec.tiers.peer.parity", {"data": 2, "parity": 1}, "parity is not available in this version; use copies"),
+    ("spec.checkpoint.delta.mode", "Always", "Replay"),
+    ("spec.checkpoint.sanityGate", "Strict", "Finite"),
+    ("spec.checkpoint.stateSize", "24 GB", "stateSize must be a quantity above zero"),
+    ("spec.tiers.peer.bandwidth", "0", "bandwidth must be a quantity"),
+    ("spec.tiers.peer.parity", {"data": 1, "parity": 1}, "greater than or equal to 2"),
+    ("spec.tiers.peer.parity", {"data": 2}, "parity"),
     ("spec.tiers.peer", {"copies": 1, "parity": {"data": 2, "parity": 1}}, "copies or parity, not both"),
     ("spec.tiers.peer.parity", {"data": 4, "parity": 1}, "needs at least data + parity workers"),
     ("spec.tiers.peer.spread.mode", "Strict", "Required"),
@@ -102,16 +107,36 @@ REFUSED_AT_CREATION: list[tuple[str, Any, str]] = [
     ("spec.tiers.remote", {"directory": {"volume": {}}}, "at least 1 properties"),
     ("spec.tiers.remote", {"directory": {**_DIRECTORY, "subPath": "a/../b"}}, "subPath must be a relative path"),
     ("spec.tiers.remote", {"directory": {**_DIRECTORY, "subPath": "/a"}}, "subPath must be a relative path"),
-    ("spec.tiers.remote", {"s3": _S3, "everySteps": 75}, "must be a multiple of checkpoint.snapshot.everySteps"),
+    ("spec.tiers.remote", {"s3": _S3, "keepFor": "3 days"}, "keepFor must be a duration"),
+    ("spec.tiers.remote", {"s3": _S3, "keepFor": "0h"}, "keepFor must be a duration"),
     ("spec.tiers.remote", {"s3": _S3, "bandwidth": "fast"}, "bandwidth must be a quantity"),
     ("spec.tiers.remote", {"s3": _S3, "keep": 0}, "greater than or equal to 1"),
     ("spec.restore", {"from": {}}, "step"),
     ("spec.restore.from.step", 0, "greater than or equal to 1"),
     ("spec.failurePolicy.maxRestarts", -1, "greater than or equal to 0"),
+    ("spec.failurePolicy.rollbackAfterNonFinite", 0, "greater than or equal to 1"),
     ("spec.ttlSecondsAfterFinished", -1, "greater than or equal to 0"),
 ]
 
+TOGETHER: list[tuple[dict[str, Any], str]] = [
+    # fields that do not go together, and a part of the sentence
+    (
+        {"checkpoint": {"snapshot": {"everySteps": 50}}, "tiers": {"remote": {"s3": _S3, "everySteps": 75}}},
+        "must be a multiple of checkpoint.snapshot.everySteps",
+    ),
+    (
+        {"checkpoint": {"sanityGate": "Off"}, "failurePolicy": {"rollbackAfterNonFinite": 5}},
+        "rollbackAfterNonFinite needs checkpoint.sanityGate Finite",
+    ),
+]
+
 ACCEPTED: list[tuple[str, Any]] = [
+    ("spec.checkpoint", {"delta": {"mode": "None"}, "sanityGate": "Off", "stateSize": "24Gi"}),
+    ("spec.checkpoint.delta.mode", "Replay"),
+    ("spec.tiers.peer", {"parity": {"data": 2, "parity": 1}, "bandwidth": "2Gi"}),
+    ("spec.tiers.remote", {"s3": _S3, "everySteps": 75}),
+    ("spec.tiers.remote", {"s3": _S3, "keepFor": "7d12h"}),
+    ("spec.failurePolicy.rollbackAfterNonFinite", 5),
     ("metadata.name", "j" * 40),
     ("spec.workers", 1),
     ("spec.tiers.peer.copies", 0),
@@ -144,5 +169,7 @@ REFUSED_AS_CHANGE: list[tuple[str, Any, str]] = [
 ACCEPTED_AS_CHANGE: list[tuple[str, Any]] = [
     ("spec.suspend", True),
     ("spec.checkpoint.snapshot.everySteps", 10),
+    ("spec.checkpoint.delta.mode", "None"),
+    ("spec.tiers.peer.parity", {"data": 2, "parity": 1}),
     ("spec.failurePolicy.maxRestarts", 3),
 ]

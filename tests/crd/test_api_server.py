@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import ROOT, Api, Refused
-from jobs import ACCEPTED, ACCEPTED_AS_CHANGE, REFUSED_AS_CHANGE, REFUSED_AT_CREATION, changed, job
+from jobs import ACCEPTED, ACCEPTED_AS_CHANGE, REFUSED_AS_CHANGE, REFUSED_AT_CREATION, TOGETHER, changed, job
 
 from tiercheck.protocol.version import Branch, History
 from tiercheck_operator.controller.record import (
@@ -56,7 +56,7 @@ def test_defaults_are_filled_in_by_the_server(api: Api) -> None:
         "workers": 4,
         "procsPerWorker": 1,
         "topology": {"preset": "generic"},
-        "checkpoint": {"snapshot": {"everySteps": 50}},
+        "checkpoint": {"snapshot": {}, "delta": {"mode": "Auto"}, "sanityGate": "Finite"},
         "tiers": {"local": {"sizeLimit": "8Gi"}, "peer": {"spread": {"mode": "Preferred"}}},
         "failurePolicy": {"maxRestarts": 10},
     }
@@ -85,6 +85,15 @@ def test_mistake_is_refused_with_a_sentence(api: Api, case: tuple[str, Any, str]
     assert path.split(".")[1] in refused.value.message
 
 
+@pytest.mark.parametrize("case", TOGETHER, ids=lambda case: case[1][:40])
+def test_fields_that_do_not_go_together_are_refused_with_a_sentence(api: Api, case: tuple[dict[str, Any], str]) -> None:
+    spec, sentence = case
+    with pytest.raises(Refused) as refused:
+        api.create(job(**spec), dryRun="All")
+    assert refused.value.code == 422
+    assert sentence in refused.value.message
+
+
 @pytest.mark.parametrize("case", ACCEPTED, ids=lambda case: f"{case[0].rpartition('.')[2]}={str(case[1])[:30]}")
 def test_unusual_but_right_job_is_accepted(api: Api, case: tuple[str, Any]) -> None:
     api.create(changed(job(), *case), dryRun="All", fieldValidation="Strict")
@@ -96,7 +105,7 @@ def test_host_is_a_level_of_every_preset(api: Api, preset: str) -> None:
     api.create(raw, dryRun="All")
 
 
-@pytest.mark.parametrize("path", ["spec.spares", "spec.checkpoint.delta", "spec.tiers.local.medium", "spec.worker"])
+@pytest.mark.parametrize("path", ["spec.spares", "spec.checkpoint.deltas", "spec.tiers.local.medium", "spec.worker"])
 def test_unknown_field_is_named_and_refused_by_kubectls_validation(api: Api, path: str) -> None:
     with pytest.raises(Refused) as refused:
         api.create(changed(job(), path, {}), dryRun="All", fieldValidation="Strict")

@@ -11,7 +11,15 @@ import pytest
 import yaml
 
 from tiercheck.protocol import names
-from tiercheck_operator.controller.record import JobRecord, PlacementRecord, Recovery, TierRecord, render_record
+from tiercheck_operator.controller.record import (
+    CheckpointRecord,
+    JobRecord,
+    MemoryRecord,
+    PlacementRecord,
+    Recovery,
+    TierRecord,
+    render_record,
+)
 from tiercheck_operator.planning.topology import PRESETS
 
 ROOT = Path(__file__).parents[2]
@@ -128,6 +136,9 @@ def test_controller_writes_no_field_that_would_be_pruned(name: str) -> None:
         tiers={tier: TierRecord(2, "2026-01-01T00:00:00Z", 1) for tier in ("local", "peer", "remote")},
         placement=PlacementRecord("h", "rack", ("any one rack",), 0),
         recovery=Recovery("NodeLost", "node n is lost", 1.0, 2.0, 2, "why", 2, 1, 1, 3.0, 4.0, 5.0),
+        checkpoint=CheckpointRecord(3, "Off", "why"),
+        memory=MemoryRecord(4, 3, 2, 1),
+        last_recovery={"deltas": 3, "rebuilt": 1, "tiers": {"local": 1, "peer": 2, "remote": 0}},
         started="2026-01-01T00:00:00Z",
         completed="2026-01-01T00:00:00Z",
     )

@@ -88,7 +88,8 @@ class Rules:
         transition = "oldSelf" in text
         if transition and old is None and not rule.get("optionalOldSelf"):
             return
-        key = (text, _canonical(value), _canonical(old) if transition else "")
+        said = rule.get("messageExpression") or rule.get("message") or ""
+        key = (f"{text}\n{said}", _canonical(value), _canonical(old) if transition else "")
         if key in self._answers:
             self._answers.move_to_end(key)
             problem = self._answers[key]

@@ -82,12 +82,19 @@ def place_parity(
 
 
 def _best(ground: Ground, start: int, data: int, previous: Sequence[CodeGroup]) -> tuple[CodeGroup, ...]:
-    drafts = [deal(ground, start, data, crowded_first) for crowded_first in (None, True, False)]
+    """What keeps most of the last placement, if nothing better can be had; else the best of several drafts."""
+    drafts: list[tuple[CodeGroup, ...]] = []
+    for opened in _OPENED if previous else ():
+        drafts.append(keep(ground, start, data, previous, opened))
+        if _complete(ground, start, drafts[-1]):
+            return drafts[-1]
     by_nodes = deal_nodes(ground, start, data)
     if by_nodes is not None:
         drafts.append(by_nodes)
-    if previous:
-        drafts += [keep(ground, start, data, previous, opened) for opened in _OPENED]
+    for crowded_first in (None, True, False):
+        drafts.append(deal(ground, start, data, crowded_first))
+        if _complete(ground, start, drafts[-1]):
+            break
     costs = [_cost(ground, start, groups, previous) for groups in drafts]
     return drafts[costs.index(min(costs))]
 
