@@ -1,8 +1,45 @@
-"""The chart's tests share the helpers for real API servers with the operator's."""
+"""One real API server for all tests of the chart that need one; helpers for it are shared with the operator's tests."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "operator"))
+
+from tiercheck_local.cluster import LocalCluster
+from tiercheck_local.nodespec import NodeSpec
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    with LocalCluster(tmp_path_factory.mktemp("cluster"), [NodeSpec("n1"), NodeSpec("n2")], "real") as started:
+        for name, labels in (
+            ("training", {}),
+            ("elsewhere", {}),
+            ("strict", {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn")}),
+        ):
+            started.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
+        yield started
+
+
+@pytest.fixture
+def helm_config(cluster: LocalCluster) -> Iterator[Any]:
+    """Helm on that cluster. Whatever a test leaves installed is removed, the definition and its jobs included."""
+    from chart_under_test import NAMESPACE, RELEASE, helm
+    from releases import CRD, DEADLINE, exists
+
+    with helm.Config(kubeconfig_path=cluster.kubeconfig, namespace=NAMESPACE) as config:
+        yield config
+        if cluster.operator is not None:
+            cluster.operator.terminate()
+            cluster.operator.wait(30)
+            cluster.operator = None
+        config.uninstall(RELEASE, ignore_not_found=True)
+        if exists(cluster, CRD):
+            cluster.api.request("DELETE", CRD)
+        cluster.wait_for(lambda: not exists(cluster, CRD), DEADLINE, "the definition to go")

@@ -1,0 +1,107 @@
+"""A release on a real API server, and the operator as its Deployment would run it.
+
+There are no controllers for Deployments here, so the operator's process is started by the test, with the environment of the
+Deployment and the token of the chart's service account.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chart_under_test import CHART, NAMESPACE, RELEASE
+from real_cluster import service_account_kubeconfig
+from recorder import Recording, recording
+
+from tiercheck_local.client import ApiFailure
+from tiercheck_local.cluster import LocalCluster
+
+real = [
+    pytest.mark.real,
+    pytest.mark.cluster,
+    pytest.mark.skipif(
+        not os.environ.get("KUBEBUILDER_ASSETS"),
+        reason="KUBEBUILDER_ASSETS names no folder with etcd and kube-apiserver",
+    ),
+]
+"""Marks of a module whose tests need that server."""
+
+DEADLINE = 90.0
+JOBS = "/apis/tiercheck.io/v1alpha1/namespaces/{}/tiercheckjobs"
+CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/tiercheckjobs.tiercheck.io"
+ACCOUNT = f"{RELEASE}-operator"
+
+
+def install(
+    config: Any, cluster: LocalCluster, values: dict[str, Any] | None = None, chart: Path = CHART
+) -> dict[str, Any]:
+    release: dict[str, Any] = config.install(chart, RELEASE, values or {}, create_namespace=True)
+    cluster.wait_for(lambda: exists(cluster, JOBS.format("default")), DEADLINE, "jobs to be served")
+    return release
+
+
+def exists(cluster: LocalCluster, path: str) -> bool:
+    try:
+        cluster.api.request("GET", path)
+    except ApiFailure as failure:
+        if failure.code in (404, 429, 503):
+            return False
+        raise
+    return True
+
+
+def job(name: str, namespace: str, command: str = "exit 0", **changes: Any) -> dict[str, Any]:
+    """Two workers without anything to learn."""
+    secure = {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
+    container = {
+        "name": "trainer",
+        "image": "i",
+        "command": ["/bin/sh", "-c", command],
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    }
+    pod = {"terminationGracePeriodSeconds": 3, "securityContext": secure, "containers": [container]}
+    return {
+        "apiVersion": "tiercheck.io/v1alpha1",
+        "kind": "TierCheckJob",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {"workers": 2, "tiers": {"local": {"sizeLimit": "16Mi"}}, "template": {"spec": pod}, **changes},
+    }
+
+
+def status(cluster: LocalCluster, name: str, namespace: str) -> dict[str, Any]:
+    found = cluster.api.request("GET", f"{JOBS.format(namespace)}/{name}")
+    return dict(found.get("status") or {})
+
+
+def in_phase(cluster: LocalCluster, name: str, namespace: str, phase: str) -> None:
+    cluster.wait_for(lambda: status(cluster, name, namespace).get("phase") == phase, DEADLINE, f"{name} to be {phase}")
+
+
+def pods(cluster: LocalCluster, namespace: str) -> dict[str, str]:
+    """Name -> UID of those that are not being deleted."""
+    return {
+        pod["metadata"]["name"]: pod["metadata"]["uid"]
+        for pod in cluster.pods(namespace=namespace)
+        if not pod["metadata"].get("deletionTimestamp")
+    }
+
+
+@contextmanager
+def operator(cluster: LocalCluster, folder: Path) -> Iterator[Recording]:
+    """The operator as the installed Deployment would run it, with everything that it asks recorded."""
+    deployment = cluster.api.request("GET", f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{ACCOUNT}")
+    spec = deployment["spec"]["template"]["spec"]
+    env = {entry["name"]: entry["value"] for entry in spec["containers"][0]["env"] if "value" in entry}
+    del env["TIERCHECK_METRICS_ADDRESS"]  # has the pod's address in it
+    own = service_account_kubeconfig(cluster.kubeconfig, NAMESPACE, spec["serviceAccountName"], folder / "own")
+    with recording(own, folder / "recorded") as record:
+        process = cluster.start_operator({"KUBECONFIG": str(record.kubeconfig), **env})
+        try:
+            yield record
+        finally:
+            process.terminate()
+            process.wait(30)

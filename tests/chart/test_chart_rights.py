@@ -1,0 +1,140 @@
+"""The operator under the chart's own service account is refused nothing that it needs and granted nothing more."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chart_under_test import NAMESPACE, RELEASE, granted, of_kind
+from real_cluster import post, service_account_kubeconfig
+from releases import ACCOUNT, DEADLINE, JOBS, exists, in_phase, install, job, operator, pods, real, status
+
+from tiercheck_local.cluster import LocalCluster
+
+pytestmark = real
+
+UNSEEN = {("tiercheck.io", "tiercheckjobs/finalizers", "update")}
+"""Checked by an admission plug-in that is off here (OwnerReferencesPermissionEnforcement), without a request of its own."""
+
+
+def rights(cluster: LocalCluster, account: str, namespace: str, tmp_path: Path) -> set[tuple[str, str, str]]:
+    """What the API server says that the account may do there, without what every account may."""
+
+    def may(name: str) -> set[tuple[str, str, str]]:
+        as_account = service_account_kubeconfig(cluster.kubeconfig, NAMESPACE, name, tmp_path / name)
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectRulesReview",
+            "spec": {"namespace": namespace},
+        }
+        code, answer, _ = post(as_account, "/apis/authorization.k8s.io/v1/selfsubjectrulesreviews", review)
+        assert code == 201, answer
+        assert not answer["status"]["incomplete"]
+        rules = answer["status"]["resourceRules"]
+        assert not [rule for rule in rules if rule.get("resourceNames")]
+        return granted([{"rules": rules}])
+
+    cluster.apply(
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "nobody", "namespace": NAMESPACE}}
+    )
+    return may(account) - may("nobody")
+
+
+def whole_story(cluster: LocalCluster, folder: Path, namespace: str) -> None:
+    """A job that runs, loses a worker, is suspended and resumed, ends, and is removed after its time."""
+    end = folder / "end"
+    command = f"until [ -e {end} ]; do sleep 0.1; done"
+    cluster.apply(job("story", namespace, command, ttlSecondsAfterFinished=1))
+    in_phase(cluster, "story", namespace, "Running")
+    before = pods(cluster, namespace)
+    lost = sorted(before)[1]
+    cluster.api.request("DELETE", f"/api/v1/namespaces/{namespace}/pods/{lost}")
+    cluster.wait_for(
+        lambda: (
+            status(cluster, "story", namespace).get("attempt", 0) >= 2
+            and status(cluster, "story", namespace).get("phase") == "Running"
+        ),
+        DEADLINE,
+        "the job to come back",
+    )
+    jobs = cluster.api.resource("tiercheck.io/v1alpha1", "TierCheckJob")
+    for suspend, phase in ((True, "Suspended"), (False, "Running")):
+        cluster.api.patch(jobs, namespace, "story", {"spec": {"suspend": suspend}})
+        in_phase(cluster, "story", namespace, phase)
+    end.touch()
+    cluster.wait_for(
+        lambda: not exists(cluster, f"{JOBS.format(namespace)}/story"), DEADLINE, "the job to be removed after its time"
+    )
+
+
+def test_operator_of_the_whole_cluster_is_refused_nothing_and_granted_nothing_more(
+    cluster: LocalCluster, helm_config: Any, tmp_path: Path
+) -> None:
+    install(helm_config, cluster)
+    with operator(cluster, tmp_path) as record:
+        whole_story(cluster, tmp_path, "training")
+    log = (cluster.logs / "operator.log").read_text()
+    assert record.refused == []
+    assert not re.findall(r".*(?:[Ff]orbidden|Not enough permissions|Traceback).*", log), log
+    asked = granted([role for role in of_kind("ClusterRole") if ACCOUNT in role["metadata"]["name"]])
+    assert record.used - asked == set()
+    assert asked - record.used == UNSEEN, "a right that the operator has never used is one too many"
+    for namespace in ("training", "elsewhere", "kube-system"):
+        assert rights(cluster, ACCOUNT, namespace, tmp_path) == asked
+
+
+def test_operator_of_one_namespace_is_refused_nothing_and_granted_nothing_elsewhere(
+    cluster: LocalCluster, helm_config: Any, tmp_path: Path
+) -> None:
+    values = {"watchNamespaces": ["training"]}
+    install(helm_config, cluster, values)
+    cluster.apply(job("ignored", "elsewhere"))
+    with operator(cluster, tmp_path) as record:
+        whole_story(cluster, tmp_path, "training")
+    assert status(cluster, "ignored", "elsewhere") == {}
+    assert record.refused == []
+    nodes = {("", "nodes", "list"), ("", "nodes", "watch")}
+    assert rights(cluster, ACCOUNT, "elsewhere", tmp_path) == nodes
+    assert rights(cluster, ACCOUNT, NAMESPACE, tmp_path) == nodes
+    assert rights(cluster, ACCOUNT, "training", tmp_path) == record.used | UNSEEN
+
+
+@pytest.mark.parametrize(
+    ("role", "allowed", "denied"),
+    [
+        ("editor", ["create", "patch", "delete", "list"], ["create status", "patch status", "update finalizers"]),
+        ("viewer", ["get", "list", "watch", "get status"], ["create", "patch", "delete", "patch status"]),
+    ],
+)
+def test_people_may_do_with_jobs_what_their_role_says(
+    cluster: LocalCluster, helm_config: Any, role: str, allowed: list[str], denied: list[str]
+) -> None:
+    install(helm_config, cluster)
+    cluster.apply(
+        {
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": "RoleBinding",
+            "metadata": {"name": role, "namespace": "training"},
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": f"{RELEASE}-{role}"},
+            "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": role}],
+        }
+    )
+
+    def may(what: str) -> bool:
+        verb, _, subresource = what.partition(" ")
+        attributes = {
+            "group": "tiercheck.io", "resource": "tiercheckjobs", "namespace": "training", "verb": verb, "subresource": subresource,
+        }  # fmt: skip
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SubjectAccessReview",
+            "spec": {"user": role, "resourceAttributes": attributes},
+        }
+        _, answer, _ = post(cluster.kubeconfig, "/apis/authorization.k8s.io/v1/subjectaccessreviews", review)
+        return bool(answer["status"]["allowed"])
+
+    cluster.wait_for(lambda: may(allowed[0]), DEADLINE, "the binding to count")
+    assert [what for what in allowed if not may(what)] == []
+    assert [what for what in denied if may(what)] == []
