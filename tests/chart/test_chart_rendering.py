@@ -168,3 +168,15 @@ def test_definition_is_kept_unless_told_otherwise() -> None:
 
 def test_by_default_nothing_needs_the_prometheus_operator() -> None:
     assert not NOT_KUBERNETES & {entry["kind"] for entry in objects()}
+
+
+def test_package_holds_all_that_the_chart_needs_and_no_test_values(tmp_path: Path) -> None:
+    archive = helm.package(CHART, destination=tmp_path)
+    with helm.Chart.load(archive) as packed:
+        texts = packed.render(values_of("monitoring"), name="tiercheck", namespace=NAMESPACE)
+        files = {entry["name"] for entry in packed.files}
+    assert {name.removeprefix("tiercheck/templates/"): text for name, text in texts.items()} == rendered(
+        values_of("monitoring")
+    )
+    assert "README.md" in files
+    assert not [name for name in files if name.startswith("ci/")]

@@ -92,3 +92,11 @@ def test_sidecars_are_called_only_where_jobs_may_be() -> None:
     (there,) = [rule["to"][0] for rule in spec["egress"] if "podSelector" in rule["to"][0]]
     (expression,) = there["namespaceSelector"]["matchExpressions"]
     assert expression["values"] == ["training", "research"]
+
+
+def test_names_are_resolved_only_where_that_is_asked_for() -> None:
+    def ports(**settings: Any) -> set[int]:
+        return {port["port"] for rule in policy(**settings)["egress"] for port in rule["ports"]}
+
+    assert 53 not in ports()
+    assert 53 in ports(dns=True)
