@@ -14,7 +14,7 @@ help:
 	@echo "make types      mypy: strict on the pure parts"
 	@echo "make contracts  import-linter: who may import whom"
 	@echo "make chart      write anew what the Helm chart has from elsewhere, and its snapshots"
-	@echo "make bench      benchmarks of the planner"
+	@echo "make bench      every benchmark, beside limits and peers, into docs/benchmarks (about 20 minutes); BENCH_FLAGS=--quick tries it"
 
 setup: $(READY)
 
@@ -46,7 +46,7 @@ chart: $(READY)
 	UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/chart/test_chart_rendering.py
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.planning
+	$(BIN)/python -m benchmarks $(BENCH_FLAGS)
 
 clean:
-	rm -rf $(VENV) demo-report .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .bench demo-report .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.amounts import bytes_text, seconds_text
 from benchmarks.figure import Figure, Outcome, Sense
-from benchmarks.job import Job, shared_memory
+from benchmarks.job import Job, shared_memory, until
 from benchmarks.peers.environment import DLROVER, NVRX, OURS, CannotInstall, Environment
 from benchmarks.scale import ROOT, Scale
 
@@ -85,6 +85,9 @@ def measure(system: System, size: int, scale: Scale, look: Callable[[Job], objec
         with Job(limit=3 * size + size // 4 + (64 << 20), every=2 * _half(system)) as job:
             job.begin()
             found = _process(system, size, scale, folder, job.trainer_env(0))
+            taken = until(lambda: job.report(0).counters.captured, "a snapshot is sealed")
+            if taken < scale.cycles:
+                raise RuntimeError(f"only {taken} snapshots were taken, so nothing else was blocked for them")
             look(job)
             return found
     finally:

@@ -18,7 +18,7 @@ from benchmarks.figure import Figure, Outcome
 from benchmarks.job import Job
 from benchmarks.models import Gpt
 from benchmarks.scale import Scale
-from benchmarks.workload import HookClock
+from benchmarks.workload import UpdateClock
 from tiercheck import Checkpointer
 from tiercheck.protocol.directive import DeltaMode
 
@@ -37,12 +37,12 @@ class Turn:
         self.model = Gpt(width, layers).to(device=device, dtype=dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, foreach=device != "cpu")
         self.tokens = torch.randint(0, 4096, (batch, 256), device=device)
-        self.clock = HookClock(self.optimizer)
+        self.clock = UpdateClock(self.optimizer)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
         self.model(self.tokens).backward()
-        self.optimizer.step()
+        self.clock.step()
 
     @property
     def parameters(self) -> int:
@@ -65,7 +65,6 @@ def alternate(plain: Turn, kept: Turn, blocks: int, block: int) -> dict[str, Any
         job.begin()
         os.environ |= job.trainer_env(0)
         with Checkpointer(kept.model, kept.optimizer) as checkpointer:
-            kept.clock.close_bracket()
             checkpointer.restore()
             result: dict[str, Any] = {"plain": [], "kept": [], "blocked": []}
             for _ in range(blocks + 1):

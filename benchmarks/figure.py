@@ -40,7 +40,9 @@ class Figure:
 
     @property
     def ratio_text(self) -> str:
-        return "not measured" if self.ratio is None else _written(self.ratio, self.unit)
+        if self.ratio is None:
+            return "" if self.ours else "not measured"
+        return _written(self.ratio, self.unit)
 
     @property
     def bound_text(self) -> str:
@@ -50,7 +52,7 @@ class Figure:
     def verdict(self) -> str:
         """For the last column."""
         if self.ratio is None:
-            return "not run"
+            return "" if self.ours else "not run"
         return {True: "yes", False: "MISSED", None: ""}[self.reached]
 
     def plain(self) -> dict[str, Any]:

@@ -77,6 +77,8 @@ def cells(figure: Figure) -> tuple[str, ...]:
 def print_table(run: Run) -> None:
     """To the terminal, misses in words below."""
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=170)
     table = Table(title="TierCheck benchmarks", title_justify="left", header_style="bold")
     for column in COLUMNS:
         table.add_column(column, justify="right" if column in ("ratio", "must reach") else "left", overflow="fold")

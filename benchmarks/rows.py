@@ -46,6 +46,39 @@ def parity(scale: Scale) -> Outcome:
     return Outcome(rows, found)
 
 
+def exchange(scale: Scale) -> Outcome:
+    """Whole artifacts, verified and sealed, against sockets that carry bytes that nobody looks at."""
+    from benchmarks import exchange as measured
+
+    found = measured.run(64, 2, 5) if scale.quick else measured.run()
+    limit = f"{found['limit is']}: {_rate(found['limit, GB/s'])}"
+    rows = [
+        Figure(
+            name,
+            _rate(found[f"{key}, GB/s"]),
+            limit,
+            found[f"{key} / limit"],
+            bound,
+            Sense.AT_LEAST,
+            unit="%",
+            note=f"{found['mebibytes']} MiB, {found['streams']} streams, best of the rounds",
+        )
+        for name, key, bound in (
+            ("peer copy throughput, sent to a holder", "push", 0.85),
+            ("peer copy throughput, fetched from a holder", "fetch", 0.85),
+            ("peer copy throughput, fetched from two holders", "fetch from two", None),
+        )
+    ]
+    rows.append(
+        Figure(
+            "delta of 1 MiB at its holder, verified",
+            f"{found['delta of 1 MiB, median ms']:.1f} ms",
+            note=f"median; best {found['delta of 1 MiB, best ms']:.1f} ms",
+        )
+    )
+    return Outcome(rows, found)
+
+
 def _rate(gigabytes_per_second: float) -> str:
     return f"{gigabytes_per_second:.2f} GB/s"
 

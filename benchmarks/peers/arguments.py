@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.workload import HookClock, Training, run_cycles, summary
+from benchmarks.workload import Training, run_cycles, summary
 
 AfterStep = Callable[[int], None]
 Settle = Callable[[], object]
@@ -36,9 +36,7 @@ def measure(setup: Setup) -> None:
     arguments = parser().parse_args()
     torch.set_num_threads(arguments.threads)
     training = Training(arguments.state_bytes, arguments.tokens, arguments.width)
-    clock = HookClock(training.optimizer)
     copies = training.copy_seconds()
     after_step, settle = setup(training, arguments)
-    clock.close_bracket()
-    cycles = run_cycles(training, clock, after_step, settle, cycles=arguments.cycles, half=arguments.half)
+    cycles = run_cycles(training, after_step, settle, cycles=arguments.cycles, half=arguments.half)
     Path(arguments.answer).write_text(json.dumps(summary(training, cycles, copies + training.copy_seconds())))
