@@ -1,7 +1,6 @@
 """The places that a restore fetches from, behind two verbs: what have you of this rank, and bring it into an own slot.
 
-Peers are asked for what they hold. A parity group is taken to be able to rebuild what its surviving members hold of their own ranks,
-because the same versions of all members are coded together. The remote tier has the snapshots of complete versions.
+Peers are asked for what they hold, everybody in a parity group for what could be rebuilt of it. The remote tier has the snapshots of complete versions.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.exchange.fetch import Dial, FetchFailed, fetch, holdings
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
-from tiercheck_sidecar.parity.groups import coded_with
+from tiercheck_sidecar.parity.obtainable import obtainable
 from tiercheck_sidecar.parity.rebuild import rebuild
 from tiercheck_sidecar.restore_plan import Place
 from tiercheck_sidecar.source_errors import SourceFailed
@@ -106,7 +105,7 @@ class RestoreSources:
         if source.tier is Tier.REMOTE:
             return self._remote.listed(rank, version)
         if source.parity is not None:
-            return self._codable(rank, source.parity)
+            return obtainable(source.parity, rank, len(self._vault.ranks), self._connect)
         if source.peer is None:
             raise SourceFailed("the source names no worker")
         return self._held_by(source.peer, rank)
@@ -116,23 +115,6 @@ class RestoreSources:
             return {each.artifact: each.bytes for each in holdings(self._dial(peer), rank)}
         except (WireBroken, PeerRefused, OSError) as error:
             raise SourceFailed(str(error)) from error
-
-    def _codable(self, rank: int, group: ParityGroup) -> dict[Artifact, int]:
-        ranks = coded_with(group, rank, len(self._vault.ranks))
-        found: dict[Artifact, int] = {}
-        failures = []
-        for peer, other in zip(group.members, ranks, strict=True):
-            if other == rank:
-                continue
-            try:
-                for held, size in self._held_by(peer, other).items():
-                    mine = Artifact(rank, held.version, held.kind)
-                    found[mine] = max(size, found.get(mine, 0))
-            except SourceFailed as error:
-                failures.append(f"worker {peer.worker}: {error}")
-        if not found and failures:
-            raise SourceFailed("; ".join(failures))
-        return found
 
     def _dial(self, peer: Peer) -> Dial:
         return Dial(peer.worker, lambda: self._connect(peer))

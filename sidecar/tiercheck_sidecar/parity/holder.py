@@ -130,13 +130,14 @@ class ParityHolder:
             directive, verdict = self._board.directive, self._board.verdict
         if directive is None:
             return
-        shares = {share for group in directive.folded for share in self._shares(directive, group)}
+        lanes = {share for group in directive.folded for share in self._shares(directive, group)}
         with self._lock:
-            doomed = {
-                key: block
-                for key, block in self._blocks.items()
-                if key[0] not in shares or overtaken(key[1], key[2], directive.history, verdict)
-            }
+            self._largest = {lane: size for lane, size in self._largest.items() if lane[0] in lanes}
+            doomed = [
+                key
+                for key in self._blocks
+                if key[0] not in lanes or overtaken(key[1], key[2], directive.history, verdict)
+            ]
         for key in doomed:
             self._give_up(key)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tiercheck.protocol.artifact import Artifact, Share
 from tiercheck.protocol.manifest import Digests
+from tiercheck_sidecar.exchange.frames import Listed
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class ParityAsk:
     - "offer": fold this artifact of mine? - "chunks": chunks of it follow, until END; answered by what is still missing.
     - "status": answered when it differs from the last answer on this connection, or after a few seconds.
     - "read": have you the block `share` of `artifact`'s version and kind? Then its chunks are asked for by index, until END.
-    - "corrupt": the chunks of that block do not match their digests.
+    - "list": of which artifacts have you the block `share`? - "corrupt": the chunks of that block do not match their digests.
     """
 
     op: str
@@ -28,7 +29,7 @@ class ParityAsk:
 @dataclass(frozen=True)
 class ParitySay:
     """The answer. `state`: "send" (`missing` chunks), "in" (folded; other members' are awaited), "have" (the block is
-    complete), "late" (nobody will need it), "busy", "refused"; "status"; "found", "missing"; "ok", "bad".
+    complete), "late" (nobody will need it), "busy", "refused"; "status"; "found", "missing", "listed"; "ok", "bad".
     """
 
     state: str
@@ -42,3 +43,5 @@ class ParitySay:
     digests: Digests | None = None
     members: tuple[Digests, ...] = ()
     """Of each member's artifact, in coding order."""
+    listed: tuple[Listed, ...] = ()
+    """With "listed": each member's artifacts that the blocks are made of."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.report import Quarantined
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.digest import CHUNK, digest_chunk
-from tiercheck_sidecar.exchange.frames import END, IDLE_TIMEOUT, IO_TIMEOUT, Wire, WireBroken
+from tiercheck_sidecar.exchange.frames import END, IDLE_TIMEOUT, IO_TIMEOUT, Listed, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Claim
 from tiercheck_sidecar.parity.block import BlockGone
 from tiercheck_sidecar.parity.holder import ParityHolder
@@ -45,6 +46,8 @@ class ParitySession:
                 self._wire.send(self._status())
             elif ask.op == "read":
                 self._read(ask)
+            elif ask.op == "list":
+                self._wire.send(self._list(ask))
             elif ask.op == "corrupt":
                 self._wire.send(self._corrupt(ask))
             else:
@@ -111,6 +114,17 @@ class ParitySession:
                         self._wire.send_chunk(file.fileno(), index, begin, min(CHUNK, seal.digests.size - begin))
         except NotHeld as error:
             self._wire.send(ParitySay("missing", str(error)))
+
+    def _list(self, ask: ParityAsk) -> ParitySay:
+        blocks = [seal for seal in self._vault.held() if seal.share is not None and seal.share == ask.share]
+        return ParitySay(
+            "listed",
+            listed=tuple(
+                Listed(Artifact(rank, seal.version, seal.kind), digests.size)
+                for seal in blocks
+                for rank, digests in zip(seal.share.ranks if seal.share else (), seal.members, strict=True)
+            ),
+        )
 
     def _corrupt(self, ask: ParityAsk) -> ParitySay:
         """Someone says that a block here is bad: believe our own eyes."""

@@ -1,0 +1,153 @@
+"""Whole sidecars under parity: snapshots and deltas are protected, and what is lost comes back by the directive alone."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from world import FakeRank, World, content, layout, until
+
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.directive import Directive, ParityGroup, Phase, Policy, Source, Tier
+from tiercheck.protocol.report import Report
+from tiercheck.protocol.version import Version
+
+SIZE, DELTA = 3_000_000, 200_000
+
+
+class ParityWorld(World):
+    """Groups instead of copies, each as (members, holders)."""
+
+    def __init__(
+        self, *arguments: Any, groups: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], **more: Any
+    ) -> None:
+        super().__init__(*arguments, **more)
+        self.policy = Policy(snapshot_every=4, remote_every=1_000_000, remote_keep=5)
+        self.groups = [
+            ParityGroup(tuple(map(self.peer, members)), tuple(map(self.peer, holders))) for members, holders in groups
+        ]
+
+    def directive(self, worker: int, phase: Phase, *arguments: Any, **more: Any) -> Directive:
+        import dataclasses
+
+        plain = super().directive(worker, phase, *arguments, **{**more, "holders": ()})
+        me = self.peer(worker)
+        return dataclasses.replace(
+            plain,
+            parity=next(group for group in self.groups if me in group.members),
+            folded=tuple(group for group in self.groups if me in group.holders),
+        )
+
+    def from_parity(self, worker: int) -> dict[int, tuple[Source, ...]]:
+        group = next(group for group in self.groups if self.peer(worker) in group.members)
+        ranks = range(worker * self.procs, (worker + 1) * self.procs)
+        return {rank: (Source(Tier.PEER, parity=group),) for rank in ranks}
+
+    def train(self, snapshot: int, *deltas: int) -> None:
+        """Every rank saves a snapshot and then deltas, and all of it is protected."""
+        with contextlib.ExitStack() as stack:
+            ranks = [stack.enter_context(self.rank(rank)) for rank in range(self.workers * self.procs)]
+            for rank in ranks:
+                rank.layout = layout(SIZE)
+                assert rank.ask("reserve", bytes=rank.layout.size, delta_bytes=layout(DELTA).size).ok
+            for rank in ranks:
+                until(lambda rank=rank: rank.save(snapshot), "a free slot")  # type: ignore[misc]
+            for step in deltas:
+                for rank in ranks:
+                    until(lambda rank=rank, step=step: save_delta(rank, step), "a free delta slot")  # type: ignore[misc]
+            newest = Version(deltas[-1] if deltas else snapshot, self.attempt)
+            until(lambda: self.report(0).watermarks.peer == newest, f"{newest} is protected")
+
+    def restored(self, worker: int) -> Report:
+        return until(
+            lambda: report if (report := self.report(worker)).restore.state.value == "Ready" else None, "restored"
+        )
+
+
+def save_delta(rank: FakeRank, step: int) -> bool:
+    """False if it was skipped."""
+    plan, hello = layout(DELTA), rank.hello
+    reply = rank.ask("begin", step=step, kind=Kind.DELTA, bytes=plan.size)
+    assert reply.ok, reply
+    if reply.skip:
+        return False
+    header = plan.header(hello.rank, Version(step, hello.attempt), hello.world_size, {}, Kind.DELTA)
+    with open(reply.path, "r+b") as file:
+        file.write(plan.state_word + header + content(hello.rank, step, plan.size - plan.data_begin))
+    done = rank.ask("complete", step=step, kind=Kind.DELTA, path=reply.path, bytes=plan.size)
+    assert done.ok, done
+    return True
+
+
+def body(path: str, size: int) -> bytes:
+    begin = layout(size).data_begin
+    return Path(path).read_bytes()[begin : layout(size).size]
+
+
+@pytest.fixture
+def make_parity_world(memory: Path) -> Iterator[Callable[..., ParityWorld]]:
+    worlds: list[ParityWorld] = []
+
+    def build(**options: Any) -> ParityWorld:
+        root = Path(tempfile.mkdtemp(prefix="tc-"))
+        worlds.append(ParityWorld(root, memory / str(len(worlds)), **options))
+        return worlds[-1]
+
+    yield build
+    for world in worlds:
+        world.close()
+        shutil.rmtree(world.root, ignore_errors=True)
+
+
+def test_lost_worker_comes_back_from_parity_with_every_step_since_the_snapshot(
+    make_parity_world: Callable[..., ParityWorld],
+) -> None:
+    world = make_parity_world(workers=4, procs=2, groups=(((0, 1), (2,)), ((2, 3), (0,))))
+    world.start()
+    world.begin()
+    world.train(4, 5, 6)
+    world.lose(0)
+    world.start(0)
+    world.begin(Version(6, 1), world.from_parity(0))
+    for rank in world.restored(0).restore.ranks:
+        assert (rank.tier, rank.worker, rank.rebuilt, rank.deltas) == (Tier.PEER, None, True, 2), rank
+    for rank in range(2):
+        with world.rank(rank) as trainer:
+            welcome = trainer.welcome
+            assert welcome.restore_version == Version(6, 1)
+            assert body(welcome.restore_path, SIZE) == content(rank, 4, layout(SIZE).size - layout(SIZE).data_begin)
+            for step, path in zip((5, 6), welcome.restore_deltas, strict=True):
+                assert body(path, DELTA) == content(rank, step, layout(DELTA).size - layout(DELTA).data_begin)
+    until(lambda: world.report(0).watermarks.peer == Version(6, 1), "protected again, by the new worker's blocks too")
+
+
+def test_both_members_of_a_group_come_back_from_two_blocks(make_parity_world: Callable[..., ParityWorld]) -> None:
+    world = make_parity_world(workers=4, groups=(((0, 1), (2, 3)), ((2, 3), (0, 1))))
+    world.start()
+    world.begin()
+    world.train(4, 5)
+    world.lose(0, 1)
+    world.start(0, 1)
+    world.begin(Version(5, 1), world.from_parity(0) | world.from_parity(1))
+    for worker in (0, 1):
+        (rank,) = world.restored(worker).restore.ranks
+        assert (rank.tier, rank.rebuilt, rank.deltas) == (Tier.PEER, True, 1), rank
+        with world.rank(worker) as trainer:
+            path = trainer.welcome.restore_path
+            assert body(path, SIZE) == content(worker, 4, layout(SIZE).size - layout(SIZE).data_begin)
+
+
+def test_training_goes_on_under_parity_in_bounded_memory(make_parity_world: Callable[..., ParityWorld]) -> None:
+    world = make_parity_world(workers=3, groups=(((0, 1), (2,)), ((2,), (0,))), limit=48 << 20)
+    world.start()
+    world.begin()
+    for snapshot in (4, 8, 12, 16):
+        world.train(snapshot, *range(snapshot + 1, snapshot + 4))
+    for worker in range(3):
+        assert world.report(worker).memory.used <= 48 << 20
+        assert not world.report(worker).problems
