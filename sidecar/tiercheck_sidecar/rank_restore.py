@@ -17,8 +17,8 @@ from tiercheck.protocol.directive import Directive, Source, Tier
 from tiercheck.protocol.report import Quarantined, RankRestore
 from tiercheck.protocol.slot import NotASlot
 from tiercheck_sidecar.board import Board
-from tiercheck_sidecar.restore_sources import Brought, RestoreSources, TriedInVain, name_of
 from tiercheck_sidecar.restore_plan import Need, OutOfReach, Place, Plan, plan
+from tiercheck_sidecar.restore_sources import Brought, RestoreSources, TriedInVain, name_of
 from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.vault import NoFreeSlot, NotHeld, Seal, Vault
 from tiercheck_sidecar.verification import fault_of
@@ -38,6 +38,7 @@ class RankRestorer:
         vault: Vault,
         reach: RestoreSources,
         verifiers: Executor,
+        *,
         directive: Directive,
         rank: int,
         sources: Sequence[Source],

@@ -64,7 +64,15 @@ class Restorer:
             ThreadPoolExecutor(_PARALLEL_RANKS, thread_name_prefix="restore") as pool,
         ):
             restorers = [
-                RankRestorer(board, self._vault, self._reach, verifiers, directive, rank, sources.get(rank, ()))
+                RankRestorer(
+                    board,
+                    self._vault,
+                    self._reach,
+                    verifiers,
+                    directive=directive,
+                    rank=rank,
+                    sources=sources.get(rank, ()),
+                )
                 for rank in self._vault.ranks
             ]
             ranks = tuple(pool.map(RankRestorer.run, restorers))

@@ -160,7 +160,7 @@ def _as_remote_error(error: OSError, location: str) -> RemoteError:
         )
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return RemoteError(
-            Reason.OTHER,
+            Reason.FULL,
             f"{location} is full ({error.strerror}); free space or keep fewer versions (tiers.remote.keep).",
             retriable=True,
         )

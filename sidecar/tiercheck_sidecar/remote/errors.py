@@ -20,6 +20,8 @@ class Reason(str, Enum):
     """The bucket (or the shared directory) does not exist."""
     CREDENTIALS_MISSING = "CredentialsMissing"
     """Nothing was found to sign requests with."""
+    FULL = "Full"
+    """No space is left, or a quota is used up."""
     CORRUPT = "Corrupt"
     """What is stored is not what was written."""
     OTHER = "Other"

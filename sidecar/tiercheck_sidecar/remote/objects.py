@@ -38,9 +38,10 @@ class Objects(ABC):
 
     @abstractmethod
     def upload(self, key: str, source: memoryview, chunk: int, gate: Gate) -> None:
-        """Store the bytes of `source`, in pieces of a multiple of `chunk` that pass `gate` in order.
+        """Store the bytes of `source`, in pieces of a multiple of `chunk` that pass `gate` before they are sent, from several threads.
 
-        Readers see all of it or nothing. Overwrites.
+        Readers see all of it or nothing. Overwrites. Pieces that an interrupted upload of the same bytes left may be used; they
+        do not pass `gate` again.
         """
 
     @abstractmethod

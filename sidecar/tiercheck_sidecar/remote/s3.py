@@ -1,5 +1,5 @@
-"""A bucket as remote tier: obstore moves the bytes (for less CPU than boto3: `benchmarks/remote.py`), boto3 finds the credentials,
-lists, and creates the manifest with `If-None-Match: *`.
+"""A bucket as remote tier: our own connections move the bytes (for a fraction of boto3's CPU: `benchmarks/remote.py`), boto3 finds the
+credentials, lists, and creates the manifest with `If-None-Match: *`.
 
 Payloads are not signed (SHA-256 of every byte would cost more than sending it); where the server takes it, CRC64NVME
 guards them on the way, and our own digests guard them for good.
@@ -19,10 +19,8 @@ from tiercheck_sidecar.remote.config import S3Settings
 from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteError
 from tiercheck_sidecar.remote.objects import Gate, Objects, Stored
 from tiercheck_sidecar.remote.s3_clients import Clients
+from tiercheck_sidecar.remote.s3_multipart import Multipart, part_size
 
-PART = 16 * 1024 * 1024
-PARALLEL_PARTS = 4
-MAX_PARTS = 9000  # S3 allows 10,000
 CONFLICT_TRIES = 6
 PARALLEL_DELETES = 8
 
@@ -47,24 +45,17 @@ class S3Objects(Objects):
         clients.probe(self._key(layout.PROBE), self.location)
 
     def upload(self, key: str, source: memoryview, chunk: int, gate: Gate) -> None:
-        import obstore
-
         clients = self._clients()
         clients.probe(self._key(layout.PROBE), self.location)
-        part = _part_size(len(source), chunk)
-        with self._obstore():
-            if len(source) <= part:
-                gate(0, source)
-                obstore.put(clients.bulk, self._key(key), source, use_multipart=False)
-            else:
-                obstore.put(
-                    clients.bulk,
-                    self._key(key),
-                    _pieces(source, part, gate),
-                    use_multipart=True,
-                    chunk_size=part,
-                    max_concurrency=PARALLEL_PARTS,
-                )
+        part = part_size(len(source), chunk)
+        if len(source) > part:
+            with self._boto():
+                Multipart(clients, self._key(key), source, part, self.location).run(gate)
+            return
+        gate(0, source)
+        answer = clients.lines.request("PUT", clients.url(self._key(key)), clients.guarded(source), source)
+        if answer.status != 200:
+            raise s3_errors.from_body(answer.status, answer.body, self.location)
 
     def write(self, key: str, body: bytes) -> None:
         clients = self._clients()
@@ -106,19 +97,16 @@ class S3Objects(Objects):
                 raise
 
     def read_into(self, key: str, offset: int, into: memoryview) -> int:
-        import obstore
-
+        if not into:
+            return 0
         clients = self._clients()
-        try:
-            got = obstore.get_range(clients.bulk, self._key(key), start=offset, length=len(into))
-        except Exception as error:
-            translated = s3_errors.from_obstore(error, self.location)
-            if "NoSuchKey" in str(error) or "InvalidRange" in str(error) or "416" in str(error)[:400]:
-                return 0
-            raise translated from error
-        with memoryview(got) as view:
-            into[: len(view)] = view
-            return len(view)
+        headers = {"Range": f"bytes={offset}-{offset + len(into) - 1}"}
+        answer = clients.lines.request("GET", clients.url(self._key(key)), headers, into=into)
+        if answer.status == 416 or s3_errors.code_of(answer.body) == "NoSuchKey":
+            return 0
+        if answer.status != 206 and not (answer.status == 200 and offset == 0):
+            raise s3_errors.from_body(answer.status, answer.body, self.location)
+        return answer.received
 
     def list(self, prefix: str) -> list[Stored]:
         clients = self._clients()
@@ -177,7 +165,7 @@ class S3Objects(Objects):
                 raise RemoteClosed
             if self._connected is None:
                 with self._boto():
-                    self._connected = Clients.connect(self._settings, self.location)
+                    self._connected = Clients.connect(self._settings, self.location, self._closed)
             return self._connected
 
     @contextlib.contextmanager
@@ -188,23 +176,3 @@ class S3Objects(Objects):
             yield
         except (BotoCoreError, ClientError) as error:
             raise s3_errors.from_boto(error, self.location) from error
-
-    @contextlib.contextmanager
-    def _obstore(self) -> Iterator[None]:
-        from obstore.exceptions import BaseError
-
-        try:
-            yield
-        except (BaseError, FileNotFoundError) as error:
-            raise s3_errors.from_obstore(error, self.location) from error
-
-
-def _part_size(size: int, chunk: int) -> int:
-    return -(-max(PART, -(-size // MAX_PARTS)) // chunk) * chunk
-
-
-def _pieces(source: memoryview, part: int, gate: Gate) -> Iterator[memoryview]:
-    for begin in range(0, len(source), part):
-        piece = source[begin : begin + part]
-        gate(begin, piece)
-        yield piece

@@ -1,51 +1,55 @@
-"""Makes the two S3 clients agree: one set of credentials, timeouts, trust and addressing for boto3 and obstore."""
+"""One set of credentials, timeouts, trust and addressing for both ways to a bucket: boto3 for control, our own connections for bytes.
+
+boto3 decides all of it: the chain of credentials (environment, profiles, web identity, instance), the endpoint, path or virtual-host
+addressing, the region and the authorities. Our own connections ask it.
+"""
 
 from __future__ import annotations
 
 import os
+import ssl
 import threading
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tiercheck_sidecar.remote import s3_errors
+from tiercheck_sidecar.remote import crc64nvme, s3_errors
 from tiercheck_sidecar.remote.config import S3Settings
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
+from tiercheck_sidecar.remote.s3_lines import CONNECT_SECONDS, Lines
 
-CONNECT_SECONDS = 5
 READ_SECONDS = 10
-PART_SECONDS = 300
-"""A part of a large artifact on a slow line may take long; a dead server is noticed by the small requests before."""
-RETRIES = 3
-CREDENTIAL_MINUTES = 5
-"""boto3 renews temporary credentials 10 minutes before they expire, so what it gave is good for this long."""
+TRIES = 3
+UNSIGNED = "UNSIGNED-PAYLOAD"
+CHECKSUM = "x-amz-checksum-crc64nvme"
 
 
 @dataclass
 class Clients:
-    """Both clients of one bucket."""
+    """Both ways to one bucket."""
 
     boto: Any
-    bulk: Any
-    _plain: Any
-    """As `bulk`, without checksums."""
+    lines: Lines
+    bucket: str
+    checksums: bool = True
+    """Whether bytes travel with a CRC64NVME."""
     _trust: int | None = None
     """Descriptor of the authorities' file, which boto3 reads by name at every new connection."""
     _probing: threading.Lock = field(default_factory=threading.Lock)
     _probed: bool = False
 
     @staticmethod
-    def connect(settings: S3Settings, location: str) -> Clients:
+    def connect(settings: S3Settings, location: str, closed: threading.Event) -> Clients:
         """Contacts no bucket, but may ask the cloud for credentials. Raises RemoteError and botocore's errors."""
         import boto3
         from botocore.config import Config
+        from botocore.utils import get_environ_proxies
 
         session = boto3.Session(region_name=settings.region)
         credentials = session.get_credentials()
         if credentials is None:
             raise s3_errors.credentials_missing(location)
-        authorities = _authorities(settings, location)
+        authorities = _authorities(settings, session, location)
         trust = _as_file(authorities) if authorities else None
         boto = session.client(
             "s3",
@@ -53,9 +57,10 @@ class Clients:
             endpoint_url=settings.endpoint or None,
             verify=f"/proc/self/fd/{trust}" if trust is not None else None,
             config=Config(
+                signature_version="s3v4",
                 connect_timeout=CONNECT_SECONDS,
                 read_timeout=READ_SECONDS,
-                retries={"mode": "standard", "total_max_attempts": RETRIES},
+                retries={"mode": "standard", "total_max_attempts": TRIES},
                 max_pool_connections=16,
                 s3={"addressing_style": "path" if settings.endpoint else "auto"},
                 # Many S3-compatible servers refuse the checksum trailers that newer clients add on their own.
@@ -63,79 +68,88 @@ class Clients:
                 response_checksum_validation="when_required",
             ),
         )
-        bulk = _bulk(settings, boto, session, authorities, checksum=True)
-        return Clients(boto, bulk, _bulk(settings, boto, session, authorities, checksum=False), trust)
+        lines = Lines(
+            _signer(credentials, boto.meta.region_name, location),
+            location,
+            lambda: _tls(authorities),
+            get_environ_proxies(boto.meta.endpoint_url),
+            closed,
+        )
+        return Clients(boto, lines, settings.bucket, crc64nvme.available(), trust)
+
+    def url(self, key: str) -> str:
+        """Of an object, as boto3 addresses it."""
+        signed: str = self.boto.generate_presigned_url("get_object", Params={"Bucket": self.bucket, "Key": key})
+        return signed.partition("?")[0]
+
+    def guarded(self, body: memoryview | bytes) -> dict[str, str]:
+        """The headers that let the server check `body` on arrival."""
+        return {CHECKSUM: crc64nvme.header_value(body)} if self.checksums else {}
 
     def probe(self, key: str, location: str) -> None:
         """Once: learn whether writing is allowed and whether the server takes CRC64NVME, with one tiny object."""
-        import obstore
-        from obstore.exceptions import BaseError
-
         with self._probing:
             if self._probed:
                 return
-            try:
-                obstore.put(self.bulk, key, b"tiercheck\n")
-            except (BaseError, FileNotFoundError) as error:
-                translated = s3_errors.from_obstore(error, location)
-                if translated.reason is not Reason.OTHER:
-                    raise translated from error
-                self.bulk = self._plain
-                try:
-                    obstore.put(self.bulk, key, b"tiercheck\n")
-                except (BaseError, FileNotFoundError) as again:
-                    raise s3_errors.from_obstore(again, location) from again
+            body, url = b"tiercheck\n", self.url(key)
+            answer = self.lines.request("PUT", url, self.guarded(body), body)
+            if answer.status != 200 and self.checksums:
+                refusal = s3_errors.from_body(answer.status, answer.body, location)
+                if refusal.reason is not Reason.OTHER:
+                    raise refusal
+                self.checksums = False
+                answer = self.lines.request("PUT", url, {}, body)
+            if answer.status != 200:
+                raise s3_errors.from_body(answer.status, answer.body, location)
             self._probed = True
 
     def close(self) -> None:
         """Release connections."""
         self.boto.close()
+        self.lines.close()
         if self._trust is not None:
             os.close(self._trust)
             self._trust = None
 
 
-def _bulk(settings: S3Settings, boto: Any, session: Any, authorities: bytes | None, *, checksum: bool) -> Any:
-    from obstore.auth.boto3 import Boto3CredentialProvider
-    from obstore.store import S3Store
+def _signer(credentials: Any, region: str, location: str) -> Any:
+    from botocore.auth import S3SigV4Auth
+    from botocore.awsrequest import AWSRequest
+    from botocore.exceptions import BotoCoreError
 
-    options: dict[str, Any] = {
-        # boto3 may have found the endpoint in the environment; it knows where it will really go.
-        "allow_http": boto.meta.endpoint_url.startswith("http://"),
-        "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
-        "timeout": timedelta(seconds=PART_SECONDS),
-    }
+    class Unsigned(S3SigV4Auth):  # type: ignore[misc]
+        def payload(self, request: Any) -> str:
+            return UNSIGNED  # SHA-256 of every byte would cost more than sending it
+
+    def sign(method: str, url: str, headers: dict[str, str]) -> dict[str, str]:
+        request = AWSRequest(method, url, headers=headers)
+        try:
+            Unsigned(credentials.get_frozen_credentials(), "s3", region).add_auth(request)  # renewed when they expire
+        except BotoCoreError as error:
+            raise s3_errors.from_boto(error, location) from error
+        host = url.partition("://")[2].partition("/")[0]
+        return {"Host": host, **dict(request.headers.items())}
+
+    return sign
+
+
+def _tls(authorities: bytes | None) -> ssl.SSLContext:
+    from botocore.httpsession import get_cert_path
+
     if authorities:
-        options["root_certificate"] = authorities
-    config: dict[str, Any] = {"region": boto.meta.region_name, "unsigned_payload": True}
-    if settings.endpoint:
-        config["endpoint"] = settings.endpoint
-        config["virtual_hosted_style_request"] = False
-    if checksum:
-        config["checksum_algorithm"] = "CRC64NVME"
-    return S3Store(
-        settings.bucket,
-        config=config,  # type: ignore[arg-type]
-        client_options=options,  # type: ignore[arg-type]
-        retry_config={
-            "max_retries": RETRIES,
-            "backoff": {
-                "init_backoff": timedelta(milliseconds=100),
-                "max_backoff": timedelta(seconds=3),
-                "base": 2,
-            },
-            "retry_timeout": timedelta(seconds=60),
-        },
-        credential_provider=Boto3CredentialProvider(session, ttl=timedelta(minutes=CREDENTIAL_MINUTES)),
-    )
+        return ssl.create_default_context(cadata=authorities.decode())
+    context = ssl.create_default_context()
+    context.load_verify_locations(get_cert_path(True))
+    return context
 
 
-def _authorities(settings: S3Settings, location: str) -> bytes | None:
-    bundle = settings.ca_bundle or os.environ.get("AWS_CA_BUNDLE")  # the latter boto3 would find by itself, obstore not
+def _authorities(settings: S3Settings, session: Any, location: str) -> bytes | None:
+    # The second is AWS_CA_BUNDLE, or ca_bundle of the profile.
+    bundle = settings.ca_bundle or session._session.get_config_variable("ca_bundle")
     if not bundle:
         return None
     if "-----BEGIN" in bundle:
-        return bundle.encode()
+        return bytes(bundle.encode())
     try:
         return Path(bundle).read_bytes()
     except OSError as error:

@@ -1,11 +1,12 @@
-"""Two client libraries report the same trouble in different words; this turns either into one sentence and reason.
+"""boto3 and our own connections meet the same trouble in different words; this turns either into one sentence and reason.
 
-boto3 raises typed errors with a code. obstore raises a few classes whose text holds the HTTP status and the server's XML.
+boto3 raises typed errors with a code. Our connections see an HTTP status and the server's XML, or an error of a socket.
 """
 
 from __future__ import annotations
 
 import re
+import ssl
 
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
 
@@ -13,9 +14,14 @@ _CREDENTIALS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "
 _FORBIDDEN = {"AccessDenied", "Forbidden", "AllAccessDisabled", "AccountProblem", "Unauthorized"}
 _BUSY = {"SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "Throttling", "OperationAborted"}
 _CLOCK = "RequestTimeTooSkewed"
-_STATUS = re.compile(r"status code: (\d{3})")
-_CODE = re.compile(r"<Code>(\w+)</Code>")
-_NO_ANSWER = re.compile(r"error sending request|connect|timed out|timeout|dns|HTTP error|body from connection", re.I)
+_FULL = {
+    "QuotaExceeded",
+    "InsufficientStorage",
+    "InsufficientCapacity",
+    "XMinioStorageFull",
+    "XMinioAdminBucketQuotaExceeded",
+}
+_CODE = re.compile(rb"<Code>(\w+)</Code>")
 
 
 def from_boto(error: Exception, location: str) -> RemoteError:
@@ -34,17 +40,27 @@ def from_boto(error: Exception, location: str) -> RemoteError:
     return _other(location, f"{type(error).__name__}: {error}")
 
 
-def from_obstore(error: Exception, location: str) -> RemoteError:
-    """For any exception raised by an obstore call."""
-    text = str(error)
-    status, code = _STATUS.search(text), _CODE.search(text)
-    if status is not None or code is not None:
-        return of_answer(int(status[1]) if status else 0, code[1] if code else "", location)
-    if "certificate" in text.lower():
-        return _tls(location, _first_line(text))
-    if _NO_ANSWER.search(text):
-        return _unreachable(location, _first_line(text))
-    return _other(location, _first_line(text))
+def from_socket(error: Exception, location: str) -> RemoteError:
+    """For what our own connections raise: OSError and http.client.HTTPException."""
+    if isinstance(error, ssl.SSLError):
+        return _tls(location, str(error))
+    return _unreachable(location, str(error) or type(error).__name__)
+
+
+def from_body(status: int, body: bytes, location: str) -> RemoteError:
+    """For an error that one of our own connections got as an answer."""
+    return of_answer(status, code_of(body), location)
+
+
+def code_of(body: bytes) -> str:
+    """The S3 error code in an answer; empty if it has none."""
+    code = _CODE.search(body)
+    return code[1].decode() if code else ""
+
+
+def is_passing(status: int, body: bytes) -> bool:
+    """Whether the same request may succeed in a moment."""
+    return status in (429, 500, 502, 503, 504) or code_of(body) in _BUSY
 
 
 def of_answer(status: int, code: str, location: str) -> RemoteError:
@@ -65,6 +81,12 @@ def of_answer(status: int, code: str, location: str) -> RemoteError:
     if code == _CLOCK:
         return RemoteError(
             Reason.FORBIDDEN, f"{location} refused this node's clock ({said}); synchronise it.", retriable=True
+        )
+    if code in _FULL or status == 507:
+        return RemoteError(
+            Reason.FULL,
+            f"{location} is full ({said}); free space, raise its quota, or keep fewer versions (tiers.remote.keep).",
+            retriable=True,
         )
     if code in _FORBIDDEN or status in (401, 403):
         return RemoteError(
