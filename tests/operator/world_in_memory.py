@@ -180,12 +180,18 @@ class Sidecar:
             return RankRestore(rank, tier, peer, 1, 0.1, tuple(failures), deltas=len(chain.deltas), rebuilt=rebuilt)
 
     def _replay(self, version: Version | None) -> None:
-        """The rank loads the snapshot and replays the deltas; if a hash differs it says so and ends."""
+        """The rank loads the snapshot and replays the deltas; if a hash differs it says so and ends, and the whole chain is bad."""
         for rank in self.restore.ranks:
             for bad in sorted(self.world.bad_replays):
                 if version is not None and bad[0] == rank.rank and -rank.deltas < bad[1].step - version.step <= 0:
-                    entry = Quarantined(rank.rank, bad[1], self.worker, "hash differs", Kind.DELTA, everywhere=True)
-                    self.quarantined = (*self.quarantined, entry)
+                    assert version is not None
+                    why = f"replaying the delta of step {bad[1].step} did not give the state that it was taken from"
+                    chain = [v for v in self.own_deltas if -rank.deltas < v.step - version.step <= 0]
+                    self.quarantined += tuple(
+                        Quarantined(rank.rank, delta, self.worker, why, Kind.DELTA, everywhere=True)
+                        for delta in sorted(chain)
+                    )
+                    self.own_deltas -= set(chain)
                     self.trainer = TrainerReport(
                         TrainerState.FAILED, 1, "Crashed", "replay", ended_at=self.world.now, started_at=self.world.now
                     )
@@ -267,6 +273,8 @@ class World:
         self.committed: Version | None = None
         self.position: dict[str, int] = {}
         self.total_steps = steps
+        self.step_seconds = 1.0
+        """What trainers report."""
         self.stillborn = False
         """Whether every training command fails before its first step."""
         self.slow_trainers: set[int] = set()
@@ -500,7 +508,7 @@ class World:
         for s in team.values():
             self.position[s.pod] = step
             first = s.trainer.first_step_at or self.now
-            s.trainer = replace(s.trainer, step=step, first_step_at=first, step_seconds=1.0)
+            s.trainer = replace(s.trainer, step=step, first_step_at=first, step_seconds=self.step_seconds)
             if step >= self.total_steps:
                 s.trainer = replace(s.trainer, state=TrainerState.SUCCEEDED, exit_code=0)
         if attempt in self.poisoned:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.actions import Notice
 from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.record import JobRecord, Recovery
+from tiercheck_operator.controller.record import Condition, JobRecord, Recovery
 
 _GOOD_NEWS = (conditions.COMPLETED, conditions.SUSPENDED)
 _BAD_WHEN_FALSE = (conditions.PLACED, conditions.PROTECTED)
@@ -37,9 +37,14 @@ def notices(before: JobRecord, after: JobRecord) -> tuple[Notice, ...]:
             found.append(Notice("Warning", condition.reason, condition.message))
         elif condition.type in _GOOD_NEWS and condition.status:
             found.append(Notice("Normal", condition.type, condition.message))
-        elif condition.type in _BAD_WHEN_FALSE and not condition.status and condition.reason not in _PASSING:
+        elif _bad(condition):
             found.append(Notice("Warning", condition.reason, condition.message))
     return tuple(found)
+
+
+def _bad(condition: Condition) -> bool:
+    unwell = condition.type in _BAD_WHEN_FALSE and not condition.status and condition.reason not in _PASSING
+    return unwell or condition.reason == conditions.DELTAS_OFF
 
 
 def _certain(recovery: Recovery) -> bool:

@@ -1,5 +1,6 @@
 """What a new attempt still waits for. It may begin only when every worker has a pod whose sidecar answered after the
-failure was noticed: older answers cannot tell a crash from a node that has just gone."""
+failure was noticed: older answers cannot tell a crash from a node that has just gone. And it must have answered just now: what
+a sidecar holds changes at every step without news of it, and what was on its way when the failure struck has arrived since."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ from tiercheck_operator.controller.record import Recovery
 
 _LONGEST_BACK_OFF = 60
 """Seconds; how the kubelet holds back a container that keeps failing, only sooner and shorter."""
+_FRESH, _FRESH_PER_WORKER = 1.0, 0.005
+"""Seconds that an answer is good for; more for many workers, because to ask them all takes its time."""
 _EXPLAINED = 8
 """Restores that may fail in a row without a pause, each because another copy turned out to be bad."""
 
@@ -52,8 +55,10 @@ def waiting_for_pods(obs: Observation, membership: Membership) -> Waiting | None
 
 
 def waiting_for_sidecars(obs: Observation, membership: Membership, recovery: Recovery) -> Waiting | None:
-    """Until every sidecar has answered since the failure was noticed."""
-    owing = [pod for pod in membership.members.values() if not _answered(obs, pod, recovery.detected_at)]
+    """Until every sidecar has answered since the failure was noticed, and lately."""
+    lately = _FRESH + _FRESH_PER_WORKER * obs.job.spec.workers
+    since = max(recovery.detected_at, obs.now - lately)
+    owing = [pod for pod in membership.members.values() if not _answered(obs, pod, since)]
     if not owing:
         return None
     said = next((f"; {pod.name}: {pod.message}" for pod in owing if pod.message), "")

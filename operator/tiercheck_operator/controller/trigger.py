@@ -69,8 +69,7 @@ def replay_mismatch(obs: Observation, membership: Membership) -> Trigger | None:
                 if bad.everywhere and bad.rank == rank.rank and -rank.deltas < bad.version.step - version.step <= 0:
                     return Trigger(
                         Cause.RESTORE_FAILED,
-                        f"worker {worker} could not restore {version}: replaying the {bad.kind.value} of step "
-                        f"{bad.version.step} on rank {bad.rank} did not give the recorded state: {bad.reason}"[:1000],
+                        f"worker {worker} could not restore {version}: rank {bad.rank}: {bad.reason}"[:1000],
                         report.trainer.ended_at,
                     )
     return None
