@@ -25,7 +25,7 @@ from benchmarks.scale import ROOT, Scale
 
 THREADS = 1
 """Cores that a step computes on. One is left for what happens beside it, as on a host whose devices do the computing."""
-LONG_STEP_TOKENS = 256
+LONG_STEP_TOKENS = 96
 _SECONDS = 600.0
 
 
@@ -122,9 +122,10 @@ def _process(system: System, size: int, scale: Scale, folder: Path, env: dict[st
     return found
 
 
-def median_of(results: list[dict[str, Any]], key: str) -> float:
-    """Over all cycles of all rounds."""
-    return statistics.median(cycle[key] for result in results for cycle in result["cycles"])
+def spread(results: list[dict[str, Any]], key: str) -> tuple[float, float]:
+    """(least, median) over all cycles of all rounds. What else runs on the machine only ever adds, so the least is judged, of everybody."""
+    values = [cycle[key] for result in results for cycle in result["cycles"]]
+    return min(values), statistics.median(values)
 
 
 def figures(found: dict[str, dict[str, list[dict[str, Any]]]], problems: dict[str, str], scale: Scale) -> list[Figure]:
@@ -143,8 +144,10 @@ def figures(found: dict[str, dict[str, list[dict[str, Any]]]], problems: dict[st
         if not results:
             rows.append(Figure(name, bound=bound, note=problems.get(system.name, "no result")))
             continue
-        copy = statistics.median(result["copy_seconds"] for result in results)
-        blocked, longer, step = (median_of(results, key) for key in ("blocked", "longer", "step"))
+        copy = min(result["copy_seconds"] for result in results)
+        blocked, usual = spread(results, "blocked")
+        _, longer = spread(results, "longer")
+        step, _ = spread(results, "step")
         against = f"copy of {bytes_text(results[0]['state_bytes'])}: {seconds_text(copy)}"
         rows.append(
             Figure(
@@ -153,7 +156,7 @@ def figures(found: dict[str, dict[str, list[dict[str, Any]]]], problems: dict[st
                 against,
                 blocked / copy,
                 bound,
-                note=f"a step without a snapshot takes {seconds_text(step)}",
+                note=f"best of the saves (median {seconds_text(usual)}); a step without a snapshot takes {seconds_text(step)}",
             )
         )
         rows.append(
@@ -162,7 +165,7 @@ def figures(found: dict[str, dict[str, list[dict[str, Any]]]], problems: dict[st
                 seconds_text(longer),
                 against,
                 longer / copy,
-                note="includes what the copy takes from the cores and the memory that the step computes on",
+                note="median; with what the copy takes from the cores and the memory that the step computes on, and all noise",
             )
         )
     ours = of(TIERCHECK)
@@ -173,7 +176,7 @@ def figures(found: dict[str, dict[str, list[dict[str, Any]]]], problems: dict[st
             note = problems.get(system.name) or problems.get(TIERCHECK.name, "no result")
             rows.append(Figure(name, bound=bound, sense=Sense.AT_LEAST, note=note))
             continue
-        mine, other = median_of(ours, "blocked"), median_of(theirs, "blocked")
+        (mine, my_usual), (other, usual) = spread(ours, "blocked"), spread(theirs, "blocked")
         rows.append(
             Figure(
                 name,
@@ -182,7 +185,7 @@ def figures(found: dict[str, dict[str, list[dict[str, Any]]]], problems: dict[st
                 other / mine,
                 bound,
                 Sense.AT_LEAST,
-                note="how many times longer theirs blocks",
+                note=f"best of the saves; medians {seconds_text(my_usual)} and {seconds_text(usual)}",
             )
         )
     return rows

@@ -14,8 +14,9 @@ mpl.use("agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Sheet
+from matplotlib.ticker import LogLocator
 
-from benchmarks.amounts import GIB, MIB, bytes_text, seconds_text
+from benchmarks.amounts import bytes_text, seconds_text
 from benchmarks.figure import Figure, Sense
 
 OURS, THEIRS, LIMIT, MISSED = "#0072B2", "#999999", "#000000", "#D55E00"
@@ -108,7 +109,7 @@ def overview(figures: list[Figure]) -> Sheet | None:
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(_times)
     low, high = axes.get_xlim()
-    axes.set_xlim(min(low, 0.25) / 4, max(high, 4) * 8)
+    axes.set_xlim(min(low, 0.25) / 12, max(high, 4) * 12)
     axes.set_title("Better than promised → (dot: reached, cross: missed)")
     axes.tick_params(axis="y", length=0)
     return sheet
@@ -137,15 +138,21 @@ def blocked(data: Data) -> Sheet | None:
             )
         axes.axvline(copy, color=MISSED, linestyle="--", linewidth=1.4)
         axes.annotate(
-            f"plain copy {seconds_text(copy)}", (copy, len(names) - 0.45), ha="center", fontsize=9, color=MISSED
+            f"plain copy {seconds_text(copy)}",
+            (copy, len(names) - 0.5),
+            xytext=(5, 0),
+            textcoords="offset points",
+            fontsize=9,
+            color=MISSED,
         )
         axes.set_yticks(range(len(names)), list(reversed(names)))
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(_seconds)
-        axes.set_xlim(right=axes.get_xlim()[1] * 2.5)
+        low, high = axes.get_xlim()
+        axes.set_xlim(low / 3, high * 3)
         axes.set_ylim(-0.6, len(names) - 0.1)
         axes.set_title(f"State of {bytes_text(int(size))}")
-        axes.set_xlabel("training blocked per snapshot (log; ticks: single saves)")
+        axes.set_xlabel("blocked per snapshot: median, marks are single saves")
     return sheet
 
 
@@ -166,9 +173,8 @@ def every_step(data: Data) -> Sheet | None:
     step = statistics.median(data["plain"])
     right.plot([100 * value / step for value in data["blocked"]], "D", color=OURS, markersize=5)
     right.axhline(2, color=MISSED, linestyle="--", linewidth=1.4)
-    right.annotate("promised at most", (0, 2), xytext=(0, 4), textcoords="offset points", color=MISSED, fontsize=9)
     right.set_ylim(bottom=0, top=max(2.4, 1.15 * right.get_ylim()[1]))
-    right.set_title("Blocked, % of a step")
+    right.set_title("Blocked, % of a step (dashed: promised)")
     right.set_xlabel("step")
     return sheet
 
@@ -217,8 +223,7 @@ def restores(data: Data) -> Sheet | None:
         axes.xaxis.set_major_formatter(_seconds)
         axes.set_xlim(right=axes.get_xlim()[1] * 1.25)
         axes.set_ylim(-0.6, 2.1)
-        handles = [handle for handle in axes.patches if handle.get_label() and not handle.get_label().startswith("_")]
-        axes.legend(handles=handles[:2], loc="upper left", ncols=2, fontsize=9)
+        axes.legend(loc="upper left", ncols=2, fontsize=9)
     sheet.suptitle(f"A state of {bytes_text(data['state_bytes'])}", x=0.01, ha="left", fontsize=10.5)
     return sheet
 
@@ -248,8 +253,10 @@ def growth(data: Data) -> Sheet | None:
     three.yaxis.set_major_formatter(_seconds)
     three.set_title("Copies to peers, by workers")
     for axes, values in ((one, xs), (two, xs), (three, counts)):
-        axes.set_xticks(values)
         axes.minorticks_off()
+        axes.set_xticks(values)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.tick_params(axis="x", rotation=35)
         axes.legend(loc="upper left", fontsize=9)
         axes.margins(y=0.25)
     three.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -278,4 +285,4 @@ def _times(value: float, _: object = None) -> str:
 
 
 def _bytes(value: float, _: object = None) -> str:
-    return f"{value / GIB:.3g} GiB" if value >= GIB / 20 else f"{value / MIB:.3g} MiB"
+    return bytes_text(value)

@@ -36,7 +36,7 @@ FULL = Scale(
     states=(GIB // 2, GIB),
     growth_states=(GIB // 10, GIB // 4, GIB // 2, GIB, 2 * GIB, 4 * GIB),
     growth_workers=(2, 4, 8, 16),
-    rounds=3,
+    rounds=2,
     cycles=3,
     restore=GIB // 2,
 )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -189,6 +188,6 @@ def summary(training: Training, cycles: list[Cycle], copies: list[float]) -> dic
     return {
         "torch": torch.__version__,
         "state_bytes": training.state_bytes,
-        "copy_seconds": statistics.median(copies),
+        "copy_seconds": min(copies),
         "cycles": [asdict(cycle) for cycle in cycles],
     }
