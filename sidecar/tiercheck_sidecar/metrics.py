@@ -8,7 +8,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tiercheck.protocol.report import RestoreState, TrainerState
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.report import Report, RestoreState, TrainerState
 from tiercheck_sidecar.report import Reporter
 
 
@@ -37,9 +39,11 @@ class ReportCollector(Collector):
             int(report.restore.state is RestoreState.FAILED),
         )
         marks = GaugeMetricFamily(
-            "tiercheck_watermark_step", "Newest step complete for every rank, per tier.", labels=["tier"]
+            "tiercheck_watermark_step",
+            "Newest step complete for every rank, per tier; snapshot: of which every rank holds a whole one.",
+            labels=["tier"],
         )
-        for tier in ("local", "peer", "remote"):
+        for tier in ("local", "peer", "remote", "snapshot"):
             version = getattr(report.watermarks, tier)
             if version is not None:
                 marks.add_metric([tier], version.step)
@@ -48,16 +52,45 @@ class ReportCollector(Collector):
         for name in ("local", "peer"):
             held.add_metric([name], sum(each.bytes for each in report.holdings if each.tier.value == name))
         yield held
+        yield from _artifacts(report)
         problems = GaugeMetricFamily("tiercheck_problem", "1 for each problem that is present.", labels=["reason"])
         for problem in report.problems:
             problems.add_metric([problem.reason], 1)
         yield problems
         counters = report.counters
         yield _counter("tiercheck_captured", "Snapshots sealed.", counters.captured)
-        yield _counter("tiercheck_skipped", "Captures skipped because no slot was free.", counters.skipped)
+        yield _counter("tiercheck_deltas", "Deltas sealed.", counters.deltas)
+        yield _counter("tiercheck_skipped", "Snapshots skipped because no slot was free.", counters.skipped)
+        yield _counter("tiercheck_deltas_skipped", "Deltas that were due and not taken.", counters.deltas_skipped)
+        yield _counter(
+            "tiercheck_replay_mismatches",
+            "Restores whose replay did not give the recorded state.",
+            counters.replay_mismatches,
+        )
+        yield _counter("tiercheck_not_finite", "Steps that the sanity gate refused.", counters.not_finite)
         yield _counter("tiercheck_replicated", "Artifacts acknowledged by a holder.", counters.replicated)
         yield _counter("tiercheck_uploaded", "Artifacts brought to the remote tier.", counters.uploaded)
         yield _counter("tiercheck_refused_stale", "Messages of older attempts refused.", counters.refused_stale)
+
+
+def _artifacts(report: Report) -> Iterable[Metric]:
+    yield _gauge("tiercheck_snapshot_every", "Steps between snapshots; 0: not decided yet.", report.snapshot_every)
+    yield _gauge(
+        "tiercheck_not_finite_steps", "Steps in a row that the sanity gate refused.", report.trainer.not_finite
+    )
+    sizes = GaugeMetricFamily("tiercheck_artifact_bytes", "Bytes of the largest slot of an own rank.", labels=["kind"])
+    sizes.add_metric([Kind.SNAPSHOT.value], report.memory.snapshot)
+    sizes.add_metric([Kind.DELTA.value], report.memory.delta)
+    yield sizes
+    held = GaugeMetricFamily("tiercheck_held", "Verified artifacts here.", labels=["tier", "kind"])
+    for tier in (Tier.LOCAL, Tier.PEER):
+        for kind in Kind:
+            found = sum((each.tier, each.kind) == (tier, kind) for each in report.holdings)
+            held.add_metric([tier.value, kind.value], found)
+    yield held
+    mark, whole = report.watermarks.local, report.watermarks.snapshot
+    chain = max(0, mark.step - whole.step) if mark and whole else 0
+    yield _gauge("tiercheck_chain_length", "Deltas between the newest whole snapshot and the newest step.", chain)
 
 
 def render(reporter: Reporter) -> bytes:

@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from tiercheck.protocol import names
+from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, RankSources, Restore, Source, Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Request, Welcome
@@ -284,18 +285,20 @@ class World:
         return FakeRank(self.run_dir(worker) / names.SOCKET_NAME, hello)
 
     @contextlib.contextmanager
-    def ranks(self, size: int = 300_000) -> Iterator[list[FakeRank]]:
-        """Every rank of the job, with slots reserved."""
+    def ranks(self, size: int = 300_000, delta: int = 0) -> Iterator[list[FakeRank]]:
+        """Every rank of the job, with slots reserved for snapshots of `size` and deltas of at most `delta` bytes."""
         with contextlib.ExitStack() as stack:
             ranks = [stack.enter_context(self.rank(rank)) for rank in range(self.workers * self.procs)]
             for rank in ranks:
                 assert not rank.welcome.error, rank.welcome
-                assert rank.reserve(size).ok
+                assert rank.reserve(size, delta).ok
             yield ranks
 
-    def holds(self, worker: int, rank: int, version: Version, tier: Tier | None = None) -> bool:
+    def holds(
+        self, worker: int, rank: int, version: Version, tier: Tier | None = None, kind: Kind = Kind.SNAPSHOT
+    ) -> bool:
         return any(
-            (each.rank, each.version) == (rank, version) and tier in (None, each.tier)
+            (each.rank, each.version, each.kind) == (rank, version, kind) and tier in (None, each.tier)
             for each in self.report(worker).holdings
         )
 
@@ -354,23 +357,29 @@ class FakeRank(Lines):
         self.send(Request(op, **more))
         return self.receive(Reply)
 
-    def reserve(self, size: int) -> Reply:
+    def reserve(self, size: int, delta: int = 0) -> Reply:
         self.layout = layout(size)
-        return self.ask("reserve", bytes=self.layout.size)
+        return self.ask("reserve", bytes=self.layout.size, delta_bytes=layout(delta).size if delta else 0)
 
-    def begin(self, step: int) -> Reply:
-        return self.ask("begin", step=step)
+    def begin(self, step: int, kind: Kind = Kind.SNAPSHOT, size: int = 0) -> Reply:
+        return self.ask("begin", step=step, kind=kind, bytes=size)
 
-    def write(self, path: str, step: int, finish: bool = True) -> None:
-        assert self.layout is not None
-        header = self.layout.header(self.hello.rank, Version(step, self.hello.attempt), self.hello.world_size, {})
+    def write(
+        self, path: str, step: int, finish: bool = True, kind: Kind = Kind.SNAPSHOT, plan: SlotLayout | None = None
+    ) -> None:
+        plan = plan or self.layout
+        assert plan is not None
+        header = plan.header(self.hello.rank, Version(step, self.hello.attempt), self.hello.world_size, {}, kind)
         with open(path, "r+b") as file:
             file.seek(8)
             file.write(header)
-            file.write(content(self.hello.rank, step, self.layout.size - self.layout.data_begin))
+            file.write(content(self.hello.rank, step, plan.size - plan.data_begin))
             if finish:
                 file.seek(0)
-                file.write(self.layout.state_word)
+                file.write(plan.state_word)
+
+    def send_progress(self, step: int, not_finite: int = 0) -> None:
+        self.send(Request("progress", step=step, not_finite=not_finite))
 
     def save(self, step: int) -> bool:
         """Capture `step`; False if it was skipped."""
@@ -380,6 +389,18 @@ class FakeRank(Lines):
             return False
         self.write(reply.path, step)
         done = self.ask("complete", step=step, path=reply.path)
+        assert done.ok, done
+        return True
+
+    def save_delta(self, step: int, size: int = 20_000) -> bool:
+        """Capture the delta of `step`, of about `size` bytes; False if it was skipped."""
+        plan = layout(size)
+        reply = self.begin(step, Kind.DELTA, plan.size)
+        assert reply.ok, reply
+        if reply.skip:
+            return False
+        self.write(reply.path, step, kind=Kind.DELTA, plan=plan)
+        done = self.ask("complete", step=step, path=reply.path, bytes=plan.size)
         assert done.ok, done
         return True
 

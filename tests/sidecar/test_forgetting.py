@@ -1,0 +1,95 @@
+"""What a place may give up, and what it never does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.report import Watermarks
+from tiercheck.protocol.version import Branch, History, Version
+from tiercheck_sidecar.forgetting import Place, expendable
+from tiercheck_sidecar.watermark import Verdict
+
+HISTORY = History((Branch(1, 0),))
+
+
+def v(step: int, attempt: int = 1) -> Version:
+    return Version(step, attempt)
+
+
+def place(snapshots: list[int], deltas: list[int], tier: Tier = Tier.PEER, **more: bool) -> Place:
+    return Place(tier, frozenset(map(v, snapshots)), frozenset(map(v, deltas)), **more)
+
+
+def verdict(floor: int | None, abandoned: tuple[int, ...] = (), anchor: int | None = None) -> Verdict:
+    mark = None if floor is None else v(floor)
+    base = None if anchor is None else v(anchor)
+    return Verdict(1, Watermarks(mark, mark), mark, anchor=base, abandoned=tuple(map(v, abandoned)))
+
+
+def gone(
+    where: Place, word: Verdict | None, history: History = HISTORY, owed: int | None = None
+) -> tuple[list[int], list[int]]:
+    found = expendable(where, history, word, None if owed is None else v(owed))
+    return (
+        sorted(version.step for kind, version in found if kind is Kind.SNAPSHOT),
+        sorted(version.step for kind, version in found if kind is Kind.DELTA),
+    )
+
+
+def test_what_lies_before_the_newest_snapshot_that_leads_to_the_floor_may_go() -> None:
+    assert gone(place([4, 8], [5, 6, 7, 8, 9, 10]), verdict(9)) == ([4], [5, 6, 7, 8])
+
+
+def test_snapshot_after_the_floor_makes_nothing_before_it_superfluous() -> None:
+    assert gone(place([4, 8], [5, 6, 7, 8, 9]), verdict(7)) == ([], [])
+
+
+def test_place_that_cannot_rebuild_the_floor_gives_up_nothing_by_age() -> None:
+    assert gone(place([4, 8], [5, 6, 10]), verdict(9)) == ([], [])
+
+
+def test_nothing_accepted_goes_without_the_coordinators_word_in_this_attempt() -> None:
+    here = place([4, 8], [5, 6, 7, 8, 9])
+    assert gone(here, None) == ([], [])
+    assert gone(here, replace(verdict(9), attempt=7)) == ([], [])
+    assert gone(here, verdict(None)) == ([], [])
+
+
+def test_what_the_history_cut_off_goes_at_once() -> None:
+    history = HISTORY.after(2, 6)
+    assert gone(place([4, 8], [5, 6, 7]), None, history) == ([8], [7])
+
+
+def test_abandoned_snapshot_goes_although_it_is_newer() -> None:
+    assert gone(place([4, 8], [5, 6, 7, 8, 9]), verdict(6, abandoned=(8,))) == ([8], [])
+
+
+def test_abandoned_snapshot_stays_where_it_is_the_only_way_to_what_is_complete() -> None:
+    assert gone(place([4, 8], [5, 9]), verdict(9, abandoned=(8,))) == ([4], [5])
+
+
+def test_own_memory_keeps_the_only_way_to_its_newest_step_even_before_anything_is_complete() -> None:
+    assert gone(place([4, 8], [5, 9], Tier.LOCAL), verdict(None, abandoned=(4, 8))) == ([4], [])
+
+
+def test_copies_for_a_worker_that_has_other_holders_go_once_those_hold_as_much() -> None:
+    assert gone(place([4], [5, 6, 7], stranded=True), verdict(6)) == ([4], [5, 6])
+    assert gone(place([4], [5, 6], stranded=True), verdict(None)) == ([], [])
+
+
+def test_snapshot_that_is_owed_to_the_remote_tier_stays() -> None:
+    assert gone(place([4, 8], [5, 6, 7, 8, 9], Tier.LOCAL), verdict(9), owed=4) == ([], [5, 6, 7, 8])
+
+
+def test_parity_is_given_up_only_for_a_snapshot_that_all_holders_have() -> None:
+    here = place([4, 8], [5, 6, 7, 8, 9], coded=True)
+    assert gone(here, verdict(9, anchor=4)) == ([], [])
+    assert gone(here, verdict(9, anchor=8)) == ([4], [5, 6, 7, 8])
+    assert gone(here, verdict(9)) == ([], [])
+
+
+def test_what_an_earlier_attempt_completed_is_guarded_by_the_coordinators_word() -> None:
+    word = replace(verdict(None, abandoned=(4, 8)), backed=v(5))
+    assert gone(place([4, 8], [5]), word) == ([8], [])

@@ -1,0 +1,34 @@
+"""Spans say in a few words what sets of versions would say in many."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiercheck.protocol.version import Branch, History, Version
+from tiercheck_sidecar.span import Span, common, newest, spans, versions
+
+HISTORY = History((Branch(1, 0), Branch(3, 10), Branch(4, 17)))
+accepted = st.integers(1, 30).map(lambda step: Version(step, HISTORY.owner(step) or 0))
+sets = st.frozensets(accepted)
+
+
+@given(sets)
+def test_spans_have_exactly_the_versions(some: frozenset[Version]) -> None:
+    assert versions(spans(some)) == some
+
+
+@given(st.lists(sets, min_size=1, max_size=4))
+def test_what_is_common_is_the_intersection(many: list[frozenset[Version]]) -> None:
+    both = frozenset.intersection(*many)
+    assert common(map(spans, many)) == spans(both)
+    assert newest(spans(both), HISTORY) == max(both, default=None)
+
+
+def test_runs_do_not_cross_attempts_and_nothing_is_common_to_nobody() -> None:
+    assert spans({Version(10, 1), Version(11, 3), Version(12, 3)}) == (Span(1, 10, 10), Span(3, 11, 12))
+    assert common([]) == ()
+
+
+def test_versions_that_the_history_does_not_accept_are_not_the_newest() -> None:
+    assert newest((Span(1, 8, 14),), HISTORY) == Version(10, 1)
