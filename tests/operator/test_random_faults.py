@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from world_in_memory import REMOTE, World, make_spec
 
+from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.record import render_record
 
 _FAULTS = st.tuples(
     st.integers(0, 12),
-    st.sampled_from(["crash", "evict", "vanish", "node", "rack", "all", "silent", "remote", "revive"]),
+    st.sampled_from(
+        [
+            *("crash", "evict", "vanish", "node", "rack", "all", "silent", "remote", "revive"),
+            *("skip", "diverge", "replay", "copies", "parity"),
+        ]
+    ),
     st.integers(0, 3),
 )
+_SHAPES: list[dict[str, object]] = [
+    {},
+    {"delta": DeltaMode.AUTO, "snapshot_every": None},
+    {"delta": DeltaMode.AUTO, "snapshot_every": None, "copies": 0, "parity": (2, 1)},
+    {"delta": DeltaMode.AUTO, "snapshot_every": None, "copies": 0, "parity": (2, 2)},
+]
 _KILLS = st.dictionaries(st.integers(0, 80), st.integers(0, 8), max_size=6)
 
 
@@ -46,6 +60,18 @@ def _strike(world: World, fault: str, target: int) -> None:
             world.remote_up = not world.remote_up
         case "revive":
             world.revive_node(nodes[target])
+        case "skip":
+            world.skipped |= {(target, step) for step in range(world.newest_step() + 1, world.newest_step() + 3)}
+        case "diverge":
+            if world.status.recovery is None:
+                world.poisoned.add(world.status.attempt)
+                world.crashes += 1
+        case "replay":
+            world.bad_replays.add((target, Version(world.newest_step(), world.status.attempt)))
+        case "copies":
+            world.job = replace(world.job, spec=replace(world.job.spec, copies=1, parity=None))
+        case "parity":
+            world.job = replace(world.job, spec=replace(world.job.spec, copies=0, parity=(2, 1)))
 
 
 def _heal(world: World) -> None:
@@ -54,12 +80,12 @@ def _heal(world: World) -> None:
         world.revive_node(name)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(faults=st.lists(_FAULTS, max_size=8), kills=_KILLS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(faults=st.lists(_FAULTS, max_size=8), kills=_KILLS, shape=st.sampled_from(_SHAPES))
 def test_job_survives_any_faults_with_everything_committed(
-    faults: list[tuple[int, str, int]], kills: dict[int, int]
+    faults: list[tuple[int, str, int]], kills: dict[int, int], shape: dict[str, object]
 ) -> None:
-    world = World(make_spec(remote=REMOTE, max_restarts=1000))
+    world = World(make_spec(remote=REMOTE, max_restarts=1000, rollback_after=3, **shape))
     moment = 0
     kept: Version | None = None
     attempt = 0

@@ -574,6 +574,9 @@ class World:
                 if share.ranks in shares and v.step >= floor + (kind is Kind.DELTA)
             }
 
+    def newest_step(self) -> int:
+        return max((sidecar.trainer.step or 0 for sidecar in self.sidecars.values()), default=0)
+
     def poll(self) -> None:
         """The operator's long polls."""
         for uid, pod in self.pods.items():

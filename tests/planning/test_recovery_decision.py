@@ -387,3 +387,105 @@ def test_asked_for_step_is_taken_refused_or_waited_for() -> None:
 def test_ranks_that_do_not_fill_the_workers_are_refused() -> None:
     with pytest.raises(ValueError, match="multiple"):
         decide_recovery(situation(ranks=3, ranks_per_worker=2))
+
+
+def coded(*inventories: Inventory, ranks: int, **more: object) -> Recover:
+    decision = decide_recovery(situation(*inventories, ranks=ranks, **more))
+    assert isinstance(decision, Recover)
+    return decision
+
+
+def test_snapshot_of_one_place_and_deltas_of_another_make_a_chain() -> None:
+    decision = coded(
+        Inventory(0, {0: steps(40, 44, deltas=range(41, 48))}, {1: steps(44)}),
+        Inventory(1, {1: steps(deltas=(45, 46, 47))}),
+        ranks=2,
+    )
+    assert decision.version == Version(47, 1)
+    assert decision.sources == {0: (LOCAL,), 1: (LOCAL, peer(0))}
+    assert decision.tier_counts == {Tier.LOCAL: 1, Tier.PEER: 1}
+
+
+def test_chain_passes_from_one_attempt_to_the_next() -> None:
+    history = History().after(1, 0).after(2, 46)
+    own = Artifacts({Version(44, 1)}, {*versions_of(45, 46, 47), *versions_of(47, 48, attempt=2)})
+    decision = coded(Inventory(0, {0: own}), ranks=1, history=history)
+    assert decision.version == Version(48, 2)
+
+
+def test_rank_with_a_gap_in_its_deltas_is_named() -> None:
+    decision = coded(
+        Inventory(0, {0: steps(40, deltas=(41, 42, 43, 44))}),
+        Inventory(1, {1: steps(40, deltas=(41, 43, 44))}),
+        ranks=2,
+    )
+    assert decision.version == Version(41, 1)
+    assert "step 44 is incomplete: rank 1 lacks the delta of step 42" in decision.reason
+
+
+def test_deltas_whose_snapshot_is_gone_are_no_chain() -> None:
+    decision = coded(
+        Inventory(0, {0: steps(40, deltas=(45, 46))}), Inventory(1, {1: steps(40, 44, deltas=(45, 46))}), ranks=2
+    )
+    assert decision.version == Version(40, 1)
+    assert "step 46 is incomplete: rank 0 lacks the delta of step 44" in decision.reason
+
+
+GROUP = CodeGroup((0, 1, 2), (3, 4))
+
+
+def block(index: int, *snapshots: int, deltas: Iterable[int] = ()) -> dict[Share, Artifacts]:
+    return {Share(index, (0, 1, 2)): steps(*snapshots, deltas=deltas)}
+
+
+def members(*lost: int) -> list[Inventory]:
+    """Three members of a group with a snapshot and two deltas each; the lost ones are new and hold nothing."""
+    whole = steps(40, deltas=(41, 42))
+    return [Inventory(worker) if worker in lost else Inventory(worker, {worker: whole}) for worker in range(3)]
+
+
+def holders_of(*blocks: dict[Share, Artifacts]) -> list[Inventory]:
+    own = steps(40, deltas=(41, 42))
+    return [Inventory(worker, {worker: own}, {}, kept) for worker, kept in enumerate(blocks, start=3)]
+
+
+def test_lost_member_is_rebuilt_from_the_others_and_one_block() -> None:
+    kept = holders_of(block(0, 40, deltas=(41, 42)), block(1, 40, deltas=(41, 42)))
+    decision = coded(*members(1), *kept, ranks=5)
+    assert decision.version == Version(42, 1)
+    assert decision.sources[1] == (SourceChoice(Tier.PEER, group=GROUP),)
+    assert decision.sources[0] == (LOCAL, SourceChoice(Tier.PEER, group=GROUP))
+    assert decision.sources[3] == (LOCAL,)
+    assert decision.tier_counts == {Tier.LOCAL: 4, Tier.PEER: 1}
+
+
+def test_two_lost_members_need_both_blocks() -> None:
+    whole = block(0, 40, deltas=(41, 42)), block(1, 40, deltas=(41, 42))
+    assert coded(*members(0, 2), *holders_of(*whole), ranks=5).version == Version(42, 1)
+    partly = block(0, 40, deltas=(41, 42)), block(1, 40, deltas=(41,))
+    decision = coded(*members(0, 2), *holders_of(*partly), ranks=5)
+    assert decision.version == Version(41, 1)
+    assert "step 42 is incomplete: ranks 0 and 2 have no copy" in decision.reason
+    assert isinstance(decide_recovery(situation(*members(0, 2), *holders_of(whole[0], {}), ranks=5)), StartFresh)
+
+
+def test_lost_member_and_lost_holder_are_survived_with_parity_of_two() -> None:
+    kept = holders_of({}, block(1, 40, deltas=(41, 42)))
+    decision = coded(*members(1), Inventory(3, {3: steps(40, deltas=(41, 42))}), kept[1], ranks=5, groups=(GROUP,))
+    assert decision.version == Version(42, 1)
+    assert decision.sources[1] == (SourceChoice(Tier.PEER, group=GROUP),), "block 1 stays in its place"
+
+
+def test_group_of_an_earlier_placement_is_read_from_what_its_holders_keep() -> None:
+    kept = holders_of(block(0, 40, deltas=(41, 42)))
+    other = Inventory(4, {4: steps(40, deltas=(41, 42))})
+    later = CodeGroup((0, 3, 4), (1,))
+    decision = coded(*members(1), *kept, other, ranks=5, groups=(later,))
+    assert decision.sources[1] == (SourceChoice(Tier.PEER, group=CodeGroup((0, 1, 2), (3,))),)
+
+
+def test_delta_that_is_bad_everywhere_is_rebuilt_from_nothing() -> None:
+    kept = holders_of(block(0, 40, deltas=(41, 42)), block(1, 40, deltas=(41, 42)))
+    bad = {Artifact(1, Version(42, 1), Kind.DELTA)}
+    decision = coded(*members(), *kept, ranks=5, bad=bad)
+    assert decision.version == Version(41, 1)
