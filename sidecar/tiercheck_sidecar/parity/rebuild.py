@@ -75,7 +75,8 @@ class _Rebuild:
         with contextlib.ExitStack() as stack:
             draft = self._vault.draft(seal)
             stack.callback(draft.discard)
-            unfolding = Unfolding(draft.view, digests, self._dial)
+            file = stack.enter_context(open(draft.path, "r+b"))
+            unfolding = Unfolding(file.fileno(), digests, self._dial)
             while not unfolding.done:
                 try:
                     unfolding.go_on(self._recipe(), STREAMS)

@@ -1,4 +1,7 @@
-"""The byte path of a rebuild: chunks stream in from every part at once and are added up where the artifact is to lie."""
+"""The byte path of a rebuild: chunks stream in from every part at once, are added up in one buffer, verified, and only then written.
+
+A write costs less than touching a fresh mapping page by page, and the slot never holds a byte that was not checked.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tiercheck.protocol.manifest import Digests
-from tiercheck_sidecar.digest import digest_chunk, piece
+from tiercheck_sidecar.digest import digest_chunk, length_of
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.streams import run_all
+from tiercheck_sidecar.exchange.transfers import write_all
 from tiercheck_sidecar.parity import coding
 from tiercheck_sidecar.parity.parts import Dial, Found, Part, PartMissing, opened
 
-FRAGMENT = 256 * 1024
+FRAGMENT = 512 * 1024
 """Bytes of each part that are added up at a time: of a few parts, they fit into a core's cache."""
 _AHEAD = 2
 """Chunks asked for before the previous one has arrived, so that no line is ever idle."""
@@ -35,10 +39,10 @@ class PartFailed(Exception):
 
 
 class Unfolding:
-    """One artifact, whose finished chunks stay finished whatever parts fail."""
+    """One artifact, written to an open file. Its finished chunks stay finished whatever parts fail."""
 
-    def __init__(self, view: memoryview, digests: Digests, dial: Dial) -> None:
-        self._view, self._digests, self._dial = view, digests, dial
+    def __init__(self, file: int, digests: Digests, dial: Dial) -> None:
+        self._file, self._digests, self._dial = file, digests, dial
         self._lock = threading.Lock()
         self._missing = set(range(len(digests.values)))
         self._waiting: deque[int] = deque()
@@ -68,7 +72,8 @@ class Unfolding:
 
     def _chunks(self, parts: Parts, wires: Mapping[Part, Wire]) -> None:
         buffers = [memoryview(bytearray(FRAGMENT)) for _ in parts]
-        adder = coding.Adder(self._view, [weight for weight, _ in parts.values()], buffers)
+        chunk = memoryview(bytearray(length_of(self._digests, 0)))
+        adder = coding.Adder(chunk, [weight for weight, _ in parts.values()], buffers)
         asked: deque[int] = deque()
         while True:
             while len(asked) < _AHEAD and (index := self._take()) is not None:
@@ -81,10 +86,11 @@ class Unfolding:
                 _Inflow(part, wires[part], found.length(index), buffer)
                 for (part, (_, found)), buffer in zip(parts.items(), buffers, strict=True)
             ]
-            self._receive(index, inflows, adder)
-            target = piece(self._view, self._digests, index)
+            target = chunk[: length_of(self._digests, index)]
+            _receive(index, inflows, adder, len(target))
             if digest_chunk(target) != self._digests.values[index]:
-                self._examine(index, parts)
+                self._examine(index, parts, target)
+            write_all(self._file, target, index * self._digests.chunk)
             with self._lock:
                 self._missing.discard(index)
 
@@ -98,17 +104,8 @@ class Unfolding:
                 with _blaming(part):
                     wires[part].send_index(index)
 
-    def _receive(self, index: int, inflows: list[_Inflow], adder: coding.Adder) -> None:
-        for each in inflows:
-            each.begin(index)
-        start, size = index * self._digests.chunk, len(piece(self._view, self._digests, index))
-        for begin in range(0, max(each.length for each in inflows), FRAGMENT):
-            filled = [each.fill(begin) for each in inflows]
-            if begin < size:  # the others' may be longer
-                adder.add(start + begin, min(FRAGMENT, size - begin), filled)
-
-    def _examine(self, index: int, parts: Parts) -> None:
-        """The sum is wrong: read every part again and find out which. Raises PartFailed; returns if it was the line."""
+    def _examine(self, index: int, parts: Parts, target: memoryview) -> None:
+        """The sum is wrong: read every part again and find out why. Raises PartFailed; if it was the line, `target` is right now."""
         weights, pieces = [], []
         for part, (weight, found) in parts.items():
             length = found.length(index)
@@ -124,7 +121,6 @@ class Unfolding:
                 raise PartFailed(part, f"chunk {index} does not match its digest", corrupt=True)
             weights.append(weight)
             pieces.append(chunk)
-        target = piece(self._view, self._digests, index)
         coding.combine(target, weights, pieces)
         if digest_chunk(target) != self._digests.values[index]:
             block = next(part for part in parts if part.share is not None)
@@ -154,6 +150,16 @@ class _Inflow:
             with _blaming(self.part):
                 self.wire.receive_into(self.buffer[:size])
         return size
+
+
+def _receive(index: int, inflows: list[_Inflow], adder: coding.Adder, size: int) -> None:
+    """Add up chunk `index`, which has `size` bytes; the parts' may have more."""
+    for each in inflows:
+        each.begin(index)
+    for begin in range(0, max(each.length for each in inflows), FRAGMENT):
+        filled = [each.fill(begin) for each in inflows]
+        if begin < size:
+            adder.add(begin, min(FRAGMENT, size - begin), filled)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,8 @@ def test_what_survivors_and_blocks_suffice_for_is_obtainable_with_its_size(make_
     job = make_job(data=3, parity=1, procs=2)
     job.begin()
     saved = job.protect(V, 1_000_000, 70_000)
-    job.save(Version(11, 1), 100_000, kind=Kind.DELTA)  # step 11 of the lost one is in no block yet
+    for rank in (0, 4):  # step 11 of the third member is in no block yet
+        job.stations[rank // 2].save(rank, Version(11, 1), 100_000, Kind.DELTA)
     job.lose(1)
     job.next_attempt(V)
     for rank in (2, 3):
