@@ -1,0 +1,75 @@
+"""Promise: each rank of a sharded or replicated run replays its own part, and the run goes on with the same losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_sidecar import ScriptedSidecar
+
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.local import Welcome
+
+SCRIPT = Path(__file__).parent / "sharded_script.py"
+RANKS = 2
+
+
+@pytest.fixture
+def sidecars(tmp_path: Path) -> Iterator[list[ScriptedSidecar]]:
+    found = []
+    for rank in range(RANKS):
+        run_dir = tmp_path / str(rank)
+        run_dir.mkdir()
+        found.append(ScriptedSidecar(run_dir, Welcome(attempt=1, snapshot_every=4, delta=DeltaMode.AUTO)))
+    yield found
+    for sidecar in found:
+        sidecar.stop()
+
+
+def run(tmp_path: Path, kind: str, steps: int) -> list[dict[str, Any]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), kind, str(steps)],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(RANKS),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": "1",
+                "TIERCHECK_RUN_DIR": str(tmp_path / str(rank)),
+                "TIERCHECK_ATTEMPT": "1",
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * RANKS
+    return [json.loads(text.splitlines()[-1]) for text in said]
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_every_rank_replays_its_shard(sidecars: list[ScriptedSidecar], tmp_path: Path, kind: str) -> None:
+    whole = run(tmp_path, kind, 13)
+    for sidecar in sidecars:
+        assert sorted(sidecar.completed(Kind.DELTA)) == list(range(5, 14))
+        assert not sidecar.asked("no-deltas")
+        sidecar.offer(base=4, step=9)
+    resumed = run(tmp_path, kind, 13)
+    for one, other in zip(whole, resumed, strict=True):
+        assert (one["deltas"], one["skipped"]) == (9, 0)
+        assert other["restored"] == one["at"]
+        assert other["losses"] == one["losses"][9:]
