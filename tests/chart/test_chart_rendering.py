@@ -14,6 +14,8 @@ import pytest
 import yaml
 from chart_under_test import CASES, CHART, NAMESPACE, helm, objects, of_kind, only, rendered, values_of
 
+from tiercheck.about import __version__
+
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 NOT_KUBERNETES = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
 """Kinds of the Prometheus operator, whose schemas are not Kubernetes' own."""
@@ -125,8 +127,8 @@ def test_selectors_find_the_operators_pod_and_not_the_test_pod() -> None:
 @pytest.mark.parametrize(
     ("image", "reference"),
     [
-        ({}, "tiercheck-operator:0.1.0"),
-        ({"registry": "r.example.com:5000/me"}, "r.example.com:5000/me/tiercheck-operator:0.1.0"),
+        ({}, f"tiercheck-operator:{__version__}"),
+        ({"registry": "r.example.com:5000/me"}, f"r.example.com:5000/me/tiercheck-operator:{__version__}"),
         ({"tag": "2"}, "tiercheck-operator:2"),
         ({"digest": "sha256:" + "a" * 64}, "tiercheck-operator@sha256:" + "a" * 64),
         ({"tag": "2", "digest": "sha256:" + "a" * 64}, "tiercheck-operator:2@sha256:" + "a" * 64),
@@ -151,7 +153,9 @@ def test_notes_warn_of_what_would_surprise_later() -> None:
     named = {"image": {"registry": "r.example.com"}, "sidecar": {"image": {"registry": "r.example.com"}}}
     assert "NOTE" not in notes(**named)
     assert "WARNING" not in notes(**named)
-    assert "tiercheck-operator:0.1.0 and tiercheck-sidecar:0.1.0 must be on your nodes already" in notes()
+    assert (
+        f"tiercheck-operator:{__version__} and tiercheck-sidecar:{__version__} must be on your nodes already" in notes()
+    )
     assert "delete the definition, and with it every TierCheckJob" in notes(crds={"keep": False}, **named)
     assert "waits until somebody installs the definition" in notes(crds={"enabled": False}, **named)
     assert "needs the rights" in notes(rbac={"create": False}, **named)
