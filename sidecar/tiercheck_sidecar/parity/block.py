@@ -45,6 +45,12 @@ class Block:
         """Bytes of the largest artifact that it can take."""
         return self._draft.seal.digests.size
 
+    def takes(self, rank: int, digests: Digests) -> bool:
+        """Whether this artifact of a member can be folded in: it fits, and nothing else of that member is in."""
+        with self._idle:
+            gone = self._over and not self._sealing
+            return not gone and digests.size <= self.capacity and self._digests.get(rank, digests) == digests
+
     def enter(self, rank: int, digests: Digests) -> tuple[int, ...]:
         """A member's artifact comes. Returns the chunks still to be sent. Raises BlockGone, also if it came before with
         other digests: then nobody can say what is in the block.

@@ -84,9 +84,9 @@ class ParityHolder:
         return ParitySay("in")
 
     def block_for(self, claim: Claim, artifact: Artifact) -> Block | None:
-        """The block that an offered artifact is folded into."""
+        """The block that an offered artifact of the caller's is folded into."""
         directive = self._board.directive
-        if directive is None or directive.attempt != claim.attempt:
+        if directive is None or artifact.rank // directive.procs_per_worker != claim.worker:
             return None
         share = self._share(directive, claim.worker, artifact.rank)
         with self._lock:
@@ -152,7 +152,7 @@ class ParityHolder:
             if not self._opened.wait_for(lambda: key not in self._opening, _OPENING):
                 raise NoFreeSlot("another member has just begun the block")
             block = self._blocks.get(key)
-            if block and block.capacity >= digests.size and block.digests_of(artifact.rank) in (None, digests):
+            if block is not None and block.takes(artifact.rank, digests):
                 return block
             self._opening.add(key)
         try:  # not under the lock: a new slot is filled with zeros first

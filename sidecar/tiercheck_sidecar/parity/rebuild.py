@@ -126,8 +126,8 @@ class _Rebuild:
 
     def _give_up(self, failed: PartFailed) -> None:
         part = failed.part
-        if failed.corrupt:
-            reason = part.accuse(self._dial)
+        if failed.corrupt or failed.certain:
+            reason = str(failed) if failed.certain else part.accuse(self._dial)
             if reason:
                 self._corrupt = True
                 rank = part.share.ranks[0] if part.share else part.artifact.rank

@@ -31,11 +31,11 @@ Parts = Mapping[Part, tuple[int, Found]]
 
 
 class PartFailed(Exception):
-    """A part could not be read, or (`corrupt`) gave bytes that do not match its digests."""
+    """A part could not be read, or gave bytes that do not match its digests (`corrupt`), or has digests of wrong bytes (`certain`)."""
 
-    def __init__(self, part: Part, reason: str, corrupt: bool = False) -> None:
+    def __init__(self, part: Part, reason: str, *, corrupt: bool = False, certain: bool = False) -> None:
         super().__init__(reason)
-        self.part, self.corrupt = part, corrupt
+        self.part, self.corrupt, self.certain = part, corrupt, certain
 
 
 class Unfolding:
@@ -56,15 +56,21 @@ class Unfolding:
         """Do what is missing. Raises PartFailed, the first one; the rest can be tried again without that part."""
         self._waiting, self._stopped = deque(sorted(self._missing)), False
         count = max(1, min(streams, len(self._missing) // _CHUNKS_PER_STREAM))
-        run_all([lambda: self._stream(parts)] * count)
+        run_all([*[lambda: self._stream(parts, extra=True)] * (count - 1), lambda: self._stream(parts)])
 
-    def _stream(self, parts: Parts) -> None:
+    def _stream(self, parts: Parts, extra: bool = False) -> None:
+        """`extra`: without it, the rebuild is only slower."""
         try:
             with contextlib.ExitStack() as stack:
                 wires: dict[Part, Wire] = {}
-                for part, (_, found) in parts.items():
-                    with _blaming(part):
-                        wires[part] = stack.enter_context(opened(part, self._dial, found.digests))
+                try:
+                    for part, (_, found) in parts.items():
+                        with _blaming(part):
+                            wires[part] = stack.enter_context(opened(part, self._dial, found.digests))
+                except PartFailed:
+                    if extra:
+                        return
+                    raise
                 self._chunks(parts, wires)
         except BaseException:
             self._stopped = True
@@ -123,8 +129,9 @@ class Unfolding:
             pieces.append(chunk)
         coding.combine(target, weights, pieces)
         if digest_chunk(target) != self._digests.values[index]:
-            block = next(part for part in parts if part.share is not None)
-            raise PartFailed(block, f"chunk {index} of it does not fit to the members'")
+            blocks = [part for part in parts if part.share is not None]
+            reason = f"chunk {index} matches its digest, and does not fit to the members'"
+            raise PartFailed(blocks[0], reason, certain=len(blocks) == 1)
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from station import Job, flip, until
+from station import Job, Station, flip, until
 
 from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Version
+from tiercheck_sidecar.digest import digest
+from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
 
 MakeJob = Callable[..., Job]
@@ -131,3 +136,67 @@ def test_no_block_at_all_is_a_sentence(make_job: MakeJob) -> None:
     job.begin()
     with pytest.raises(SourceFailed, match="no parity block"):
         job.stations[0].rebuild(0, V, job.group)
+
+
+def test_block_with_digests_of_wrong_bytes_is_found_out_by_its_members(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1)
+    job.begin()
+    job.protect(V, 1_000_000)
+    holder = job.holders[0]
+    (block,) = holder.blocks()
+    holder.vault.free(lambda seal: True)
+    draft = holder.vault.draft(block)
+    draft.view[:] = b"x" * len(draft.view)
+    draft.keep(dataclasses.replace(block, digests=digest(draft.view)))
+    job.lose(0)
+    job.next_attempt(V)
+    bad: list[Quarantined] = []
+    with pytest.raises(SourceCorrupt, match="does not fit to the members"):
+        job.stations[0].rebuild(0, V, job.group, on_bad=bad.append)
+    assert [(each.rank, each.worker) for each in bad] == [(0, 2)]
+
+
+def test_rebuild_goes_on_where_it_was_when_a_survivor_dies_in_the_middle(make_job: MakeJob) -> None:
+    job = make_job(data=3, parity=2)
+    job.begin()
+    saved = job.protect(V, 40_000_000)
+    job.lose(1)
+    job.next_attempt(V)
+    headers: Counter[int] = Counter()
+
+    def connect(peer: Peer) -> Wire:
+        wire = Station.connect(job.stations[1], peer)
+        plain = wire.receive_chunk_header
+
+        def receive_chunk_header() -> tuple[int, int]:
+            headers[peer.worker] += 1
+            if peer.worker == 2 and headers[2] > 3:
+                raise WireBroken("it is gone")
+            return plain()
+
+        wire.receive_chunk_header = receive_chunk_header  # type: ignore[method-assign]
+        return wire
+
+    job.stations[1].connect = connect  # type: ignore[method-assign]
+    assert job.stations[1].rebuild(1, V, job.group) == saved[1]
+    assert headers[4] > 0, "the second block took its place"
+    assert headers[4] < headers[3], "what had been rebuilt before was not rebuilt again"
+
+
+def test_connection_refused_for_once_costs_no_source(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1)
+    job.begin()
+    saved = job.protect(V, 20_000_000)
+    job.lose(1)
+    job.next_attempt(V)
+    dials = 0
+
+    def connect(peer: Peer) -> Wire:
+        nonlocal dials
+        dials += 1
+        if dials in (3, 4, 5):
+            raise WireBroken("not now")
+        return Station.connect(job.stations[1], peer)
+
+    job.stations[1].connect = connect  # type: ignore[method-assign]
+    assert job.stations[1].rebuild(1, V, job.group) == saved[1]
