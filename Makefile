@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test lint types contracts chart bench clean
+.PHONY: help setup demo test lint types contracts chart bench radosgw-test clean
 
 help:
 	@echo "make demo       a job on a laptop cluster, hit by every size of failure (about 3 minutes)"
@@ -14,6 +14,7 @@ help:
 	@echo "make types      mypy: strict on the pure parts"
 	@echo "make contracts  import-linter: who may import whom"
 	@echo "make chart      write anew what the Helm chart has from elsewhere, and its snapshots"
+	@echo "make radosgw-test  the remote tier against Debian's radosgw (needs root to install it)"
 	@echo "make bench      every benchmark, beside limits and peers, into docs/benchmarks (about 20 minutes); BENCH_FLAGS=--quick tries it"
 
 setup: $(READY)
@@ -47,6 +48,11 @@ chart: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(BENCH_FLAGS)
+
+# A real, persistent S3 server: Debian's radosgw, installed if it is missing (that needs root), on loopback in a temporary folder.
+radosgw-test: $(READY)
+	command -v radosgw && command -v ceph-mon && command -v ceph-osd || { apt-get update -q && apt-get install -qy --no-install-recommends radosgw ceph-mon ceph-osd; }
+	$(BIN)/python tests/sidecar/remote/radosgw.py $(BIN)/python -m pytest tests/sidecar/remote -k radosgw $(PYTEST_FLAGS)
 
 clean:
 	rm -rf $(VENV) .bench demo-report .pytest_cache .mypy_cache .ruff_cache .hypothesis

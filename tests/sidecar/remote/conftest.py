@@ -1,13 +1,20 @@
-"""An S3 server and a shared directory, each as the sidecar is told of it: one JSON text."""
+"""S3 servers and a shared directory, each as the sidecar is told of it: one JSON text.
+
+radosgw takes part where TIERCHECK_RADOSGW names one that runs (`make radosgw-test`).
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
+import radosgw
+from botocore.config import Config
 from moto.server import ThreadedMotoServer
 from remote_places import BUCKET, DirectoryPlace, Place, S3Place
 
@@ -35,26 +42,59 @@ def s3_endpoint() -> Iterator[str]:
 
 
 @pytest.fixture
-def s3_client(s3_endpoint: str):
+def s3_client(s3_endpoint: str) -> Iterator[Any]:
     """boto3 with an empty bucket, to look behind the store's back."""
-    client = boto3.client("s3", endpoint_url=s3_endpoint, region_name="us-east-1")
-    boto3.client("s3", endpoint_url=s3_endpoint, region_name="us-east-1").create_bucket(Bucket=BUCKET)
-    yield client
-    bucket = boto3.resource("s3", endpoint_url=s3_endpoint, region_name="us-east-1").Bucket(BUCKET)
-    for upload in client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ()):
-        client.abort_multipart_upload(Bucket=BUCKET, Key=upload["Key"], UploadId=upload["UploadId"])
-    bucket.objects.delete()
-    bucket.delete()
-    client.close()
+    yield from _with_bucket(s3_endpoint)
 
 
-@pytest.fixture(params=["s3", "directory"])
+@pytest.fixture(params=["moto", "radosgw"])
+def s3_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Any]]:
+    """Endpoint and client of each S3 server in turn."""
+    if request.param == "radosgw":
+        endpoint = _radosgw(monkeypatch)
+        for client in _with_bucket(endpoint):
+            yield endpoint, client
+    else:
+        yield request.getfixturevalue("s3_endpoint"), request.getfixturevalue("s3_client")
+
+
+@pytest.fixture(params=["s3", "directory", "radosgw"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
-def place(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    if kind == "s3":
-        return S3Place(request.getfixturevalue("s3_endpoint"), request.getfixturevalue("s3_client"))
-    return DirectoryPlace(tmp_path / "shared")
+def place(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Place]:
+    if kind == "radosgw":
+        endpoint = _radosgw(monkeypatch)
+        for client in _with_bucket(endpoint):
+            yield S3Place(endpoint, client)
+    elif kind == "s3":
+        yield S3Place(request.getfixturevalue("s3_endpoint"), request.getfixturevalue("s3_client"))
+    else:
+        yield DirectoryPlace(tmp_path / "shared")
+
+
+def _radosgw(monkeypatch: pytest.MonkeyPatch) -> str:
+    endpoint = os.environ.get("TIERCHECK_RADOSGW", "")
+    if not endpoint:
+        pytest.skip("no radosgw runs here; make radosgw-test installs and starts one")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", radosgw.ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", radosgw.SECRET_KEY)
+    return endpoint
+
+
+def _with_bucket(endpoint: str) -> Iterator[Any]:
+    session = boto3.Session(region_name="us-east-1")
+    client = session.client("s3", endpoint_url=endpoint, config=Config(s3={"addressing_style": "path"}))
+    client.create_bucket(Bucket=BUCKET)
+    yield client
+    for upload in client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ()):
+        client.abort_multipart_upload(Bucket=BUCKET, Key=upload["Key"], UploadId=upload["UploadId"])
+    for page in client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET):
+        for entry in page.get("Contents", ()):
+            client.delete_object(Bucket=BUCKET, Key=entry["Key"])
+    client.delete_bucket(Bucket=BUCKET)
+    client.close()

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faulty_proxy import BUSY, CUT, FORBIDDEN, FULL, Fault, Proxy, Seen, proxying
@@ -22,14 +23,14 @@ OLD, NEW = Version(100, 1), Version(200, 1)
 
 
 @pytest.fixture
-def proxy(s3_endpoint: str, s3_client: object) -> Iterator[Proxy]:
-    with proxying(s3_endpoint) as proxy:
+def proxy(s3_server: tuple[str, Any]) -> Iterator[Proxy]:
+    with proxying(s3_server[0]) as proxy:
         yield proxy
 
 
 @pytest.fixture
-def store(proxy: Proxy, s3_client: object) -> Iterator[RemoteStore]:
-    opened = open_store(S3Place(proxy.url, s3_client).settings(), JOB)
+def store(proxy: Proxy, s3_server: tuple[str, Any]) -> Iterator[RemoteStore]:
+    opened = open_store(S3Place(proxy.url, s3_server[1]).settings(), JOB)
     yield opened
     opened.close()
 

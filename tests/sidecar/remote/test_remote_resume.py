@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faulty_proxy import BUSY, CUT, FORBIDDEN, Proxy, Seen, proxying
@@ -35,14 +36,14 @@ KEY = f"{FOLDER}/artifacts/{100:012d}-1/rank-0.safetensors"
 
 
 @pytest.fixture
-def proxy(s3_endpoint: str, s3_client: object) -> Iterator[Proxy]:
-    with proxying(s3_endpoint) as proxy:
+def proxy(s3_server: tuple[str, Any]) -> Iterator[Proxy]:
+    with proxying(s3_server[0]) as proxy:
         yield proxy
 
 
 @pytest.fixture
-def place(proxy: Proxy, s3_client: object) -> S3Place:
-    return S3Place(proxy.url, s3_client)
+def place(proxy: Proxy, s3_server: tuple[str, Any]) -> S3Place:
+    return S3Place(proxy.url, s3_server[1])
 
 
 @pytest.fixture
