@@ -78,9 +78,9 @@ def test_source_that_damages_repeatedly_is_dropped_and_one_bad_chunk_is_forgiven
     gathering = Gathering(DAMAGED_MOST + 1, ["a", "b"])
     for fault in range(DAMAGED_MOST):
         assert gathering.is_live("a")
-        assert not gathering.is_distrusted("a")
+        assert gathering.brought_damaged("a") == (fault > 0)
         gathering.damaged(gathering.take("a", fault), "a")
-    assert gathering.is_distrusted("a")
+    assert not gathering.brought_damaged("b")
     assert not gathering.is_live("a")
 
 

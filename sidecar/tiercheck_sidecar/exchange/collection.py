@@ -57,7 +57,7 @@ class Collection:
                     future.result()
             finally:
                 os.close(file)
-            self._examine_those_dropped()
+            self._examine()
             if not self._gathering.complete:
                 return False
             self._draft.keep()
@@ -160,11 +160,11 @@ class Collection:
                 wire.cut()
         self._changed.notify_all()
 
-    def _examine_those_dropped(self) -> None:
+    def _examine(self) -> None:
         """A holder whose chunks came damaged reads its copy again: is the copy bad, or the line?"""
         for opening in self._openings:
             worker = opening.dial.worker
-            if not self._gathering.is_distrusted(worker):
+            if not self._gathering.brought_damaged(worker):
                 continue
             if self._says_good(opening.dial):
                 self.reasons.append(f"worker {worker}: chunks came damaged, although its copy is good")

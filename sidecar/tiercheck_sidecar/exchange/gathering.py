@@ -46,9 +46,9 @@ class Gathering(Generic[Source]):
     def is_live(self, source: Source) -> bool:
         return source in self._live
 
-    def is_distrusted(self, source: Source) -> bool:
-        """Whether it was dropped for what it brought."""
-        return self._faults[source] >= DAMAGED_MOST
+    def brought_damaged(self, source: Source) -> bool:
+        """Whether anything from it did not match: its copy may be bad, or the line."""
+        return self._faults[source] > 0
 
     def take(self, source: Source, now: float) -> int | None:
         """The chunk that `source` should be asked for; None if there is none for it now."""
