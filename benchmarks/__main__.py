@@ -11,6 +11,7 @@ import argparse
 import datetime
 import importlib
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -49,6 +50,7 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="run nothing, only write what was found before")
     parser.add_argument("--one", choices=BENCHMARKS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended, and memory given back
     scale = QUICK if arguments.quick else FULL
     if arguments.one:
         return _one(arguments.one, scale)
@@ -80,8 +82,13 @@ def _run(name: str, quick: bool) -> bool:
     file.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "benchmarks", "--one", name, *(["--quick"] if quick else [])]
     started, busy = time.monotonic(), load()
-    done = subprocess.run(command, cwd=ROOT, check=False)
-    if done.returncode:
+    with subprocess.Popen(command, cwd=ROOT) as process:
+        try:
+            process.wait()
+        except BaseException:
+            process.terminate()
+            raise
+    if process.returncode:
         print(f"{name} failed; its last result, if any, stays in the table", file=sys.stderr)
         return False
     found = json.loads(file.read_text())

@@ -42,7 +42,7 @@ def run(scale: Scale) -> Outcome:
     problem = ""
     size = training.state_bytes
     limit = 6 * size + 256 * MIB
-    rounds = 2 if scale.quick else 5
+    rounds = 2 if scale.quick else 4
     with Job(2, limit=limit) as job:
         job.begin()
         version = _save(job, training)

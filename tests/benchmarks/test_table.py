@@ -1,0 +1,105 @@
+"""What the benchmark command promises whoever reads its table: every miss is named, and nothing that was not run looks like a result."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.figure import Figure, Sense
+from benchmarks.report import Entry, Run, page, publish, summary
+
+REACHED = Figure("copy", "1 s", "2 s", 0.5, 1.0)
+MISSED = Figure("rate", "1 GB/s", "2 GB/s", 0.5, 0.85, Sense.AT_LEAST, "the sockets were slow", "%")
+NOT_RUN = Figure("gpu", bound=0.02, unit="%", note="not run: no GPU")
+FOR_INFORMATION = Figure("delta", "2 ms", "step 1 s", 0.002, unit="%")
+MACHINE = {
+    "processor": "a processor",
+    "cores": 2,
+    "memory_bytes": 4 << 30,
+    "gpu": "none",
+    "system": "Linux",
+    "python": "3.11",
+    "packages": {"torch": "2.13"},
+    "commit": "abc",
+}
+
+STEPS = {"plain": [1.0, 1.1, 1.2, 1.1], "kept": [1.1, 1.2, 1.1, 1.3], "blocked": [0.01, 0.02, 0.01, 0.03]}
+CYCLES = [{"blocked": 0.01, "longer": 0.02, "step": 1.0}, {"blocked": 0.02, "longer": 0.01, "step": 1.0}]
+BLOCKED = {
+    "systems": {
+        name: {size: [{"copy_seconds": 0.1, "state_bytes": int(size), "cycles": CYCLES}] for size in ("1000", "2000")}
+        for name in ("TierCheck", "DLRover 0.6.1 flash checkpoint", "TierCheck, step shorter than the copy")
+    }
+}
+RESTORES = {
+    "state_bytes": 1000,
+    "local": {"verify": [0.1], "load": [0.2], "copy": [0.1]},
+    "peer": {"fetch": [0.5], "load": [0.2]},
+    "torchft": [{"one stream": 2.0, "2 chunks": 1.5}],
+}
+STATES = [{"bytes": n, "blocked": n / 1e9, "copy": n / 2e9, "used": 3 * n, "budget": 3 * n} for n in (1e8, 2e8, 4e8)]
+WORKERS = [{"workers": n, "seconds": n / 10, "used": 1, "budget": 1} for n in (2, 4, 8)]
+SIZES = {"sizes": {"delta bytes / snapshot bytes, LoRA": {"delta": 10, "snapshot": 10_000}}}
+
+
+def run() -> Run:
+    found = {
+        "blocked": BLOCKED,
+        "every_step": STEPS,
+        "restores": RESTORES,
+        "growth": {"states": STATES, "workers": WORKERS},
+        "delta_sizes": SIZES,
+    }
+    figures = [REACHED, MISSED, NOT_RUN, FOR_INFORMATION]
+    entries = [
+        Entry(name, f"about {name}", figures if name == "blocked" else [], data, "2026-01-01T00:00", "abc", 1.0, 0.5)
+        for name, data in found.items()
+    ]
+    return Run(MACHINE, "make bench", entries)
+
+
+@pytest.mark.parametrize(
+    ("figure", "reached", "verdict"),
+    [(REACHED, True, "yes"), (MISSED, False, "MISSED"), (NOT_RUN, None, "not run"), (FOR_INFORMATION, None, "")],
+)
+def test_verdict_follows_ratio_and_bound(figure: Figure, reached: bool | None, verdict: str) -> None:
+    assert figure.reached is reached
+    assert figure.verdict == verdict
+
+
+def test_bound_itself_is_reached_from_either_side() -> None:
+    assert Figure("a", ratio=1.0, bound=1.0).reached
+    assert Figure("a", ratio=1.0, bound=1.0, sense=Sense.AT_LEAST).reached
+
+
+@pytest.mark.parametrize("figure", [REACHED, MISSED, NOT_RUN, FOR_INFORMATION])
+def test_figure_survives_the_file_of_results(figure: Figure) -> None:
+    assert Figure.read(json.loads(json.dumps(figure.plain()))) == figure
+
+
+def test_page_names_every_miss_with_its_numbers() -> None:
+    text = page(run(), {})
+    missed = text[text.index("## Missed") :]
+    assert "rate: 50.00 %, promised ≥ 85.00 %. the sockets were slow." in missed
+    assert "gpu" not in missed.split("## When")[0]
+
+
+def test_what_was_not_run_is_counted_apart() -> None:
+    assert summary(run()) == "1 of 3 promised figures reached, 1 missed, 1 not run."
+
+
+def test_everything_is_written_and_each_picture_is_shown(tmp_path: Path) -> None:
+    publish(run(), tmp_path)
+    written = {path.name for path in tmp_path.iterdir()}
+    text = (tmp_path / "results.md").read_text()
+    for picture in ("overview", "blocked", "every-step", "delta-sizes", "restores", "growth"):
+        assert {f"{picture}.svg", f"{picture}.png"} <= written
+        assert f"({picture}.svg)" in text
+    assert json.loads((tmp_path / "results.json").read_text())["machine"] == MACHINE
+
+
+def test_no_picture_is_made_up_where_nothing_was_measured(tmp_path: Path) -> None:
+    publish(Run(MACHINE, "make bench", []), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.md"}
