@@ -1,0 +1,23 @@
+"""Promise: the steps that the sanity gate refused are counted as long as no good one comes between them."""
+
+from __future__ import annotations
+
+from tiercheck.trainer.sanity import Sanity
+
+
+def test_a_good_step_ends_the_row() -> None:
+    sanity = Sanity()
+    for step in (3, 4, 5):
+        sanity.refused(step)
+    assert sanity.in_a_row == 3
+    sanity.good(6)
+    assert sanity.in_a_row == 0
+
+
+def test_a_step_counts_once_and_a_good_gradient_does_not_outweigh_its_loss() -> None:
+    sanity = Sanity()
+    sanity.refused(3)
+    sanity.refused(3)
+    sanity.good(3)
+    sanity.good(2)
+    assert sanity.in_a_row == 1

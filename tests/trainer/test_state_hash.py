@@ -1,0 +1,56 @@
+"""Promise: a fingerprint tells any state from one that differs in the least, on whatever device it is computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiercheck.trainer.state_hash import EVERY, first_difference, fingerprints, state_of_turn
+
+
+@pytest.mark.parametrize("count", [1, 7, 1000, 16_384, 100_003])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_one_bit_anywhere_changes_it(count: int, dtype: torch.dtype) -> None:
+    values = torch.rand(count).gt(0.5) if dtype == torch.bool else torch.randn(count, dtype=dtype)
+    before = fingerprints([values])
+    assert fingerprints([values.clone()]) == before
+    for at in {0, count // 2, count - 1}:
+        changed = values.clone()
+        changed.view(torch.uint8)[at * values.element_size()] ^= 1
+        assert fingerprints([changed]) != before
+
+
+@given(st.integers(0, 2**31), st.integers(0, 99_999), st.integers(0, 99_999))
+def test_neighbouring_roundings_that_cancel_in_a_sum_are_seen(seed: int, up: int, down: int) -> None:
+    values = torch.rand(100_000, generator=torch.Generator().manual_seed(seed)) + 1
+    changed = values.clone()
+    changed.view(torch.int32)[up] += 1
+    changed.view(torch.int32)[down] -= 1
+    assert (fingerprints([changed]) == fingerprints([values])) == (up == down)
+
+
+def test_odd_places_and_orders_in_memory_do_not_matter() -> None:
+    values = torch.randn(300, 301)
+    shifted = torch.empty(300 * 301 + 1)[1:].view(300, 301).copy_(values)
+    turned = values.t().contiguous().t()
+    assert fingerprints([values]) == fingerprints([shifted]) == fingerprints([turned])
+
+
+def test_difference_is_named() -> None:
+    places = [(0, 0, ""), (0, 1, "exp_avg")]
+    tensors = [torch.randn(4), torch.randn(50_000)]
+    wanted = fingerprints(tensors)
+    assert first_difference(places, tensors, wanted) == ""
+    tensors[1][3] = 0
+    assert first_difference(places, tensors, wanted) == (0, 1, "exp_avg")
+
+
+def test_all_tensors_have_their_turn() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(7)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    turns = [{place for place, _ in state_of_turn([optimizer], step)} for step in range(EVERY)]
+    assert len(set.union(*turns)) == sum(map(len, turns)) == 14 * 4
