@@ -10,13 +10,16 @@ import kubernetes_validate
 import pytest
 
 from tiercheck.protocol import names
+from tiercheck.protocol.directive import DeltaMode, Policy
+from tiercheck_operator.controller.directives import policy
 from tiercheck_operator.controller.observation import JobView, SavedMember, SavedPlacement
 from tiercheck_operator.controller.parsing import parse_job, parse_pod
 from tiercheck_operator.manifests.placement import build_placement, parse_placement
 from tiercheck_operator.manifests.pod import build_pod
-from tiercheck_operator.manifests.quantity import parse_quantity
+from tiercheck_operator.manifests.quantity import parse_duration, parse_quantity
 from tiercheck_operator.manifests.service import build_service
 from tiercheck_operator.manifests.template import template_problem
+from tiercheck_operator.planning.code_group import CodeGroup
 
 
 def make_job(**spec: Any) -> JobView:
@@ -282,10 +285,65 @@ def test_what_is_no_quantity_is_refused(text: str) -> None:
 
 def test_placement_survives_its_config_map() -> None:
     placement = SavedPlacement(
-        4, (SavedMember(0, "gpt-0-0", "a", 0, "n1", (1, 2)), SavedMember(1, "gpt-1-2", "b", 2, "n2", ()))
+        4,
+        (SavedMember(0, "gpt-0-0", "a", 0, "n1", (1, 2)), SavedMember(1, "gpt-1-2", "b", 2, "n2", ())),
+        (CodeGroup((0, 2), (3,)), CodeGroup((1,), (0, 2))),
     )
     manifest = build_placement(make_job(), placement)
     kubernetes_validate.validate(manifest, "1.33", strict=True)
     assert parse_placement(manifest) == placement
     with pytest.raises(ValueError, match="not a placement"):
         parse_placement({"data": {"attempt": "1", "workers": "[1,2]"}})
+
+
+def test_placement_written_before_there_was_parity_is_understood() -> None:
+    manifest = build_placement(make_job(), SavedPlacement(4, (SavedMember(0, "gpt-0-0", "a", 0, "n1", (1,)),)))
+    del manifest["data"]["groups"]
+    assert parse_placement(manifest).groups == ()
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("72h", 259200), ("7d", 604800), ("1h30m", 5400), ("45s", 45)])
+def test_durations_are_read_as_written(text: str, seconds: int) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "h", "3 days", "1.5h", "-1h", "10"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not a duration"):
+        parse_duration(text)
+
+
+def test_settings_of_the_data_plane_reach_the_sidecars() -> None:
+    job = make_job(
+        checkpoint={"delta": {"mode": "Replay"}, "sanityGate": "Off", "stateSize": "1Gi", "snapshot": {}},
+        tiers={
+            "peer": {"parity": {"data": 2, "parity": 1}, "bandwidth": "2Gi"},
+            "remote": {
+                "directory": {"volume": {"emptyDir": {}}},
+                "everySteps": 100,
+                "keep": 3,
+                "keepFor": "72h",
+                "bandwidth": "1Mi",
+            },
+            "local": {},
+        },
+        failurePolicy={"rollbackAfterNonFinite": 4},
+    )
+    assert (job.spec.copies, job.spec.parity) == (0, (2, 1))
+    assert (job.spec.state_size, job.spec.rollback_after) == (2**30, 4)
+    assert policy(job.spec) == Policy(
+        snapshot_every=None,
+        remote_every=100,
+        remote_keep=3,
+        remote_bandwidth=2**20,
+        remote_keep_seconds=259200.0,
+        peer_bandwidth=2**31,
+        delta=DeltaMode.REPLAY,
+        sanity_gate=False,
+    )
+
+
+def test_job_that_says_nothing_gets_deltas_a_sanity_gate_and_a_copy() -> None:
+    spec = make_job().spec
+    assert (spec.copies, spec.parity, spec.delta, spec.sanity_gate) == (1, None, DeltaMode.AUTO, True)
+    assert (spec.snapshot_every, spec.state_size, spec.rollback_after, spec.peer_bandwidth) == (None,) * 4

@@ -14,8 +14,10 @@ from tiercheck_operator.config import Config
 from tiercheck_operator.controller.loop import merge_patch
 from tiercheck_operator.controller.parsing import parse_node, parse_pod, parse_time
 from tiercheck_operator.controller.record import (
+    CheckpointRecord,
     Condition,
     JobRecord,
+    MemoryRecord,
     PlacementRecord,
     Recovery,
     TierRecord,
@@ -98,6 +100,8 @@ def test_status_means_the_same_after_a_round_trip() -> None:
         step_seconds=0.25,
         tiers={"peer": TierRecord(40, "2026-01-01T00:00:00Z", 1)},
         placement=PlacementRecord("h", "rack", ("any one rack",), 0),
+        checkpoint=CheckpointRecord(6, "Off", "worker 1: a closure"),
+        memory=MemoryRecord(40, 50, 30, 10),
         recovery=Recovery(
             "NodeLost", "m", 10.5, 11.25, 7, "r", 40, 1, 3, 12.0, failed_versions=(Version(45, 1), Version(45, 1))
         ),

@@ -245,8 +245,14 @@ def test_pods_that_admission_refuses_are_explained_and_made_once_it_allows_them(
     assert placed["status"] == "False"
     assert "violates PodSecurity" in placed["message"]
     assert status(cluster, "careless", RESTRICTED)["phase"] == "Pending"
-    events = cluster.api.request("GET", f"/api/v1/namespaces/{RESTRICTED}/events")["items"]
-    assert any("violates PodSecurity" in event["message"] for event in events)
+    cluster.wait_for(  # Events follow the status that they tell of
+        lambda: any(
+            "violates PodSecurity" in event["message"]
+            for event in cluster.api.request("GET", f"/api/v1/namespaces/{RESTRICTED}/events")["items"]
+        ),
+        DEADLINE,
+        "the Event",
+    )
     labels = {"pod-security.kubernetes.io/enforce": "privileged"}
     cluster.api.patch(cluster.api.resource("v1", "Namespace"), None, RESTRICTED, {"metadata": {"labels": labels}})
     try:

@@ -1,39 +1,63 @@
-"""The memory that a job needs is the same number for the operator, which refuses, and for the sidecar, which lays it out."""
+"""The memory that a job needs is arithmetic: what is refused could not have worked, what is granted fits."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercheck.protocol import sizing
+from tiercheck.protocol.sizing import (
+    LONGEST_CADENCE,
+    OWN_SLOTS,
+    OWN_SLOTS_MIN,
+    SHORTEST_CADENCE,
+    SPARE_DELTAS,
+    Room,
+    auto_cadence,
+    cost,
+    plan,
+    roomy,
+)
 
-rooms = st.tuples(st.integers(0, 10**9), st.none() | st.integers(0, 10**8), st.integers(1, 6))
+rooms = st.builds(Room, st.integers(1, 10**9), st.integers(0, 10**8), st.integers(1, 6))
 
 
-@given(st.integers(0, 10**11), st.lists(rooms, max_size=4), st.lists(rooms, max_size=6), st.integers(2, 50))
-def test_what_is_planned_fits_and_is_no_more_than_wanted(
-    limit: int, own: list[tuple[int, int | None, int]], kept: list[tuple[int, int | None, int]], cadence: int
+@given(
+    st.integers(0, 2 * 10**10), st.lists(rooms, min_size=1, max_size=4), st.lists(rooms, max_size=6), st.integers(2, 50)
+)
+def test_slots_that_are_granted_fit_and_are_as_many_as_fit(
+    limit: int, own: list[Room], kept: list[Room], cadence: int
 ) -> None:
-    mine, others = [sizing.Room(*room) for room in own], [sizing.Room(*room) for room in kept]
-    plan = sizing.plan(limit, mine, others, cadence)
-    assert plan.needed == plan.local + plan.peer
-    assert plan.delta_slots == 0 or cadence + sizing.SPARE_DELTAS <= plan.delta_slots <= 2 * cadence
-    if not plan.fits:
-        assert limit < plan.minimum
-        return
-    known = [room for room in others if room.snapshot and room.delta is not None]
-    taken = sum(plan.own_slots * sizing.cost(room.snapshot) for room in mine if room.snapshot)
-    taken += sum(sizing.HOSTED_SLOTS * sizing.cost(room.snapshot, room.parts) for room in known)
-    taken += sum(plan.delta_slots * sizing.cost(room.delta or 0, room.parts) for room in (*mine, *known) if room.delta)
-    assert taken <= limit
+    found = plan(limit, own, kept, cadence)
+    snapshots = sum(cost(room.snapshot) for room in own)
+    hosted = 2 * sum(cost(room.snapshot, room.parts) for room in kept)
+    assert found.fits == (OWN_SLOTS_MIN * snapshots + hosted <= limit)
+    assert (found.own_slots == OWN_SLOTS) == (OWN_SLOTS * snapshots + hosted <= limit)
+    if found.fits:
+        row = sum(cost(room.delta) for room in own if room.delta)
+        row += sum(cost(room.delta, room.parts) for room in kept if room.delta)
+        used = found.own_slots * snapshots + hosted
+        assert used + found.delta_slots * row <= limit
+        assert found.delta_slots == 0 or cadence + SPARE_DELTAS <= found.delta_slots <= 2 * cadence
+        if 0 < found.delta_slots < 2 * cadence:
+            assert used + (found.delta_slots + 1) * row > limit
+    assert found.needed == found.local + found.peer
+    assert found.minimum <= found.delta_minimum
+    assert plan(found.needed, own, kept, cadence).own_slots == OWN_SLOTS
 
 
 @given(st.integers(1, 10**12), st.integers(1, 10**12))
 def test_deltas_between_two_snapshots_cost_about_a_snapshot(snapshot: int, delta: int) -> None:
-    every = sizing.auto_cadence(snapshot, delta)
-    assert sizing.SHORTEST_CADENCE <= every <= sizing.LONGEST_CADENCE
-    assert every == sizing.SHORTEST_CADENCE or every * delta <= snapshot
+    every = auto_cadence(snapshot, delta)
+    assert SHORTEST_CADENCE <= every <= LONGEST_CADENCE
+    assert every == SHORTEST_CADENCE or every * delta <= snapshot
+    assert every == LONGEST_CADENCE or (every + 1) * delta > snapshot
 
 
 def test_without_deltas_no_cadence_follows_from_the_sizes() -> None:
-    assert sizing.auto_cadence(10**9, 0) == 0
+    assert auto_cadence(10**9, 0) == 0
+    assert auto_cadence(0, 10**9) == 0
+
+
+@given(st.integers(64 * 1024 + 1, 10**12))
+def test_slot_for_artifacts_that_differ_in_size_is_at_most_an_eighth_too_large(size: int) -> None:
+    assert size <= roomy(size) <= size * 9 // 8 + 1

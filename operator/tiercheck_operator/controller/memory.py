@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Report
-from tiercheck.protocol.sizing import Room, Sizing, auto_cadence, plan
+from tiercheck.protocol.sizing import Room, Sizing, auto_cadence, plan, roomy
 from tiercheck_operator.controller.observation import JobSpec
 from tiercheck_operator.controller.record import MemoryRecord
 from tiercheck_operator.manifests.quantity import parse_quantity
@@ -57,8 +57,9 @@ def budget(spec: JobSpec, share: Share) -> Sizing | None:
         return None
     delta = 0 if spec.delta is DeltaMode.NONE else -(-spec.state_size // _DENSE_DELTA)
     own = Room(spec.state_size, delta)
-    kept = [own] * (share.copies * spec.procs_per_worker)
-    kept += [Room(spec.state_size, delta, share.members + 1)] * (share.blocks * spec.procs_per_worker)
+    room = roomy(delta) if delta else 0
+    kept = [Room(spec.state_size, room)] * (share.copies * spec.procs_per_worker)
+    kept += [Room(roomy(spec.state_size), room, share.members + 1)] * (share.blocks * spec.procs_per_worker)
     cadence = spec.snapshot_every or auto_cadence(spec.state_size, delta)
     return plan(parse_quantity(spec.size_limit), [own] * spec.procs_per_worker, kept, cadence)
 
