@@ -93,16 +93,20 @@ class Link:
                         wire.send(ParityAsk("status"))
                         said = wire.receive(ParitySay)
                         waits.succeeded(None)
-                        if (frozenset(said.complete), frozenset(said.folded)) != (self._complete, self._folded):
-                            with self._lock:
-                                fresh = frozenset(said.complete) - self._complete
-                                self._complete, self._folded = frozenset(said.complete), frozenset(said.folded)
-                            self._board.count(replicated=len(fresh))
-                            self._board.bump()
+                        self._take(frozenset(said.complete), frozenset(said.folded))
             except (WireBroken, PeerRefused) as error:
                 log.debug("status of worker %d: %s", self.holder.worker, error)
                 waits.failed(None, time.monotonic())
                 self._board.wait_until(lambda: self._closed, max(0.0, waits.until(None) - time.monotonic()))
+
+    def _take(self, complete: frozenset[Artifact], folded: frozenset[Artifact]) -> None:
+        with self._lock:
+            if (complete, folded) == (self._complete, self._folded):
+                return
+            brought = len((complete - self._complete) & self._folded)
+            self._complete, self._folded = complete, folded
+        self._board.count(replicated=brought)
+        self._board.bump()
 
     def _lane(self, kind: Kind) -> None:
         seen = -1

@@ -22,7 +22,7 @@ class ParitySender:
     ) -> None:
         """`bucket`: what is sent to holders of copies takes from it too."""
         self._board, self._vault, self._identity, self._port = board, vault, identity, port
-        self._bucket = bucket or TokenBucket(None)
+        self.bucket = bucket or TokenBucket(None)
         self._lock = threading.Lock()
         self._key: tuple[int, ParityGroup | None] = (0, None)
         self._links: tuple[Link, ...] = ()
@@ -67,7 +67,7 @@ class ParitySender:
             if current:
                 self._board.problem("PeerUnreachable", _sentence(worst))
 
-        return Link(self._board, self._vault, holder, attempt, connect, bucket=self._bucket, tell=tell)
+        return Link(self._board, self._vault, holder, attempt, connect, bucket=self.bucket, tell=tell)
 
 
 def _sentence(troubles: dict[int, str]) -> str:

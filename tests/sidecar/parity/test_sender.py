@@ -1,0 +1,81 @@
+"""What a member promises: training never waits for a holder, a person is told, and bandwidth is kept to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from station import Job, flip, until
+
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.version import Version
+
+MakeJob = Callable[..., Job]
+V = Version(10, 1)
+
+
+def problems(job: Job, worker: int) -> list[str]:
+    return [each.message for each in job.stations[worker].board.problems if each.reason == "PeerUnreachable"]
+
+
+def test_holder_that_does_not_answer_is_told_and_taken_back_when_it_does(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1)
+    job.begin()
+    job.stations[2].stop()
+    job.save(V, 100_000)
+    job.name(V)
+    until(lambda: problems(job, 0), "the member says so")
+    assert problems(job, 0)[0].startswith("Worker 2 takes no parity: ")
+    job.lose(2)
+    job.stations[2].follow(job.directive(2))
+    job.stations[2].name(V)
+    until(lambda: V in job.stations[0].copied(0), "protected")
+    until(lambda: not problems(job, 0), "the member takes it back")
+
+
+def test_one_holder_in_trouble_does_not_hide_behind_the_other(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=2)
+    job.begin()
+    job.stations[3].stop()
+    for step in (10, 11):
+        job.save(Version(step, 1), 100_000)
+        job.name(Version(step, 1))
+        until(lambda: [1 for each in problems(job, 0) if each.startswith("Worker 3 ")], "worker 3 is named")
+    assert job.stations[0].copied(0) == [], "one block of two is not enough to count"
+    assert not [1 for each in problems(job, 0) if "Worker 2" in each]
+
+
+def test_what_was_brought_is_counted_once(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1, procs=2)
+    job.begin()
+    job.protect(V, 100_000)
+    job.next_attempt(V)
+    until(lambda: V in job.stations[0].copied(0), "the holder says again what it has")
+    assert job.stations[0].board.counters.replicated == 2
+
+
+def test_own_artifact_that_rotted_is_quarantined_instead_of_being_sent_for_ever(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1)
+    job.begin()
+    member = job.stations[0]
+    member.save(0, V, 1_000_000)
+    with member.vault.pin(0, V) as slot:
+        flip(Path(slot.path), 500_000)
+    job.name(V)
+    until(lambda: member.board.quarantined, "the member looks at its own memory")
+    assert (member.board.quarantined[0].worker, member.board.quarantined[0].version) == (0, V)
+    assert member.vault.find(0, V) is None
+
+
+def test_deltas_and_snapshots_share_the_workers_bandwidth(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1)
+    taken: list[int] = []
+    for station in job.members:
+        plain = station.sender.bucket.take
+        station.sender.bucket.set_rate(1 << 30)
+        station.sender.bucket.take = lambda size, plain=plain: (taken.append(size), plain(size))  # type: ignore[method-assign, misc]
+    job.begin()
+    saved = job.protect(V, 1_000_000)
+    job.save(Version(11, 1), 50_000, kind=Kind.DELTA)
+    until(lambda: Version(11, 1) in job.stations[0].copied(0, Kind.DELTA), "the delta is protected")
+    assert sum(taken) >= sum(map(len, saved.values())) + 2 * 50_000
