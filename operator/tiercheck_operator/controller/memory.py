@@ -55,7 +55,7 @@ def budget(spec: JobSpec, share: Share) -> Sizing | None:
     """What a worker needs, if `spec.checkpoint.stateSize` says how large a rank's snapshot is; None: that is not known."""
     if spec.state_size is None:
         return None
-    delta = 0 if spec.delta is DeltaMode.NONE else -(-spec.state_size // _DENSE_DELTA)
+    delta = 0 if spec.delta is DeltaMode.NONE else max(1, spec.state_size // _DENSE_DELTA)
     own = Room(spec.state_size, delta)
     room = roomy(delta) if delta else 0
     kept = [Room(spec.state_size, room)] * (share.copies * spec.procs_per_worker)
