@@ -70,11 +70,14 @@ def test_flipped_bit_in_a_peers_copy_is_noticed_and_the_next_source_is_used(make
     flip(copy, 150_000)
     world.lose(0)
     world.start(0)
+    world.new_attempt(Version(10, 1))
+    world.direct(Phase.HOLD, {0: (world.from_peer(1),)}, holders=(1, 2))
+    until(lambda: world.report(0).restore.state.value == "Failed", "nothing else was named")
+    assert "worker 1 is bad" in world.report(0).restore.ranks[0].failures[0]
+    assert [(bad.rank, bad.version, bad.worker) for bad in world.report(0).quarantined] == [(0, Version(10, 1), 1)]
     world.begin(Version(10, 1), {0: (world.from_peer(1), world.from_peer(2))})
     restore = world.report(0).restore.ranks[0]
     assert (restore.tier, restore.worker) == (Tier.PEER, 2)
-    assert "worker 1 is bad" in restore.failures[0]
-    assert [(bad.rank, bad.version, bad.worker) for bad in world.report(0).quarantined] == [(0, Version(10, 1), 1)]
     until(lambda: world.holds(1, 0, Version(10, 1), Tier.PEER), "the bad copy is replaced by a good one")
 
 
