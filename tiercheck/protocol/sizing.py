@@ -35,7 +35,7 @@ def auto_cadence(snapshot_bytes: int, delta_bytes: int) -> int:
     """
     if snapshot_bytes <= 0 or delta_bytes <= 0:
         return 0
-    return min(LONGEST_CADENCE, max(SHORTEST_CADENCE, snapshot_bytes // delta_bytes))
+    return min(LONGEST_CADENCE, max(SHORTEST_CADENCE, round(snapshot_bytes / delta_bytes)))
 
 
 def cost(size: int, parts: int = 1) -> int:

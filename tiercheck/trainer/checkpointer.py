@@ -171,7 +171,9 @@ class Checkpointer:
         self._backend.restored(self.step_number)
         self._deltas.started(None if offer is None else self.step_number, room)
         if offer is not None:
-            self._prepare(room)  # the layout is known, so slots can be made ready during the first steps
+            # The layout is known, so slots can be made ready during the first steps; without a chain the size of deltas is not,
+            # and to reserve none would tell the job that this rank takes none.
+            self._prepare(room if room or not self._deltas.active else -1)
         self._last_step_at = time.monotonic()
         return self.step_number
 
