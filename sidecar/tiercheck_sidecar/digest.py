@@ -6,6 +6,8 @@ an adversary; who may write is decided by the job's credentials.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import xxhash
 
 from tiercheck.protocol.manifest import Digests
@@ -15,10 +17,22 @@ CHUNK = 4 * 1024 * 1024
 CHUNK_MOST = 16 * CHUNK
 """What a stranger's digests may claim: a chunk is held in memory while it is verified."""
 
+_PIECE = 256 * 1024
+
 
 def digest_chunk(view: memoryview | bytes) -> str:
     """Digest of one chunk, in hex."""
     return xxhash.xxh3_128_hexdigest(view)
+
+
+def digest_as_filled(view: memoryview, fill: Callable[[memoryview], None]) -> str:
+    """Digest of `view`, which `fill` fills piece by piece: each is read again while it is still in the cache."""
+    hasher = xxhash.xxh3_128()
+    for begin in range(0, len(view), _PIECE):
+        piece = view[begin : begin + _PIECE]
+        fill(piece)
+        hasher.update(piece)
+    return hasher.hexdigest()
 
 
 def digest(view: memoryview, chunk: int = CHUNK) -> Digests:

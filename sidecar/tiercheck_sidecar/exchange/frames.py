@@ -1,8 +1,7 @@
 """What travels on an exchange connection: short JSON messages with a length, and chunks with a small binary header.
 
-Bytes of state go from the page cache to the socket (`sendfile`), and from the socket into one buffer per stream, where they
-are verified while they are hot, before they go anywhere else. The kernel's own socket timeouts bound every wait, so no call
-needs a poll around it.
+Bytes of state go from the page cache to the socket (`sendfile`) and from the socket to their place (`recv_into`); Python never
+holds them. The kernel's own socket timeouts bound every wait, so no call needs a poll around it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What is arriving: so that a broken stream costs the chunks that were on the line, and not those that had come before.
 
 A transfer outlives the connections that fill it. Who offers the same artifact again is told which chunks are verified already.
-A chunk is verified in the stream's own buffer and only then written, so a slot never holds a byte that was not checked, and two
-streams that bring the same chunk do no harm.
+A chunk is received into its place and digested piece by piece while the piece is in the cache. Its place is one stream's at a time,
+and nobody's once it is verified.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator
 
 from tiercheck.protocol.artifact import Artifact
-from tiercheck_sidecar.digest import digest_chunk, length_of
+from tiercheck_sidecar.digest import digest_as_filled, length_of, piece
 from tiercheck_sidecar.exchange.frames import END, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Claim
 from tiercheck_sidecar.vault import Draft, NoFreeSlot, Seal, Vault
@@ -35,7 +35,7 @@ class Transfer:
         self._wires: set[Wire] = set()
         self._over = False
         self._touched = clock()
-        self._file = os.open(draft.path, os.O_WRONLY | os.O_CLOEXEC)
+        self._arriving: set[int] = set()
 
     @property
     def seal(self) -> Seal:
@@ -49,7 +49,6 @@ class Transfer:
         """Take chunks from `wire` until END; returns those that came damaged. Raises WireBroken, OSError."""
         damaged: list[int] = []
         digests = self.seal.digests
-        scratch = memoryview(bytearray(min(digests.chunk, digests.size)))
         with self._stream(wire):
             while True:
                 index, length = wire.receive_chunk_header()
@@ -57,13 +56,31 @@ class Transfer:
                     return tuple(damaged)
                 if index >= len(digests.values) or length != length_of(digests, index):
                     raise WireBroken("a chunk does not fit into the artifact")
-                chunk = scratch[:length]
-                wire.receive_into(chunk)
-                if digest_chunk(chunk) != digests.values[index]:
-                    damaged.append(index)
-                    continue
-                write_all(self._file, chunk, index * digests.chunk)
-                self.verified.add(index)
+                with self._target(index) as target:
+                    good = digest_as_filled(target, wire.receive_into) == digests.values[index]
+                    if good:
+                        self.verified.add(index)
+                    else:
+                        damaged.append(index)
+
+    @contextlib.contextmanager
+    def _target(self, index: int) -> Iterator[memoryview]:
+        """Where a chunk is received: its place in the slot, which is its stream's alone until it is verified, and never again
+        written then. Raises WireBroken if another stream is at it.
+        """
+        with self._quiet:
+            if index in self._arriving:
+                raise WireBroken("the chunk is being sent on another stream")
+            known = index in self.verified
+            if not known:
+                self._arriving.add(index)
+        try:
+            place = piece(self.draft.view, self.seal.digests, index)
+            yield memoryview(bytearray(len(place))) if known else place
+        finally:
+            if not known:
+                with self._quiet:
+                    self._arriving.discard(index)
 
     def idle(self) -> float:
         """Seconds since the last stream ended; 0 while there is one."""
@@ -108,7 +125,6 @@ class Transfer:
                 raise WireBroken("the transfer is over")
             self._over = True
             self._cut()
-            os.close(self._file)
 
     def _cut(self) -> None:
         for wire in self._wires:
@@ -145,11 +161,7 @@ class Inbox:
             for transfer in rivals:
                 self.discard(transfer)
             draft = self._vault.draft(seal)
-        try:
-            transfer = Transfer(draft, claim, self._clock)
-        except OSError:
-            draft.discard()
-            raise
+        transfer = Transfer(draft, claim, self._clock)
         with self._lock:
             self._transfers[transfer.name] = transfer
         return transfer

@@ -63,6 +63,7 @@ class Slot:
     """Free it as soon as nobody uses it."""
     attempt: int = field(default=0)
     step: int = field(default=0)
+    _area: mmap.mmap | None = field(default=None, repr=False)
 
     @property
     def rank(self) -> int:
@@ -79,17 +80,31 @@ class Slot:
     @contextlib.contextmanager
     def mapped(self, write: bool = False, size: int | None = None) -> Iterator[memoryview]:
         """The slot's first `size` bytes, or all. Raises OSError; ValueError if it has fewer."""
-        with open(self.path, "r+b" if write else "rb") as file:
-            access = mmap.ACCESS_WRITE if write else mmap.ACCESS_READ
-            area = mmap.mmap(file.fileno(), self.size if size is None else size, access=access)
-        view = memoryview(area)
+        length = self.size if size is None else size
+        area = self._lasting() if write else None
+        if area is None:
+            with open(self.path, "rb") as file:
+                area = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ)
+        view = memoryview(area)[:length]
         try:
             yield view
         finally:
             # A caller's slice may outlive the block by a frame of a traceback; the mapping then goes with it.
             with contextlib.suppress(BufferError):
                 view.release()
-                area.close()
+                if not write:
+                    area.close()
+
+    def _lasting(self) -> mmap.mmap:
+        """What the sidecar itself writes through: kept as long as the slot, because the faults of mapping a slot anew cost as
+        much as receiving an artifact into it.
+        """
+        if self._area is None:
+            with open(self.path, "r+b") as file:
+                self._area = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_WRITE)
+            with contextlib.suppress(OSError):
+                self._area.madvise(_MADV_POPULATE_WRITE)
+        return self._area
 
 
 def create(path: Path, size: int) -> None:
