@@ -6,7 +6,8 @@ Two limits, measured in the same run and in the same shape:
 
 - **memory**: what must be moved at least. Rebuilding one byte from k parts reads k and writes one, folding one byte reads it
   and the block and writes the block; the bytes moved are divided by the rate at which memcpy moves bytes (each copied byte is
-  one read and one written).
+  one read and one written). memcpy may also have to read what it overwrites, which is not counted; folding in place has read it
+  anyway, and can be better than this limit.
 - **sockets**: the parts sent over loopback by `sendfile` from shared memory and received by `recv_into`, by the same number
   of processes and streams, and nothing else done with them: no coding, no digests, no vault.
 
