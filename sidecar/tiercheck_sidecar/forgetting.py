@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiercheck.protocol.artifact import Kind
-from tiercheck.protocol.chain import chain_to, rebuildable
+from tiercheck.protocol.chain import chain_to
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import History, Version
 from tiercheck_sidecar.watermark import Verdict
@@ -56,7 +56,7 @@ def _needed(
         snapshots = {each for each in snapshots if each >= base}
         deltas = {each for each in deltas if each > base}
     wanted = {each for each in snapshots if each == base or each not in verdict.abandoned}
-    for version in _guarded(place, snapshots, deltas, history, verdict):
+    for version in _guarded(place, verdict):
         if base is not None and version < base:
             continue
         if _base(version, wanted, deltas, history) is None:
@@ -75,16 +75,14 @@ def _reliable(place: Place, snapshots: set[Version], verdict: Verdict) -> set[Ve
     return {each for each in snapshots if verdict.anchor is not None and each <= verdict.anchor}
 
 
-def _guarded(
-    place: Place, snapshots: set[Version], deltas: set[Version], history: History, verdict: Verdict
-) -> list[Version]:
-    """Versions that must stay rebuildable here, if they are, oldest first."""
-    marks = {verdict.floor}
+def _guarded(place: Place, verdict: Verdict) -> list[Version]:
+    """Versions that must stay rebuildable here, if they are, oldest first. At most two that rest on different snapshots, so that
+    a slot is left for the next one.
+    """
     if place.tier is Tier.LOCAL:
-        here = rebuildable(snapshots, deltas, history)
-        marks |= {verdict.watermarks.local, max(here, default=None)}
+        marks = {verdict.floor, verdict.watermarks.local}
     else:
-        marks |= {verdict.watermarks.peer, verdict.backed}
+        marks = {verdict.floor, verdict.watermarks.peer, verdict.backed}
     return sorted(mark for mark in marks if mark is not None)
 
 

@@ -75,7 +75,7 @@ class TierClient:
         ranks = []
         for rank in self._vault.ranks:
             own = here.get(Where(Tier.LOCAL, rank), Stock()).accepted(history)
-            at_holders = [stock_of(artifacts, rank).accepted(history) for _, artifacts in acknowledged]
+            at_holders = _at_holders(directive, acknowledged, rank)
             ranks.append(
                 RankTiers(
                     rank=rank,
@@ -130,6 +130,16 @@ class TierClient:
 
 def _snapshots(artifacts: set[Artifact], rank: int) -> tuple[Version, ...]:
     return tuple(sorted(each.version for each in artifacts if each.rank == rank and each.kind is Kind.SNAPSHOT))
+
+
+def _at_holders(
+    directive: Directive, acknowledged: Sequence[tuple[int, frozenset[Artifact]]], rank: int
+) -> list[Stock]:
+    """What each holder has, but for parity what all have: several blocks are worth something together only."""
+    sets = [artifacts for _, artifacts in acknowledged]
+    if directive.parity is not None and sets:
+        sets = [frozenset.intersection(*sets)]
+    return [stock_of(artifacts, rank).accepted(directive.history) for artifacts in sets]
 
 
 def _copied(at_holders: list[Stock], directive: Directive) -> tuple[Span, ...]:

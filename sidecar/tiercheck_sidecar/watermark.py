@@ -149,8 +149,12 @@ def _verdict(
 def _next_copy(
     current: Version | None, snapshot: Version | None, anchor: Version | None, guarded: list[RankTiers]
 ) -> Version | None:
-    if not guarded or snapshot is None or (anchor is not None and snapshot <= anchor):
+    if not guarded or snapshot is None:
         return None
+    if anchor is not None and snapshot <= anchor:
+        # A sidecar that restarted no longer knows what its holders have, and deltas need a snapshot to follow there.
+        unsure = any(not any(run.last >= snapshot.step for run in tiers.copied) for tiers in guarded)
+        return snapshot if unsure else None
     in_time = current is not None and (anchor is None or current > anchor)
     if in_time and all(current in tiers.snapshots or current in tiers.copied_snapshots for tiers in guarded):
         return current

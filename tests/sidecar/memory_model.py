@@ -82,7 +82,10 @@ class Model:
     def act(self) -> None:
         rank = self.rng.randrange(self.world)
         moves = [self.train] + [self.seal] * 3 + [self.send] * 6 + [self.tell] * 5 + [self.listen] * 5 + [self.free] * 4
-        self.rng.choice(moves)(rank)
+        move = self.rng.choice(moves)
+        move(rank)
+        if move in (self.free, self.tell):  # nothing else takes anything away, or announces anything
+            self.check()
 
     def train(self, rank: int) -> None:
         """A step, with its delta, and a snapshot when one is due. Training is synchronous."""
@@ -158,7 +161,8 @@ class Model:
         """The rank's sidecar reports to the coordinator, which judges."""
         own, accepts = self.own[rank], self.history.accepts
         places = list(range(self.parity)) if self.parity else list(self.holders[rank])
-        at = [Memory(9, 99, {key for key in self.acks[rank].get(place, set()) if accepts(key[1])}) for place in places]
+        acks = [{key for key in self.acks[rank].get(place, set()) if accepts(key[1])} for place in places]
+        at = [Memory(9, 99, each) for each in ([set.intersection(*acks)] if self.parity else acks)]
         self.ranks[rank] = RankTiers(
             rank=rank,
             local=spans(own.rebuildable(self.history)),

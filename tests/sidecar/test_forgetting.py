@@ -70,8 +70,15 @@ def test_abandoned_snapshot_stays_where_it_is_the_only_way_to_what_is_complete()
     assert gone(place([4, 8], [5, 9]), verdict(9, abandoned=(8,))) == ([4], [5])
 
 
-def test_own_memory_keeps_the_only_way_to_its_newest_step_even_before_anything_is_complete() -> None:
-    assert gone(place([4, 8], [5, 9], Tier.LOCAL), verdict(None, abandoned=(4, 8))) == ([4], [])
+def test_own_memory_keeps_the_only_way_to_what_is_complete_there_before_any_holder_has_anything() -> None:
+    word = Verdict(1, Watermarks(local=v(9)), abandoned=(v(4), v(8)))
+    assert gone(place([4, 8], [5, 9], Tier.LOCAL), word) == ([4], [])
+
+
+def test_slot_is_left_for_the_next_snapshot_however_the_gaps_lie() -> None:
+    """Three slots: what the floor rests on, what the newest complete step rests on, and one that can be written."""
+    word = Verdict(1, Watermarks(v(12), v(6)), floor=v(6), abandoned=(v(12), v(16)))
+    assert gone(place([4, 12, 16], [5, 6, 7, 9, 10, 11, 13], Tier.LOCAL), word) == ([16], [])
 
 
 def test_copies_for_a_worker_that_has_other_holders_go_once_those_hold_as_much() -> None:

@@ -161,6 +161,14 @@ def test_snapshot_is_named_to_be_copied_not_the_newest_step() -> None:
     assert verdict.anchor == v(10)
 
 
+def test_sidecar_that_forgot_what_its_holders_have_is_told_to_offer_the_snapshot_again() -> None:
+    ranks = {0: tiers(0, [10], [10]), 1: tiers(1, [10], [10])}
+    standing, verdict = judge(2, ranks, HISTORY, Standing())
+    assert verdict.copy is None
+    ranks[1] = tiers(1, [10], [], steps=[11])
+    assert judge(2, ranks, HISTORY, standing)[1].copy == v(10)
+
+
 def test_upload_waits_for_a_whole_snapshot() -> None:
     standing = Standing(local=v(25), snapshot=v(19))
     ranks = {0: tiers(0, [19], steps=[20, 21, 22, 23, 24, 25])}
