@@ -11,6 +11,7 @@ import os
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ def run(scale: Scale) -> Outcome:
             for system in (TIERCHECK, WORST, *PEERS):
                 if system.name in problems:
                     continue
+                print(f"  {system.name}, {bytes_text(size)}", file=sys.stderr, flush=True)
                 try:
                     result = measure(system, size, scale)
                 except (CannotInstall, RuntimeError) as error:

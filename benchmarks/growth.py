@@ -6,7 +6,9 @@ A slope of 1 in log-log scales is linear growth. Workers share one machine here,
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,7 @@ def run(scale: Scale) -> Outcome:
         if 5.2 * size + _SPARE > available():  # state, gradients, three slots
             skipped.append(f"{bytes_text(size)}: only {bytes_text(available())} of memory are free")
             continue
+        print(f"  state of {bytes_text(size)}", file=sys.stderr, flush=True)
         states.append(_of_state(size, scale))
     share = 8 * MIB if scale.quick else 64 * MIB
     workers = [_of_workers(count, share) for count in scale.growth_workers]
@@ -79,7 +82,8 @@ def _memory(job: Job) -> _Memory:
 
 def _of_state(size: int, scale: Scale) -> dict[str, Any]:
     found: list[_Memory] = []
-    result = blocked.measure(blocked.WORST, size, scale, lambda job: found.append(_memory(job)))
+    few = dataclasses.replace(scale, cycles=2)
+    result = blocked.measure(blocked.WORST, size, few, lambda job: found.append(_memory(job)))
     waits = sorted(cycle["blocked"] for cycle in result["cycles"])
     return {
         "bytes": result["state_bytes"],
@@ -93,6 +97,7 @@ def _of_state(size: int, scale: Scale) -> dict[str, Any]:
 
 def _of_workers(count: int, share: int) -> dict[str, Any]:
     """All ranks save at once; how long until each one's holder has verified its copy. The best of a few."""
+    print(f"  {count} workers", file=sys.stderr, flush=True)
     with Job(count, limit=6 * share + 64 * MIB) as job, contextlib.ExitStack() as stack:
         job.begin()
         ranks = [stack.enter_context(RawRank(job, rank)) for rank in range(count)]

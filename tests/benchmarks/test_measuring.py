@@ -31,7 +31,7 @@ def test_a_state_has_the_size_that_was_asked_for() -> None:
 def test_time_in_hooks_is_counted_wherever_they_stand_in_line(training: Training) -> None:
     waited = 0.02
     for register in (training.optimizer.register_step_pre_hook, training.optimizer.register_step_post_hook):
-        register(lambda *_: threading.Event().wait(waited) and None)
+        register(lambda *_: threading.Event().wait(waited) or None)
     training.update()
     assert training.clock.take() >= 2 * waited
     assert training.clock.take() == 0
@@ -39,7 +39,7 @@ def test_time_in_hooks_is_counted_wherever_they_stand_in_line(training: Training
 
 def test_clocks_of_two_trainings_do_not_mix(training: Training) -> None:
     other = Training(12 * 32 * 32 * 2, tokens=4, width=32)
-    other.optimizer.register_step_pre_hook(lambda *_: threading.Event().wait(0.02) and None)
+    other.optimizer.register_step_pre_hook(lambda *_: threading.Event().wait(0.02) or None)
     training.update()
     other.update()
     assert other.clock.take() >= 0.02
