@@ -102,6 +102,11 @@ def operator(cluster: LocalCluster, folder: Path) -> Iterator[Recording]:
         process = cluster.start_operator({"KUBECONFIG": str(record.kubeconfig), **env})
         try:
             yield record
+        except AssertionError as error:
+            # What was waited for in vain is often what was refused.
+            for refusal in record.refused[:5]:
+                error.add_note(f"refused: {refusal}")
+            raise
         finally:
             process.terminate()
             process.wait(30)
