@@ -40,7 +40,11 @@ class Script:
 
     def hyper(self) -> list[dict[str, Any]]:
         return [
-            {key: float(value) if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+            {
+                key: float(value) if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
             for optimizer in self.optimizers
             for group in optimizer.param_groups
         ]

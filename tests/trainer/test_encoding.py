@@ -27,7 +27,7 @@ def back(encoded: Encoded) -> Tensor | None:
     seed=st.integers(0, 2**31),
 )
 def test_every_form_is_lossless(
-    rows: int, width: int, dtype: torch.dtype, kept: float, by_row: bool, minus_zeros: int, seed: int
+    *, rows: int, width: int, dtype: torch.dtype, kept: float, by_row: bool, minus_zeros: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     gradient = torch.randn(rows, width, generator=generator).to(dtype)

@@ -104,7 +104,9 @@ def bf16_parameters_and_gradients() -> Script:
 
 
 def channels_last() -> Script:
-    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3)).to(memory_format=torch.channels_last)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3)).to(
+        memory_format=torch.channels_last
+    )
     optimizer = torch.optim.Adafactor(model.parameters())
 
     def update() -> Tensor:

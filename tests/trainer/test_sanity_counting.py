@@ -14,6 +14,13 @@ def test_a_good_step_ends_the_row() -> None:
     assert sanity.in_a_row == 0
 
 
+def test_steps_that_nobody_looked_at_do_not_end_it() -> None:
+    sanity = Sanity()
+    sanity.refused(4)
+    sanity.refused(8)  # a state that is not finite does not heal
+    assert sanity.in_a_row == 5
+
+
 def test_a_step_counts_once_and_a_good_gradient_does_not_outweigh_its_loss() -> None:
     sanity = Sanity()
     sanity.refused(3)

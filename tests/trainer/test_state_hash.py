@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercheck.trainer.state_hash import EVERY, first_difference, fingerprints, state_of_turn
+from tiercheck.trainer.state_hash import fingerprints, first_difference, state_of_turn, turns
 
 
 @pytest.mark.parametrize("count", [1, 7, 1000, 16_384, 100_003])
@@ -48,9 +48,16 @@ def test_difference_is_named() -> None:
 
 
 def test_all_tensors_have_their_turn() -> None:
-    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(7)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(20)))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    turns = [{place for place, _ in state_of_turn([optimizer], step)} for step in range(EVERY)]
-    assert len(set.union(*turns)) == sum(map(len, turns)) == 14 * 4
+    assert turns(40 * 4, 0) == 3
+    seen = [{place for place, _ in state_of_turn([optimizer], step)} for step in range(3)]
+    assert len(set.union(*seen)) == sum(map(len, seen)) == 40 * 4
+
+
+def test_small_state_is_checked_whole_and_a_large_one_in_eight_turns() -> None:
+    assert turns(16, 10_000) == 1
+    assert turns(16, 2 * 2**26) == 2
+    assert turns(10_000, 2**40) == 8

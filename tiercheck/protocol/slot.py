@@ -13,6 +13,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.version import Version
@@ -99,21 +100,25 @@ class SlotLayout:
         kind: Kind = Kind.SNAPSHOT,
     ) -> bytes:
         """The bytes that follow the state word, exactly up to the data. Raises ValueError if `metadata` is too long."""
-        text = _header_json(
-            list(self._declared),
-            {
-                "rank": str(rank),
-                "step": str(version.step),
-                "attempt": str(version.attempt),
-                "world_size": str(world_size),
-                "kind": kind.value,
-                **metadata,
-            },
-        )
+        about = {
+            "rank": str(rank),
+            "step": str(version.step),
+            "attempt": str(version.attempt),
+            "world_size": str(world_size),
+            "kind": kind.value,
+            **metadata,
+        }
+        text = _header_json([], about)[:-1] + self._table
         room = self.data_begin - 8
         if len(text) > room:
             raise ValueError(f"slot metadata is {len(text) - room} bytes too long")
         return text + b" " * (room - len(text))
+
+    @cached_property
+    def _table(self) -> bytes:
+        """The part of the header that is the same for every artifact of this layout."""
+        entries = json.dumps(_table_of(self._declared), separators=(",", ":")).encode()[1:]
+        return entries if entries == b"}" else b"," + entries
 
     @property
     def state_word(self) -> bytes:
@@ -125,10 +130,15 @@ _METADATA_ROOM = 1024
 
 
 def _header_json(declared: Sequence[tuple[str, str, tuple[int, ...], int, int]], metadata: Mapping[str, str]) -> bytes:
-    table: dict[str, object] = {"__metadata__": dict(metadata)}
-    for name, dtype, shape, begin, end in declared:
-        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    table: dict[str, object] = {"__metadata__": dict(metadata), **_table_of(declared)}
     return json.dumps(table, separators=(",", ":")).encode()
+
+
+def _table_of(declared: Sequence[tuple[str, str, tuple[int, ...], int, int]]) -> dict[str, object]:
+    return {
+        name: {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        for name, dtype, shape, begin, end in declared
+    }
 
 
 def read_header(view: memoryview | bytes, size: int | None = None) -> SlotHeader:

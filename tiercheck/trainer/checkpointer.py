@@ -180,10 +180,10 @@ class Checkpointer:
     def step(self, loss: float | None = None) -> None:
         """Mark the end of an optimizer step. Starts what is due of it; returns without waiting for it."""
         self.step_number += 1
-        self._report(loss)
         poisoned = self.sanity_gate and loss is not None and not math.isfinite(loss)
         if poisoned:
             self._saver.sanity.refused(self.step_number)
+        self._report(loss)
         self._ready = None
         delta = self._deltas.end_step(self.step_number, self._state, self._final, poisoned)
         due = self.step_number % self.every == 0

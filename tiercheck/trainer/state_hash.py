@@ -16,8 +16,10 @@ from torch.optim import Optimizer
 
 from tiercheck.trainer.capture import local_shard
 
-EVERY = 8
-"""A delta carries the fingerprints of every so many tensors, in turn."""
+MOST = 8
+"""A delta carries the fingerprints of every k-th tensor, in turn; k is at most this."""
+_AT_ONCE = 64 * 1024 * 1024, 64
+"""Bytes and tensors that are cheap enough for every delta."""
 
 Place = tuple[int, int, str]
 """Optimizer, number of the parameter, key of its state ("" is the parameter itself)."""
@@ -31,10 +33,14 @@ _ODD = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio in 64 bits, as a signed nu
 
 def state_of_turn(optimizers: Sequence[Optimizer], step: int) -> list[tuple[Place, Tensor]]:
     """The shards whose turn it is after `step`."""
-    every = _state(optimizers)
-    return [
-        (place, local_shard(tensor)) for index, (place, tensor) in enumerate(every) if index % EVERY == step % EVERY
-    ]
+    state = list(_state(optimizers))
+    every = turns(len(state), sum(tensor.nbytes for _, tensor in state))
+    return [(place, local_shard(tensor)) for place, tensor in state[step % every :: every]]
+
+
+def turns(tensors: int, size: int) -> int:
+    """The k for a state of so many tensors and bytes: 1 for small ones, whose chains are then checked completely."""
+    return min(MOST, max(1, -(-size // _AT_ONCE[0]), -(-tensors // _AT_ONCE[1])))
 
 
 def _state(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Place, Tensor]]:

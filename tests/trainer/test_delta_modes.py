@@ -1,0 +1,182 @@
+"""Promise: whether an optimizer can be replayed exactly is found out and reported; if it cannot, there are snapshots only."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+from replaying import Build, Script, started, survives, train
+from scripted_sidecar import DEADLINE, ScriptedSidecar
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.directive import DeltaMode
+
+
+class Lion(Optimizer):
+    """Exact, but unknown to us."""
+
+    def __init__(self, params: object, lr: float = 1e-3, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                parameter.sub_(self.direction(parameter.grad, momentum, group["beta"]), alpha=group["lr"])
+                momentum.lerp_(parameter.grad, 1 - group["beta"])
+
+    def direction(self, gradient: Tensor, momentum: Tensor, beta: float) -> Tensor:
+        return momentum.lerp(gradient, 1 - beta).sign()
+
+
+class Dithering(Lion):
+    """Draws random numbers, as stochastic rounding does."""
+
+    def direction(self, gradient: Tensor, momentum: Tensor, beta: float) -> Tensor:
+        return super().direction(gradient, momentum, beta) + torch.rand_like(gradient) * 0.1
+
+
+class Counting(Lion):
+    """Keeps something outside of its state, which no checkpoint holds."""
+
+    def __init__(self, params: object) -> None:
+        super().__init__(params)
+        self.calls = 0
+
+    def direction(self, gradient: Tensor, momentum: Tensor, beta: float) -> Tensor:
+        self.calls += 1
+        return super().direction(gradient, momentum, beta) * (1 + 1 / self.calls)
+
+
+class Closed(Lion):
+    """Is given a closure."""
+
+
+def script(make: type[Optimizer], closure: bool = False) -> Build:
+    def build() -> Script:
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+        optimizer = make(model.parameters())
+
+        def evaluate() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.randn(5, 6)).square().mean()
+            loss.backward()
+            return loss
+
+        def update() -> Tensor:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                return optimizer.step(evaluate)
+            loss = evaluate()
+            if closure:
+                optimizer.step(lambda: loss)
+            else:
+                optimizer.step()
+            return loss
+
+        return Script(model, [optimizer], update)
+
+    return build
+
+
+def test_unknown_optimizer_is_believed_once_clones_gave_the_same_bits(delta_sidecar: ScriptedSidecar) -> None:
+    survives(delta_sidecar, script(Lion))
+    assert not delta_sidecar.asked("no-deltas")
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(Dithering, "random"), (Counting, "other bits"), (torch.optim.LBFGS, "several times"), (Closed, "closure")],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_optimizer_that_cannot_be_replayed_is_refused_and_reported_once(
+    delta_sidecar: ScriptedSidecar, make: type[Optimizer], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    running, checkpointer = started(script(make, closure=make is Closed))
+    checkpointer.restore()
+    train(running, checkpointer, 6)
+    checkpointer.close()
+    (said,) = delta_sidecar.asked("no-deltas")
+    assert reason in said.message
+    assert caplog.text.count("only snapshots are taken") == 1
+    assert delta_sidecar.completed(Kind.DELTA) == {}
+    assert checkpointer.every == 50  # nothing was decided, and snapshots alone are expensive
+
+
+def test_probing_does_not_disturb_training(delta_sidecar: ScriptedSidecar) -> None:
+    losses = {}
+    for mode in (DeltaMode.NONE, DeltaMode.AUTO):
+        delta_sidecar.welcome = dataclasses.replace(delta_sidecar.welcome, delta=mode)
+        running, checkpointer = started(script(Lion))
+        checkpointer.restore()
+        losses[mode] = train(running, checkpointer, 6)
+        checkpointer.close()
+    assert losses[DeltaMode.NONE] == losses[DeltaMode.AUTO]
+
+
+def test_user_may_vouch_for_an_optimizer(delta_sidecar: ScriptedSidecar) -> None:
+    delta_sidecar.welcome = dataclasses.replace(delta_sidecar.welcome, delta=DeltaMode.REPLAY, snapshot_every=1)
+    running, checkpointer = started(script(Dithering))
+    checkpointer.restore()
+    train(running, checkpointer, 3)
+    checkpointer.close()
+    assert sorted(delta_sidecar.completed(Kind.DELTA)) == [2, 3]
+    assert not delta_sidecar.asked("no-deltas")
+
+
+def test_job_that_wants_none_gets_none(delta_sidecar: ScriptedSidecar) -> None:
+    delta_sidecar.welcome = dataclasses.replace(delta_sidecar.welcome, delta=DeltaMode.NONE, snapshot_every=2)
+    running, checkpointer = started(script(torch.optim.SGD))
+    checkpointer.restore()
+    train(running, checkpointer, 5)
+    checkpointer.close()
+    assert delta_sidecar.completed(Kind.DELTA) == {}
+    assert sorted(delta_sidecar.completed(Kind.SNAPSHOT)) == [2, 4]
+    assert {request.delta_bytes for request in delta_sidecar.asked("reserve")} == {0}
+    assert not delta_sidecar.asked("no-deltas")
+
+
+def test_parameters_that_move_outside_the_optimizer_end_deltas(delta_sidecar: ScriptedSidecar) -> None:
+    delta_sidecar.welcome = dataclasses.replace(delta_sidecar.welcome, snapshot_every=2)
+    running, checkpointer = started(script(torch.optim.SGD))
+    checkpointer.restore()
+    for step in range(1, 9):
+        running.update()
+        if step in (4, 6, 8):
+            with torch.no_grad():
+                running.model[0].bias.mul_(0.5)
+        checkpointer.step()
+        checkpointer.wait(DEADLINE)
+    checkpointer.close()
+    assert sorted(delta_sidecar.completed(Kind.DELTA)) == [3, 5, 7]
+    (said,) = delta_sidecar.asked("no-deltas")
+    assert "something else than the optimizer" in said.message
+
+
+def test_frozen_average_kept_in_the_model_is_seen_too(delta_sidecar: ScriptedSidecar) -> None:
+    def build() -> Script:
+        model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)])
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+
+        def update() -> Tensor:
+            optimizer.zero_grad()
+            loss = model[0](torch.ones(1, 3)).square().sum()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                model[1].weight.lerp_(model[0].weight, 0.1)
+            return loss
+
+        return Script(model, [optimizer], update)
+
+    running, checkpointer = started(build, every=1)
+    checkpointer.restore()
+    train(running, checkpointer, 5)
+    checkpointer.close()
+    assert delta_sidecar.completed(Kind.DELTA) == {}
+    assert len(delta_sidecar.asked("no-deltas")) == 1
