@@ -58,6 +58,7 @@ class Link:
         self._wires: weakref.WeakSet[Wire] = weakref.WeakSet()
         self._complete: frozenset[Artifact] = frozenset()
         self._folded: frozenset[Artifact] = frozenset()
+        self._brought: frozenset[Artifact] = frozenset()
         self._late: frozenset[Artifact] = frozenset()
 
     def start(self) -> None:
@@ -103,10 +104,17 @@ class Link:
         with self._lock:
             if (complete, folded) == (self._complete, self._folded):
                 return
-            brought = len((complete - self._complete) & self._folded)
             self._complete, self._folded = complete, folded
-        self._board.count(replicated=brought)
+        self._credit()
         self._board.bump()
+
+    def _credit(self) -> None:
+        """Count what was brought and is complete; the two become known in any order."""
+        with self._lock:
+            done = self._brought & self._complete
+            self._brought -= done
+        if done:
+            self._board.count(replicated=len(done))
 
     def _lane(self, kind: Kind) -> None:
         seen = -1
@@ -156,6 +164,8 @@ class Link:
                     self._late |= {artifact}
                 else:
                     self._folded |= {artifact}
+                    self._brought |= {artifact} if said.state == "in" else set()
+            self._credit()
 
     # Inside
 
@@ -182,7 +192,9 @@ class Link:
             return []
         held = self._vault.held()
         with self._lock:
-            self._late &= {Artifact(seal.rank, seal.version, seal.kind) for seal in held}
+            here = {Artifact(seal.rank, seal.version, seal.kind) for seal in held}
+            self._late &= here
+            self._brought &= here
             complete, settled = self._complete, self._folded | self._late
         owed = due(kind, held, complete, verdict.copy, directive.history)
         return [seal for seal in owed if Artifact(seal.rank, seal.version, kind) not in settled]
