@@ -17,7 +17,7 @@ CHUNK = 4 * 1024 * 1024
 CHUNK_MOST = 16 * CHUNK
 """What a stranger's digests may claim: a chunk is held in memory while it is verified."""
 
-_PIECE = 256 * 1024
+_PIECE = 1024 * 1024
 
 
 def digest_chunk(view: memoryview | bytes) -> str:

@@ -69,18 +69,19 @@ class ExchangeServer:
             threading.Thread(target=self._serve, args=(connection,), name="exchange", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with contextlib.closing(Wire(connection)) as wire:
-            try:
+        try:
+            with contextlib.closing(connection):
                 try:
+                    wire = Wire(connection)
                     claim = admit(wire, self._identity, self._objection)
                 finally:
                     self._strangers.release()
-                with self._place(claim.worker):
+                with contextlib.closing(wire), self._place(claim.worker):
                     Session(self._board, self._vault, self.inbox, wire, claim, languages=self.languages).serve()
-            except PeerRefused as error:
-                log.warning("a connection is refused: %s", error)
-            except (WireBroken, OSError, ValueError) as error:
-                log.debug("a connection ended: %s", error)
+        except PeerRefused as error:
+            log.warning("a connection is refused: %s", error)
+        except (WireBroken, OSError, ValueError) as error:
+            log.debug("a connection ended: %s", error)
 
     @contextlib.contextmanager
     def _place(self, worker: int) -> Iterator[None]:
