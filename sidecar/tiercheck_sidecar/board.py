@@ -57,6 +57,8 @@ class Board:
         """Steps between snapshots that the coordinator named last, in whichever attempt; 0: never yet."""
         self.distrusted = ""
         """Why this worker's deltas are not to be trusted any more, as long as this process lives: a sentence."""
+        self.no_room = ""
+        """Why there is no room for deltas, as far as is known: a sentence with numbers."""
         self.declined: dict[int, str] = {}
         """Per own rank that takes no deltas in this attempt: why."""
         self.counters = Counters()

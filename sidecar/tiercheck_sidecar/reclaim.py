@@ -45,23 +45,25 @@ class Reclaimer:
         while not self._board.stopping:
             seen = self._board.wait(seen, timeout=1.0)
             verdict = self._board.verdict
-            if verdict is not None and verdict.cadence.chain and verdict.cadence.deltas:
+            if verdict is None or not verdict.cadence.chain:
+                continue
+            named = verdict.cadence
+            self._vault.expect(named.chain, Room(named.snapshot, named.delta))
+            lack = self._vault.no_deltas() if self._board.wants_deltas else ""
+            self._board.no_room = lack
+            self._board.problem("DeltasOff", lack)
+            if named.deltas:
                 self._vault.prepare()
-            self._board.problem("DeltasOff", self._vault.no_deltas() if self._board.wants_deltas else "")
 
     def _host(self) -> None:
-        """Whose copies and which blocks are kept here is part of the wanted state; how much room they take, of the verdict."""
-        with self._board.lock:
-            directive, verdict = self._board.directive, self._board.verdict
+        """Whose copies and which blocks are kept here is part of the wanted state."""
+        directive = self._board.directive
         if directive is None:
             return
         hosted = hosted_ranks(directive), hosted_lanes(directive)
         if hosted != self._hosted:
             self._hosted = hosted
             self._vault.host(*hosted)
-        if verdict is not None and verdict.cadence.chain:
-            named = verdict.cadence
-            self._vault.expect(named.chain, Room(named.snapshot, named.delta))
 
     def step(self) -> None:
         """Free what may be freed now."""

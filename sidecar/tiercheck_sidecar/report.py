@@ -67,7 +67,7 @@ class Reporter:
     def _trainer(self) -> TrainerReport:
         board = self._board
         reasons = (board.deltas_off(rank) for rank in self._vault.ranks)
-        no_deltas = next(filter(None, reasons), "") or self._vault.no_deltas() if board.wants_deltas else ""
+        no_deltas = (next(filter(None, reasons), "") or board.no_room) if board.wants_deltas else ""
         return dataclasses.replace(board.trainer.report, no_deltas=no_deltas)
 
     def _memory(self) -> MemoryReport:

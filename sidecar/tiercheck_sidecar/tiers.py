@@ -112,7 +112,7 @@ class TierClient:
         if room is None or not room.snapshot or room.delta is None:
             return None
         delta = room.delta if directive.policy.delta is not DeltaMode.NONE else 0
-        takes = delta > 0 and not self._board.deltas_off(rank) and not self._vault.no_deltas()
+        takes = delta > 0 and not self._board.deltas_off(rank) and not self._board.no_room
         return Needs(room.snapshot, delta, takes)
 
     def _tell(self, directive: Directive, report: TierReport) -> bool:

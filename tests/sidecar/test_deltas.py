@@ -9,11 +9,12 @@ from world import FakeRank, World, layout, until
 
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode, Phase, Tier
+from tiercheck.protocol.sizing import auto_cadence
 from tiercheck.protocol.version import Version
 
 MakeWorld = Callable[..., World]
 SIZE, DELTA = 300_000, 40_000
-CHAIN = layout(SIZE).size // layout(DELTA).size
+CHAIN = auto_cadence(layout(SIZE).size, layout(DELTA).size)
 """Deltas that cost what a snapshot costs."""
 
 

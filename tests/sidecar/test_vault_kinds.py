@@ -10,7 +10,7 @@ from world import layout
 
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.sizing import Room
+from tiercheck.protocol.sizing import Room, auto_cadence
 from tiercheck.protocol.slot import NotASlot
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.digest import digest
@@ -82,7 +82,7 @@ def test_two_chains_of_deltas_fit_beside_three_snapshots(vault: Vault) -> None:
         capture(vault, step)
     with pytest.raises(NoFreeSlot):
         vault.begin(0, v(4))
-    chain = SNAPSHOT.size // DELTA.size
+    chain = auto_cadence(SNAPSHOT.size, DELTA.size)
     for step in range(1, 2 * chain + 1):
         capture(vault, step, Kind.DELTA, size=step * 100)
     with pytest.raises(NoFreeSlot):
