@@ -42,6 +42,8 @@ def from_boto(error: Exception, location: str) -> RemoteError:
 
 def from_socket(error: Exception, location: str) -> RemoteError:
     """For what our own connections raise: OSError and http.client.HTTPException."""
+    if isinstance(error, (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError)):
+        return _unreachable(location, "no progress in time")
     if isinstance(error, ssl.SSLError):
         return _tls(location, str(error))
     return _unreachable(location, str(error) or type(error).__name__)

@@ -12,6 +12,7 @@ import random
 import select
 import socket
 import ssl
+import struct
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ ANSWER_SECONDS = 120
 """For a server to store a part that it has received."""
 TRIES = 5
 _BACKOFF = (0.2, 5.0)
-_SLICE = 1024 * 1024
+_SLICE = 4 * 1024 * 1024
 _LONGEST_ERROR = 64 * 1024
 
 
@@ -106,10 +107,9 @@ class Lines:
             connection.putheader("Content-Length", str(len(body)))
             connection.endheaders()
             self._send(connection, memoryview(body))
-            connection.sock.settimeout(ANSWER_SECONDS)
+            _patience(connection, ANSWER_SECONDS)
             response = connection.getresponse()
-            if connection.sock is not None:  # http.client lets go of it when the server is going to close
-                connection.sock.settimeout(STALL_SECONDS)
+            _patience(connection, STALL_SECONDS)
             received, rest = 0, b""
             if into is not None and response.status in (200, 206):
                 received = _receive(response, into)
@@ -128,7 +128,7 @@ class Lines:
         return answer
 
     def _send(self, connection: http.client.HTTPConnection, body: memoryview) -> None:
-        # In slices, because a socket's timeout is for a whole call.
+        # In slices, so that closing interrupts it.
         for begin in range(0, len(body), _SLICE):
             if self._closed.is_set():
                 raise RemoteClosed
@@ -167,7 +167,8 @@ class Lines:
             connection = http.client.HTTPConnection(host, port, timeout=CONNECT_SECONDS)
         connection.connect()
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sock.settimeout(STALL_SECONDS)
+        connection.sock.settimeout(None)
+        _patience(connection, STALL_SECONDS)
         return connection
 
     def _target(self, url: str) -> str:
@@ -177,10 +178,18 @@ class Lines:
         return parts.path + (f"?{parts.query}" if parts.query else "")
 
 
+def _patience(connection: http.client.HTTPConnection, seconds: int) -> None:
+    """How long one call may wait for progress. By the kernel's own timeouts: Python's would make every call two or three."""
+    if connection.sock is not None:  # http.client lets go of it when the server is going to close
+        value = struct.pack("ll", seconds, 0)
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+
 def _receive(response: http.client.HTTPResponse, into: memoryview) -> int:
     done = 0
     while done < len(into):
-        got = response.readinto(into[done : done + 4 * _SLICE])
+        got = response.readinto(into[done : done + _SLICE])
         if got == 0:
             break
         done += got
