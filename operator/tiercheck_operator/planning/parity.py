@@ -165,7 +165,7 @@ def _reason(
     elif achieved is not None:
         own = ground.levels.index(achieved)
         why = _bound(ground, start, policy, groups)
-        text = f"{count}: {_wish(ground, own, policy)}, but not {_wish(ground, start, policy)}: {why}"
+        text = f"{count}: {_wish(ground, own, policy)}, but more in one {ground.levels[start]}: {why}"
     else:
         are = "worker is" if len(unprotected) == 1 else "workers are"
         why = _bound(ground, len(ground.levels) - 1, policy, groups)
@@ -178,7 +178,7 @@ def _reason(
 
 def _wish(ground: Ground, level: int, policy: ParityPolicy) -> str:
     name = ground.levels[level]
-    return f"no more than {policy.parity} of a group in one {name}"
+    return f"at most {policy.parity} of a group in one {name}"
 
 
 def _bound(ground: Ground, level: int, policy: ParityPolicy, groups: int) -> str:
