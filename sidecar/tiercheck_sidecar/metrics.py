@@ -53,6 +53,13 @@ class ReportCollector(Collector):
             held.add_metric([name], sum(each.bytes for each in report.holdings if each.tier.value == name))
         yield held
         yield from _artifacts(report)
+        remote = report.remote
+        yield _gauge(
+            "tiercheck_remote_reachable",
+            "1 if the remote tier answered last time, 0 if it did not or was not tried yet.",
+            int(remote.reachable is True),
+        )
+        yield _gauge("tiercheck_remote_versions", "Complete versions in the remote tier.", len(remote.versions))
         problems = GaugeMetricFamily("tiercheck_problem", "1 for each problem that is present.", labels=["reason"])
         for problem in report.problems:
             problems.add_metric([problem.reason], 1)

@@ -18,7 +18,7 @@ from tiercheck.protocol.version import Version
 
 @pytest.mark.parametrize("copies", [1, 2])
 def test_restore_of_all_ranks_reads_each_artifact_once_however_many_copies_are_kept(
-    make_world: Callable[..., World], s3_endpoint: str, s3_client: Any, copies: int
+    s3_endpoint: str, s3_client: Any, make_world: Callable[..., World], copies: int
 ) -> None:
     holders = tuple(range(1, copies + 1))
     with proxying(s3_endpoint) as proxy:

@@ -56,3 +56,15 @@ def test_upload_of_the_running_attempt_is_never_taken_for_dead() -> None:
     assert not upload_is_dead(Version(600, 2), 50.0, kept, set())  # newer step, whatever time the server reports
     assert not upload_is_dead(Version(100, 3), 50.0, kept, set())  # newer attempt after a rollback
     assert not upload_is_dead(Version(400, 2), 50.0, {}, set())
+
+
+@given(committed, st.integers(1, 5), st.floats(0, 100))
+def test_young_versions_are_kept_however_many_they_are(
+    when: dict[Version, float], keep: int, keep_seconds: float
+) -> None:
+    by_count = set(to_delete(when, keep, set()))
+    doomed = set(to_delete(when, keep, set(), keep_seconds))
+    assert doomed <= by_count, "age only ever keeps more"
+    for version in by_count:
+        young = max(when.values()) - when[version] <= keep_seconds
+        assert (version in doomed) is not young
