@@ -29,6 +29,8 @@ class Entry:
     lazy: bool
     must_be_finite: bool = False
     """A parameter, or what the optimizer keeps of it."""
+    origin: Tensor | None = None
+    """What `tensor` is the local shard of, if it is sharded."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def take_inventory(model: nn.Module, optimizers: Sequence[Optimizer]) -> Invento
     facts: dict[str, Any] = {"model_extra": {}, "optimizers": []}
     for key, value, lazy in model_items(model):
         if isinstance(value, Tensor) and not is_extra(key):
-            entries.append(Entry(f"model/{key}", local_shard(value), lazy, lazy))
+            entries.append(Entry(f"model/{key}", local_shard(value), lazy, lazy, value))
         else:
             facts["model_extra"][key] = value
     for index, optimizer in enumerate(optimizers):
@@ -70,7 +72,7 @@ def take_inventory(model: nn.Module, optimizers: Sequence[Optimizer]) -> Invento
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     described[key] = describe(value, parameter, f"optimizer state {name}/{key}")
-                    entries.append(Entry(f"optimizer{index}/{name}/{key}", local_shard(value), True, True))
+                    entries.append(Entry(f"optimizer{index}/{name}/{key}", local_shard(value), True, True, value))
                 else:
                     described[key] = {"value": value}
             states[name] = described
@@ -120,7 +122,15 @@ def describe(value: Tensor, parameter: Tensor, what: str) -> dict[str, Any]:
 
 def versions(entries: Sequence[Entry]) -> tuple[int, ...]:
     """torch's in-place counters of the lazy tensors: if one moves during the copy, the copy is torn."""
-    return tuple(0 if entry.tensor.is_inference() else entry.tensor._version for entry in entries if entry.lazy)
+    return tuple(counter(entry.tensor if entry.origin is None else entry.origin) for entry in entries if entry.lazy)
+
+
+def counter(tensor: Tensor) -> int:
+    """torch's in-place counter. A sharded tensor has two: its own, and that of its shard, which somebody may have got hold of."""
+    if tensor.is_inference():
+        return 0
+    shard = getattr(tensor, "_local_tensor", None)
+    return tensor._version if shard is None else tensor._version + int(shard._version)
 
 
 def on_cuda(entries: Sequence[Entry]) -> torch.device | None:

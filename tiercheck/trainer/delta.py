@@ -37,6 +37,8 @@ class Delta(Pending):
     events: list[Event]
     buffers: list[tuple[str, Tensor]]
     blob: bytes
+    threads: int
+    """Of torch in the training thread."""
     only_measure: bool = False
     """Find out its size, so that slots can be made; there is no chain yet that it could continue."""
 

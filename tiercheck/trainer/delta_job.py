@@ -29,8 +29,6 @@ class Script:
 
     optimizers: Sequence[Optimizer]
     planner: Planner
-    threads: int
-    """Of torch in the training thread."""
     copy_at_once: Callable[[int, Sequence[int]], None]
     """Told which gradients of an optimizer were overwritten while they were read."""
 
@@ -61,7 +59,7 @@ class DeltaJob:
             try:
                 plan = self._script.planner.plan(delta)
                 turn = [tensor for _, tensor in state_hash.state_of_turn(self._script.optimizers, delta.step)]
-                longest = replay_blob(plan, [_BLANK] * len(turn), self._script.threads)
+                longest = replay_blob(plan, [_BLANK] * len(turn), delta.threads)
                 self._layout = self._script.planner.layout(plan.items, len(longest), len(delta.blob))
             except NotCapturable as error:
                 raise Skipped("NotCapturable", str(error)) from error
@@ -99,10 +97,9 @@ class DeltaJob:
         self._desk.on_gpu(delta, writer)
         self._copy_items(plan.items)
         with self._stream():
-            hashes = state_hash.fingerprints(
-                turn
-            )  # the state stays as it is until the barrier lets the next update begin
-        self._blob = replay_blob(plan, hashes, self._script.threads)
+            # The state stays as it is until the barrier lets the next update begin.
+            hashes = state_hash.fingerprints(turn)
+        self._blob = replay_blob(plan, hashes, delta.threads)
 
     def _copy_items(self, items: list[Item]) -> None:
         """Each gradient is let go as soon as it is copied. Raises Skipped if one was overwritten before."""

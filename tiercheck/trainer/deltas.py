@@ -170,6 +170,7 @@ class Deltas:
             events=events,
             buffers=buffers,
             blob=blob,
+            threads=torch.get_num_threads(),
             only_measure=measure,
         )
 
@@ -206,9 +207,7 @@ class Deltas:
         self._named = [list(named_parameters_of(optimizer, self._model)) for optimizer in self._optimizers]
         self._sizes = [len(named) for named in self._named]
         names = [[name for name, _ in named] for named in self._named]
-        self._saver.script = Script(
-            self._optimizers, Planner(names), torch.get_num_threads(), self._recorder.copy_at_once
-        )
+        self._saver.script = Script(self._optimizers, Planner(names), self._recorder.copy_at_once)
 
 
 def innermost(optimizer: Optimizer, before: int, after: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tiercheck.trainer import user_state
+from tiercheck.trainer.capture import local_shard
 from tiercheck.trainer.encoding import same_bits
 from tiercheck.trainer.gradients import SCALING, Event, set_hyper_parameters
 from tiercheck.trainer.replayable import plain_step
@@ -74,7 +75,7 @@ class Probe:
             raise Refused(f"a step of {self._name} on clones failed: {error!r}") from error
         for real, clone in self._pairs:
             state, cloned = self._optimizer.state[real], shadow.state[clone]
-            if not same_bits(real, clone) or not _same(dict(state), dict(cloned)):
+            if not same_bits(local_shard(real), clone) or not _same(dict(state), dict(cloned)):
                 raise Refused(f"a step of {self._name} on clones of some parameters gave other bits than the real one")
         self._agreed += 1
         self._pairs = []
@@ -109,11 +110,13 @@ class Probe:
                 gradient = event.gradients[number]
                 number += 1
                 state = real.state.get(parameter, {})
-                size = sum(value.nbytes for value in (parameter, *state.values()) if isinstance(value, Tensor))
-                if gradient is None or size > room or type(parameter.data) is not Tensor:
+                shard = local_shard(parameter)
+                tensors = [shard, *(local_shard(value) for value in state.values() if isinstance(value, Tensor))]
+                size = sum(tensor.nbytes for tensor in tensors) + shard.nbytes
+                if gradient is None or size > room:
                     continue
-                room -= size + parameter.nbytes
-                clone = nn.Parameter(parameter.detach().clone())
+                room -= size
+                clone = nn.Parameter(shard.clone())
                 clone.grad = gradient.clone()
                 shadow.state[clone] = {key: _copied(value) for key, value in state.items()}
                 chosen.append(clone)
@@ -157,13 +160,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+    return local_shard(value).clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def _same(one: Any, other: Any) -> bool:
     """Equal, tensors by their bits."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and same_bits(one, other)
+        both = isinstance(one, Tensor) and isinstance(other, Tensor)
+        return both and same_bits(local_shard(one), local_shard(other))
     if isinstance(one, Mapping):
         return isinstance(other, Mapping) and one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
     if isinstance(one, (list, tuple)):

@@ -74,7 +74,8 @@ class Saver:
     def submit(self, *artifacts: Pending) -> None:
         """Start the lazy copies, in this order. `barrier` must be called before the state changes."""
         self.barrier()  # an update may have been left out since the last one
-        self._current = list(artifacts)
+        # Nobody waits for what is only measured: that it is read while it changes does no harm.
+        self._current = [a for a in artifacts if not (isinstance(a, Delta) and a.only_measure)]
         for artifact in artifacts:
             if isinstance(artifact, Snapshot):
                 self.unbroken.snapshot(artifact.step)

@@ -75,7 +75,9 @@ def put_back(state: State, content: Mapping[str, Any]) -> None:
 
 def random_state() -> dict[str, Any]:
     """All generators a training loop draws from by default."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    version, words, gauss = random.getstate()
+    # As tensors: torch.save calls into Python for every plain number, and this runs at every step.
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(words), gauss]}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
     numpy = sys.modules.get("numpy")
@@ -93,7 +95,8 @@ def random_state() -> dict[str, Any]:
 
 def set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     numpy = sys.modules.get("numpy")

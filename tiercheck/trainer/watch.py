@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tiercheck.trainer.capture import counter
+
 
 class Watch:
     """Counters of every parameter of the model and of everything the optimizers keep."""
@@ -17,14 +19,15 @@ class Watch:
         for parameter in (*model.parameters(), *(p for o in optimizers for g in o.param_groups for p in g["params"])):
             if not parameter.is_inference():
                 known[id(parameter)] = parameter
-        self._parameters = list(known.values())
+        self._sharded = [parameter for parameter in known.values() if hasattr(parameter, "placements")]
+        self._plain = [parameter for parameter in known.values() if not hasattr(parameter, "placements")]
 
     def read(self) -> list[int]:
         """Two readings are equal if nothing was changed in place, or replaced, between them."""
-        found = [parameter._version for parameter in self._parameters]
+        found = [parameter._version for parameter in self._plain] + [counter(parameter) for parameter in self._sharded]
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
                 for value in state.values():
                     if isinstance(value, Tensor):
-                        found += (id(value), value._version)
+                        found += (id(value), value._version if type(value) is Tensor else counter(value))
         return found
