@@ -81,7 +81,8 @@ class TierClient:
                     rank=rank,
                     local=own.rebuildable(history),
                     snapshots=tuple(sorted(own.snapshots)),
-                    unfinished=_snapshots(unfinished, rank),
+                    unfinished=_of(unfinished, rank, Kind.SNAPSHOT),
+                    unfinished_deltas=_of(unfinished, rank, Kind.DELTA),
                     reached=reached.get(rank),
                     copied=_copied(at_holders, directive),
                     copied_snapshots=tuple(sorted(_everywhere(at_holders))),
@@ -128,8 +129,8 @@ class TierClient:
         return True
 
 
-def _snapshots(artifacts: set[Artifact], rank: int) -> tuple[Version, ...]:
-    return tuple(sorted(each.version for each in artifacts if each.rank == rank and each.kind is Kind.SNAPSHOT))
+def _of(artifacts: set[Artifact], rank: int, kind: Kind) -> tuple[Version, ...]:
+    return tuple(sorted(each.version for each in artifacts if (each.rank, each.kind) == (rank, kind)))
 
 
 def _at_holders(

@@ -29,6 +29,7 @@ class RankTiers:
     """Sealed in its own memory."""
     unfinished: tuple[Version, ...] = ()
     """Snapshots being written or sealed."""
+    unfinished_deltas: tuple[Version, ...] = ()
     reached: Version | None = None
     """The newest snapshot that it captured or skipped: it will never contribute to an older one that it does not hold."""
     copied: tuple[Span, ...] = ()
@@ -178,7 +179,7 @@ def _abandoned(
         for version in sorted(known - kept)
         if history.accepts(version)
         and (
-            any(_passed(tiers, version) for tiers in ranks.values())
+            any(_passed(tiers, version, standing.local) for tiers in ranks.values())
             or (standing.snapshot is not None and version < standing.snapshot and version != standing.copy)
         )
     )
@@ -196,10 +197,17 @@ def _backed(guarded: list[RankTiers], history: History, copies: Collection[Copy]
     return newest(common(spans(those) for those in found.values()), history)
 
 
-def _passed(tiers: RankTiers, version: Version) -> bool:
-    if version in tiers.snapshots or version in tiers.unfinished:
+def _passed(tiers: RankTiers, version: Version, complete: Version | None) -> bool:
+    """Whether the snapshot cannot become common any more, nor the version complete by this rank's deltas: or it would be
+    announced at the moment when a rank that rests on the snapshot frees it.
+    """
+    if version in tiers.snapshots or version in tiers.unfinished or tiers.reached is None:
         return False
-    return tiers.reached is not None and tiers.reached >= version
+    if complete is not None and version <= complete:
+        return tiers.reached >= version
+    if any(run.attempt == version.attempt and run.first <= version.step <= run.last for run in tiers.local):
+        return False
+    return tiers.reached > version and all(each > version for each in tiers.unfinished_deltas)
 
 
 def next_upload(

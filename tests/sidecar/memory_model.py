@@ -168,6 +168,7 @@ class Model:
             local=spans(own.rebuildable(self.history)),
             snapshots=tuple(sorted(filter(accepts, own.of(Kind.SNAPSHOT)))),
             unfinished=tuple(sorted(version for kind, version in self.writing[rank] if kind is Kind.SNAPSHOT)),
+            unfinished_deltas=tuple(sorted(version for kind, version in self.writing[rank] if kind is Kind.DELTA)),
             reached=self.reached[rank],
             copied=common(spans(each.rebuildable(self.history)) for each in at),
             copied_snapshots=tuple(sorted(set.intersection(*(each.of(Kind.SNAPSHOT) for each in at)))) if at else (),

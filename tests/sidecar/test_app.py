@@ -66,7 +66,12 @@ def test_health_and_metrics_are_plain_http(make_world: MakeWorld) -> None:
         rank.save(10)
         until(lambda: b'tiercheck_watermark_step{tier="local"} 10.0' in scrape(world), "the watermark is shown")
     assert b"tiercheck_captured_total 1.0" in scrape(world)
-    assert b"tiercheck_attempt 1.0" in scrape(world)
+    told = scrape(world)
+    assert b"tiercheck_attempt 1.0" in told
+    assert b"tiercheck_snapshot_every 1.0" in told
+    assert b'tiercheck_held{kind="snapshot",tier="local"} 1.0' in told
+    assert b"tiercheck_deltas_skipped_total 0.0" in told
+    assert b"tiercheck_replay_mismatches_total 0.0" in told
 
 
 def scrape(world: World) -> bytes:

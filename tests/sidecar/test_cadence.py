@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercheck_sidecar.cadence import UNDECIDED, WITHOUT_DELTAS, Cadence, Needs, decide
+from tiercheck_sidecar.tiers import pace
 
 
 def test_deltas_cost_as_much_as_a_snapshot_between_two_of_them() -> None:
@@ -29,3 +30,9 @@ def test_cadence_is_always_within_its_bounds(sizes: list[tuple[int, int]]) -> No
     needs = {rank: Needs(snapshot, delta, delta > 0) for rank, (snapshot, delta) in enumerate(sizes)}
     named = decide(len(sizes), needs, None)
     assert named.every == WITHOUT_DELTAS if not named.deltas else 2 <= named.every <= 32
+
+
+def test_messages_about_every_step_become_rarer_as_the_job_grows() -> None:
+    """Or thousands of sidecars with news at every step would leave the coordinator no time for anything."""
+    assert pace(2) == 0.05
+    assert pace(5000) == 10.0
