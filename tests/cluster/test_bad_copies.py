@@ -20,7 +20,8 @@ def test_flipped_bit_in_a_peers_copy_is_noticed_and_an_older_version_is_used(
     jobs: Jobs, cluster: LocalCluster, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    job = jobs.start(workers=2, env={"GATE": str(gate)})
+    snapshots_only = {"snapshot": {"everySteps": 5}, "delta": {"mode": "None"}}
+    job = jobs.start(workers=2, env={"GATE": str(gate)}, checkpoint=snapshots_only)
     job.wait_trained(25, tier="remote")
     job.wait("a version newer than the remote one", lambda status: peer(status) > remote(status))
     gate.touch()

@@ -2,17 +2,20 @@
 
 Deterministic: the same step gives the same bits on any attempt. Without STEPS the first attempt trains until it is hit,
 and a later one TAIL steps beyond where it came back to, so that no test depends on speed. PACE is in seconds per step,
-FAIL_AT=n exits at step n, GATE=file stands still once the file exists (first attempt only), ALONE=1 uncouples the ranks.
+FAIL_AT=n exits at step n, GATE=file stands still once the file exists (first attempt only), ALONE=1 uncouples the ranks,
+DIVERGE_AT=n makes the loss infinite from step n on (first attempt only), NOISY=1 takes an optimizer that draws random numbers of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,12 +31,26 @@ ENDLESS = 10**9
 def build(rank: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1234 + rank)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    kind = NoisySGD if os.environ.get("NOISY") == "1" else torch.optim.AdamW
+    return model, kind(model.parameters(), lr=1e-2)
 
 
-def train_one_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, together: bool) -> float:
+class NoisySGD(torch.optim.SGD):
+    """Its step depends on more than parameters, gradients and state: it cannot be replayed."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.add_(torch.randn_like(parameter) * 1e-3)
+        return super().step(closure)
+
+
+def train_one_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, together: bool, factor: float = 1.0
+) -> float:
     data = torch.randn(8, 32)  # from the checkpointed RNG: a wrong restore shows in the digest
-    loss = (model(data) - 1.0).square().mean()
+    loss = (model(data) - 1.0).square().mean() * factor
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -59,6 +76,7 @@ def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     attempt = int(os.environ["TIERCHECK_ATTEMPT"])
     gate = Path(os.environ.get("GATE", "/nonexistent"))
+    diverge_at = int(os.environ.get("DIVERGE_AT", ENDLESS))
     torch.set_num_threads(1)
     together = world > 1 and os.environ.get("ALONE") != "1"
     if together:
@@ -69,7 +87,8 @@ def main() -> None:
         last = STEPS or (ENDLESS if attempt == 1 else start + TAIL)
         print(json.dumps({"start": start, "attempt": attempt}), flush=True)
         for step in range(start + 1, last + 1):
-            loss = train_one_step(model, optimizer, rank, together)
+            factor = math.inf if attempt == 1 and step >= diverge_at else 1.0
+            loss = train_one_step(model, optimizer, rank, together, factor)
             checkpointer.step(loss=loss)
             print(json.dumps({"step": step, "attempt": attempt, "rank": rank, "loss": loss}), flush=True)
             if os.environ.get("FAIL_AT") == str(step):

@@ -37,6 +37,11 @@ def test_snapshot_gives_way_to_the_one_that_is_named_after_it() -> None:
     assert not overtaken(v(24), Kind.DELTA, HISTORY, verdict(copy=v(28)))
 
 
+def test_named_snapshot_is_made_even_when_deltas_have_carried_the_floor_past_it() -> None:
+    assert not overtaken(v(28), Kind.SNAPSHOT, HISTORY, verdict(copy=v(28), floor=v(32)))
+    assert overtaken(v(28), Kind.SNAPSHOT, HISTORY, verdict(copy=None, floor=v(32)))
+
+
 def test_abandoned_snapshot_is_given_up_and_the_delta_of_its_step_is_not() -> None:
     assert overtaken(v(24), Kind.SNAPSHOT, HISTORY, verdict(abandoned=(v(24),)))
     assert not overtaken(v(24), Kind.DELTA, HISTORY, verdict(abandoned=(v(24),)))

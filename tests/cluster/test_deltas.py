@@ -1,0 +1,144 @@
+"""With a delta of every step a failure costs nothing that had reached its holders; parity does the same for less memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.jobs import Job, Jobs
+from tests.cluster.test_recovery import assert_same_as_undisturbed
+from tests.cluster.trainer import undisturbed
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.directive import Tier
+from tiercheck_local.client import PODS
+from tiercheck_local.cluster import LocalCluster
+from tiercheck_local.demo.stage import JOBS
+
+pytestmark = pytest.mark.cluster
+
+PARITY = {"local": {"sizeLimit": "64Mi"}, "peer": {"parity": {"data": 2, "parity": 1}}}
+
+
+def standing_still(job: Job, gate: Path, after: int) -> tuple[int, int]:
+    """(attempt, step) once training stands still after step `after` and its last step has reached the holders."""
+    job.wait_trained(after)
+    gate.touch()
+
+    def arrived(status: Mapping[str, Any]) -> bool:
+        steps = {report.trainer.step for report in job.reports().values()}
+        marks = {report.watermarks.peer for report in job.reports().values()}
+        return len(steps) == 1 and {mark.step for mark in marks if mark} == steps and None not in marks
+
+    status = job.wait("the last step to reach its holders", arrived)
+    (step,) = {report.trainer.step for report in job.reports().values()}
+    assert step is not None
+    return status["attempt"], step
+
+
+def test_lost_node_costs_no_step_that_its_peers_had_heard_of(jobs: Jobs, cluster: LocalCluster, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    job = jobs.start(workers=2, env={"GATE": str(gate)}, checkpoint={})
+    attempt, step = standing_still(job, gate, after=13)
+    cluster.faults.kill_node(job.stage.node_of(1))
+    recovery = job.wait_recovered(attempt)
+    assert recovery["step"] == step
+    assert recovery["lostSteps"] == 0
+    assert recovery["tiers"] == {"local": 1, "peer": 1, "remote": 0}
+    assert_same_as_undisturbed(job)
+
+
+def test_killed_process_costs_no_step_that_its_memory_holds(jobs: Jobs, cluster: LocalCluster, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    job = jobs.start(workers=2, env={"GATE": str(gate)}, checkpoint={"snapshot": {"everySteps": 10}}, remote_every=None)
+    attempt, step = standing_still(job, gate, after=13)
+    cluster.faults.kill_container_process(job.stage.pod_of(1))
+    recovery = job.wait_recovered(attempt)
+    assert recovery["step"] == step
+    assert recovery["deltas"] == step % 10, "replayed on the newest snapshot"
+    assert_same_as_undisturbed(job)
+
+
+def test_deltas_go_on_after_everything_was_lost(jobs: Jobs, cluster: LocalCluster) -> None:
+    job = jobs.start(workers=2, env={"TAIL": "40"})
+    before = job.wait_trained(22, tier="remote")
+    for pod in job.pods():
+        cluster.api.delete(PODS, "default", pod["metadata"]["name"], grace=0)
+    recovery = job.wait_recovered(before["attempt"])
+    assert recovery["tiers"]["remote"] == 2
+    job.wait(
+        "a version that is no snapshot to reach its holders",
+        lambda status: ((status.get("tiers") or {}).get("peer") or {}).get("step", 0) % 5 != 0,
+    )
+    assert_same_as_undisturbed(job)
+
+
+def test_lost_node_is_rebuilt_from_parity(jobs: Jobs, cluster: LocalCluster, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    job = jobs.start(workers=3, env={"GATE": str(gate)}, checkpoint={}, tiers=PARITY)
+    attempt, step = standing_still(job, gate, after=13)
+    cluster.faults.kill_node(job.stage.node_of(1))
+    recovery = job.wait_recovered(attempt)
+    assert recovery["step"] == step
+    assert recovery["rebuilt"] == 1
+    assert job.restores(recovery["attempt"])[1].rebuilt
+    assert_same_as_undisturbed(job)
+
+
+def test_parity_takes_the_place_of_copies_at_the_next_recovery(jobs: Jobs, cluster: LocalCluster) -> None:
+    job = jobs.start(workers=3, env={"TAIL": "10000"}, remote_every=None)
+    before = job.wait_trained(13)
+    peer = {"copies": None, "parity": {"data": 2, "parity": 1}}
+    cluster.api.patch(JOBS, "default", job.name, {"spec": {"tiers": {"peer": peer}}})
+    cluster.faults.evict_pod(job.stage.pod_of(2))
+    second = job.wait_recovered(before["attempt"])
+    assert second["tiers"] == {"local": 2, "peer": 1, "remote": 0}
+    job.wait(
+        "parity to have taken over",
+        lambda status: (
+            all(
+                holding.share is not None
+                for report in job.reports().values()
+                for holding in report.holdings
+                if holding.tier is Tier.PEER
+            )
+            and (status.get("tiers") or {}).get("peer", {}).get("step", 0) > second["step"]
+        ),
+    )
+    cluster.faults.evict_pod(job.stage.pod_of(1))
+    third = job.wait_recovered(second["attempt"])
+    assert third["rebuilt"] == 1
+
+
+def test_run_that_diverged_goes_back_to_the_last_finite_state(jobs: Jobs) -> None:
+    job = jobs.start(workers=2, env={"DIVERGE_AT": "17"}, failurePolicy={"rollbackAfterNonFinite": 3})
+    recovery = job.wait_recovered(1)
+    assert recovery["cause"] == "Diverged"
+    assert recovery["step"] == 16, "the last step before"
+    assert_same_as_undisturbed(job)
+
+
+def test_optimizer_that_cannot_be_replayed_gets_snapshots_only_and_the_job_says_so(
+    jobs: Jobs, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = jobs.start(workers=2, env={"NOISY": "1"})
+    condition = job.wait_condition("DeltasActive", "False")
+    assert "NoisySGD" in condition["message"]
+    before = job.wait_trained(13)
+    assert not [h for report in job.reports().values() for h in report.holdings if h.kind is Kind.DELTA]
+    cluster.faults.evict_pod(job.stage.pod_of(1))
+    recovery = job.wait_recovered(before["attempt"])
+    assert recovery["step"] % 5 == 0, "a snapshot"
+    job.wait_condition("Completed")
+    monkeypatch.setenv("NOISY", "1")
+    for rank, (steps, digest) in job.last_words().items():
+        assert digest == undisturbed(rank, steps)
+
+
+def test_job_whose_state_cannot_fit_is_refused_with_the_numbers_before_it_starts(jobs: Jobs) -> None:
+    job = jobs.start(workers=2, checkpoint={"stateSize": "1Gi"})
+    condition = job.wait_condition("Placed", "False", "MemoryTooSmall")
+    assert "64Mi" in condition["message"] or str(64 * 1024**2) in condition["message"]
+    assert job.status.get("attempt", 0) == 0
