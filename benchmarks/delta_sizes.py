@@ -72,7 +72,7 @@ CASES = (
     ),
     Case(
         "delta bytes / snapshot bytes, large embedding",
-        lambda width: Words(65536, width),
+        lambda width: Words(65536, width // 4),
         adamw,
         note="a step touches at most 1024 of 65536 rows",
     ),
@@ -116,7 +116,7 @@ def measure(case: Case, width: int) -> dict[str, int] | str:
     model = case.build(width)
     optimizer = case.optimizer(model)
     state = sum(parameter.nbytes for parameter in model.parameters())
-    with Job(limit=64 * state + 256 * MIB, every=_STEPS, delta=DeltaMode.AUTO) as job:
+    with Job(limit=32 * state + 256 * MIB, every=_STEPS, delta=DeltaMode.AUTO) as job:
         job.begin()
         os.environ |= job.trainer_env(0)
         with Checkpointer(model, optimizer) as checkpointer:

@@ -61,6 +61,7 @@ class Gpt(nn.Module):
         self.places = nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, adapters) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
+        nn.init.normal_(self.words.weight, std=0.02)  # or words would be so sure that their gradients are zero
         if adapters:
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_(name.endswith((".down.weight", ".up.weight")) and ".base." not in name)

@@ -79,6 +79,51 @@ def exchange(scale: Scale) -> Outcome:
     return Outcome(rows, found)
 
 
+def remote(scale: Scale) -> Outcome:
+    """CPU seconds and wall beside obstore alone and boto3, over http and https."""
+    from benchmarks import remote as measured
+
+    found = measured.run(64, 2) if scale.quick else measured.run()
+    rows: list[Figure] = []
+    for scheme in ("http", "https"):
+        for direction in measured.DIRECTIONS:
+            figures = found[scheme][direction]
+            cpu: dict[str, float] = figures["cpu s/GB"]
+            wall: dict[str, float] = figures["wall s/GB"]
+            name = f"S3 {direction} over {scheme}"
+            rows += [
+                Figure(
+                    f"{name}, bytes per CPU second, against boto3",
+                    f"{cpu['ours']:.2f} s/GB",
+                    f"{cpu['boto3']:.2f} s/GB",
+                    figures["per CPU second, ours / boto3"],
+                    5.0,
+                    Sense.AT_LEAST,
+                    note="CPU seconds of the client; ours verifies every chunk against its digest",
+                ),
+                Figure(
+                    f"{name}, bytes per CPU second, against obstore alone",
+                    f"{cpu['ours']:.2f} s/GB",
+                    f"{cpu['obstore']:.2f} s/GB",
+                    figures["per CPU second, ours / obstore"],
+                    0.9,
+                    Sense.AT_LEAST,
+                    unit="%",
+                    note="obstore verifies no digests",
+                ),
+                Figure(
+                    f"{name}, throughput, against obstore alone",
+                    f"{1 / wall['ours']:.2f} GB/s",
+                    f"{1 / wall['obstore']:.2f} GB/s",
+                    figures["throughput, ours / obstore"],
+                    0.9,
+                    Sense.AT_LEAST,
+                    unit="%",
+                ),
+            ]
+    return Outcome(rows, found)
+
+
 def _rate(gigabytes_per_second: float) -> str:
     return f"{gigabytes_per_second:.2f} GB/s"
 
