@@ -59,7 +59,7 @@ def main() -> int:
     for number, name in enumerate(chosen, 1):
         print(f"[{number}/{len(chosen)}] {name}: {BENCHMARKS[name]}", file=sys.stderr, flush=True)
         failed |= not _run(name, arguments.quick)
-    entries = [entry for name in BENCHMARKS if (entry := Entry.load(_file(name, arguments.quick)))]
+    entries = [entry for name in BENCHMARKS if (entry := Entry.read(_file(name, arguments.quick)))]
     found = Run(describe(), _command(arguments.quick), entries)
     print_table(found)
     out = arguments.out or (CACHE / "quick" if arguments.quick else ROOT / "docs" / "benchmarks")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -140,7 +139,7 @@ def step(model: nn.Module, optimizer: Optimizer, prepare: Callable[[nn.Module], 
 
 
 def _sizes(job: Job) -> dict[str, int] | str:
-    def sealed() -> dict[str, Any] | str | None:
+    def sealed() -> dict[str, int] | str | None:
         report = job.report(0)
         largest = {kind: [each.bytes for each in report.holdings if each.kind is kind] for kind in Kind}
         if largest[Kind.SNAPSHOT] and largest[Kind.DELTA]:
@@ -148,7 +147,7 @@ def _sizes(job: Job) -> dict[str, int] | str:
         return report.trainer.no_deltas or None
 
     try:
-        return until(sealed, "a snapshot and a delta are held", 20)
+        return until(sealed, "a snapshot and a delta are held", 20) or ""
     except TimeoutError:
         problems = "; ".join(each.message for each in job.report(0).problems)
         return f"no deltas were kept: {problems or 'no reason was given'}"

@@ -93,7 +93,7 @@ class MasterAdamW(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             first, second = group["betas"]
             for parameter in group["params"]:

@@ -21,7 +21,7 @@ from benchmarks.figure import Figure, Sense
 
 OURS, THEIRS, LIMIT, MISSED = "#0072B2", "#999999", "#000000", "#D55E00"
 SECOND, THIRD = "#56B4E9", "#E69F00"
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.size": 10.5,
     "axes.spines.top": False,
     "axes.spines.right": False,

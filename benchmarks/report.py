@@ -32,16 +32,14 @@ class Entry:
     """Of the machine, before it began."""
 
     @staticmethod
-    def load_plain(plain: dict[str, Any]) -> Entry:
-        return Entry(**{**plain, "figures": [Figure.read(each) for each in plain["figures"]]})
-
-    @staticmethod
-    def load(file: Path) -> Entry | None:
-        """None if it was never run."""
+    def read(file: Path) -> Entry | None:
+        """None if it was never run to its end."""
         if not file.exists():
             return None
         plain = json.loads(file.read_text())
-        return Entry.load_plain(plain) if "name" in plain else None
+        if "name" not in plain:
+            return None
+        return Entry(**{**plain, "figures": [Figure.read(each) for each in plain["figures"]]})
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""
@@ -125,8 +123,8 @@ def page(run: Run, pictures: dict[str, str]) -> str:
         + ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
         + ".",
         "",
-        "Each ratio was taken in one run on the same work, ours and the other in turn; figures are medians unless a note says otherwise. "
-        "The machine also did other work: its load before each benchmark is below. Rows without a promise are for information.",
+        "Each ratio was taken in one run on the same work, ours and the other in turn; figures are the best of several turns, for everybody, because what else runs on a machine only ever adds. "
+        "Its load before each benchmark is below. Rows without a promise are for information.",
         "",
     ]
     lines += ["| " + " | ".join(COLUMNS) + " | note |", "| --- | --- | --- | ---: | ---: | --- | --- |"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,7 +22,7 @@ def setup(training: Training, arguments: argparse.Namespace) -> tuple[AfterStep,
         "gloo", init_method=f"file://{folder / 'meet'}", rank=0, world_size=1, timeout=timedelta(seconds=120)
     )
     kind = AsyncCheckpointerType(arguments.mode)
-    pending: list[Future[object]] = []
+    pending: list[Any] = []
 
     def settle() -> None:
         while pending:
