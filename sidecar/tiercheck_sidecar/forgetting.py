@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiercheck.protocol.artifact import Kind
-from tiercheck.protocol.chain import chain_to
+from tiercheck.protocol.chain import chain_to, rebuildable
 from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.sizing import HOSTED_SLOTS, OWN_SLOTS
 from tiercheck.protocol.version import History, Version
 from tiercheck_sidecar.watermark import Verdict
 
@@ -29,6 +30,13 @@ class Place:
     """Parity blocks, or own artifacts that parity was made of: they are worth something together only."""
     stranded: bool = False
     """Kept for a worker that has other holders now; it may go as soon as those hold as much."""
+    slots: int = 0
+    """For snapshots; 0: as many as there are when memory is not short."""
+
+    @property
+    def to_keep(self) -> int:
+        """Snapshots that leave a slot for the next one."""
+        return (self.slots or (OWN_SLOTS if self.tier is Tier.LOCAL else HOSTED_SLOTS)) - 1
 
 
 def expendable(
@@ -63,6 +71,10 @@ def _needed(
             only = _base(version, snapshots, deltas, history)
             if only is not None:
                 wanted.add(only)
+    # What is newest here may be announced on our last report's word before this verdict's successor is heard.
+    newest = max(rebuildable(snapshots, deltas, history), default=None)
+    if len(wanted) < place.to_keep and _base(newest, wanted, deltas, history) is None:
+        wanted |= {each for each in (_base(newest, snapshots, deltas, history),) if each is not None}
     return wanted, deltas
 
 

@@ -72,21 +72,24 @@ class Reclaimer:
             directive, verdict, ready = board.directive, board.verdict, board.restore.state is RestoreState.READY
         if directive is None or not ready or directive.phase is Phase.HOLD:
             return  # while others may still be restoring, even what the new history does not accept harms nobody
-        owed = verdict.upload if verdict and self._vault.size_plan().own_slots == OWN_SLOTS else None
+        slots = self._vault.size_plan().own_slots
+        owed = verdict.upload if verdict and slots == OWN_SLOTS else None
         gone: set[tuple[Where, Kind, Version]] = set()
         for name, stock in stocks(self._vault.held()).items():
             mine = name.tier is Tier.LOCAL and (verdict is None or name.rank not in verdict.received)
-            doomed = expendable(_place(name, stock, directive), directive.history, verdict, owed if mine else None)
+            doomed = expendable(
+                _place(name, stock, directive, slots), directive.history, verdict, owed if mine else None
+            )
             gone |= {(name, kind, version) for kind, version in doomed}
         if gone:
             self._vault.free(lambda seal: (where(seal), seal.kind, seal.version) in gone)
         self._vault.tidy()
 
 
-def _place(name: Where, stock: Stock, directive: Directive) -> Place:
+def _place(name: Where, stock: Stock, directive: Directive, own_slots: int) -> Place:
     snapshots, deltas = frozenset(stock.snapshots), frozenset(stock.deltas)
     if name.tier is Tier.LOCAL:
-        return Place(Tier.LOCAL, snapshots, deltas, coded=directive.parity is not None)
+        return Place(Tier.LOCAL, snapshots, deltas, coded=directive.parity is not None, slots=own_slots)
     if name.share is not None:
         return Place(Tier.PEER, snapshots, deltas, True, name.share not in hosted_lanes(directive))
     return Place(Tier.PEER, snapshots, deltas, False, name.rank not in hosted_ranks(directive))

@@ -36,7 +36,7 @@ class Memory:
     def rebuildable(self, history: History) -> frozenset[Version]:
         return rebuildable(self.of(Kind.SNAPSHOT), self.of(Kind.DELTA), history)
 
-    def place(self, tier: Tier, **more: bool) -> Place:
+    def place(self, tier: Tier, **more: int) -> Place:
         return Place(tier, frozenset(self.of(Kind.SNAPSHOT)), frozenset(self.of(Kind.DELTA)), **more)
 
 
@@ -193,7 +193,7 @@ class Model:
 
     def free(self, rank: int) -> None:
         word = self.verdicts[rank]
-        self._free(self.own[rank], self.own[rank].place(Tier.LOCAL, coded=self.parity > 0), word)
+        self._free(self.own[rank], self.own[rank].place(Tier.LOCAL, coded=self.parity > 0, slots=self.slots), word)
         for (holder, owner), memory in self.hosted.items():
             if holder == rank:
                 stranded = holder not in self.holders[owner]

@@ -66,6 +66,13 @@ def test_abandoned_snapshot_goes_although_it_is_newer() -> None:
     assert gone(place([4, 8], [5, 6, 7, 8, 9]), verdict(6, abandoned=(8,))) == ([8], [])
 
 
+def test_abandoned_snapshot_that_the_newest_step_rests_on_stays_while_a_slot_is_left() -> None:
+    """The coordinator may announce that step on our last word, which it has before we have this verdict's successor."""
+    here = place([4, 8], [5, 6, 7, 9], Tier.LOCAL)
+    assert gone(here, verdict(6, abandoned=(8,))) == ([], [])
+    assert gone(replace(here, slots=2), verdict(6, abandoned=(8,))) == ([8], [])
+
+
 def test_abandoned_snapshot_stays_where_it_is_the_only_way_to_what_is_complete() -> None:
     assert gone(place([4, 8], [5, 9]), verdict(9, abandoned=(8,))) == ([4], [5])
 
