@@ -125,7 +125,8 @@ def digest(model: nn.Module, ranks: int) -> str:
 
 
 def say(**line: object) -> None:
-    print(json.dumps(line), flush=True)
+    sys.stdout.write(json.dumps(line) + "\n")  # in one piece: other threads write to the same log
+    sys.stdout.flush()
 
 
 def main() -> None:

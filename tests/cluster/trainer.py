@@ -72,6 +72,11 @@ def undisturbed(rank: int, steps: int) -> str:
     return digest(model)
 
 
+def say(**line: object) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")  # in one piece: other threads write to the same log
+    sys.stdout.flush()
+
+
 def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     attempt = int(os.environ["TIERCHECK_ATTEMPT"])
@@ -85,18 +90,18 @@ def main() -> None:
     with Checkpointer(model, optimizer) as checkpointer:
         start = checkpointer.restore()
         last = STEPS or (ENDLESS if attempt == 1 else start + TAIL)
-        print(json.dumps({"start": start, "attempt": attempt}), flush=True)
+        say(start=start, attempt=attempt)
         for step in range(start + 1, last + 1):
             factor = math.inf if attempt == 1 and step >= diverge_at else 1.0
             loss = train_one_step(model, optimizer, rank, together, factor)
             checkpointer.step(loss=loss)
-            print(json.dumps({"step": step, "attempt": attempt, "rank": rank, "loss": loss}), flush=True)
+            say(step=step, attempt=attempt, rank=rank, loss=loss)
             if os.environ.get("FAIL_AT") == str(step):
                 sys.exit(7)
             while attempt == 1 and gate.exists():
                 time.sleep(PACE)
             time.sleep(PACE)
-    print(json.dumps({"digest": digest(model), "rank": rank, "steps": last}), flush=True)
+    say(digest=digest(model), rank=rank, steps=last)
     if together:
         dist.destroy_process_group()
 

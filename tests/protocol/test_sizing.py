@@ -49,7 +49,9 @@ def test_slots_that_are_granted_fit_and_are_as_many_as_fit(
 def test_deltas_between_two_snapshots_cost_about_a_snapshot(snapshot: int, delta: int) -> None:
     every = auto_cadence(snapshot, delta)
     assert SHORTEST_CADENCE <= every <= LONGEST_CADENCE
-    assert every == SHORTEST_CADENCE or every * delta <= snapshot
+    assert every == SHORTEST_CADENCE or (every - 1) * delta < snapshot, (
+        "what lies between two snapshots costs less than one"
+    )
     assert every == LONGEST_CADENCE or (every + 1) * delta > snapshot
 
 

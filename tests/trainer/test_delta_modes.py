@@ -53,6 +53,20 @@ class Counting(Lion):
         return super().direction(gradient, momentum, beta) * (1 + 1 / self.calls)
 
 
+class Restless(torch.optim.SGD):
+    """Draws random numbers, and never has a state: that there is none must not hide it."""
+
+    def __init__(self, params: object) -> None:
+        super().__init__(params, lr=0.1)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+        super().step(closure)
+
+
 class Closed(Lion):
     """Is given a closure."""
 
@@ -90,7 +104,13 @@ def test_unknown_optimizer_is_believed_once_clones_gave_the_same_bits(delta_side
 
 @pytest.mark.parametrize(
     ("make", "reason"),
-    [(Dithering, "random"), (Counting, "other bits"), (torch.optim.LBFGS, "several times"), (Closed, "closure")],
+    [
+        (Dithering, "random"),
+        (Restless, "random"),
+        (Counting, "other bits"),
+        (torch.optim.LBFGS, "several times"),
+        (Closed, "closure"),
+    ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_optimizer_that_cannot_be_replayed_is_refused_and_reported_once(
@@ -106,6 +126,25 @@ def test_optimizer_that_cannot_be_replayed_is_refused_and_reported_once(
     assert caplog.text.count("only snapshots are taken") == 1
     assert delta_sidecar.completed(Kind.DELTA) == {}
     assert checkpointer.every == 50  # nothing was decided, and snapshots alone are expensive
+
+
+class Decayed(torch.optim.SGD):
+    """Exact, and calls the step of its base class, which runs the hooks once more."""
+
+    def __init__(self, params: object) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.999)
+        super().step(closure)
+
+
+def test_step_inside_a_step_is_one_update(delta_sidecar: ScriptedSidecar) -> None:
+    survives(delta_sidecar, script(Decayed))
+    assert not delta_sidecar.asked("no-deltas")
 
 
 def test_probing_does_not_disturb_training(delta_sidecar: ScriptedSidecar) -> None:

@@ -51,6 +51,7 @@ class Deltas:
         self._recording = False
         self._missed = False
         self._sizes: list[int] = []
+        self._depth = [0] * len(optimizers)
         self._look_around()
 
     @property
@@ -73,6 +74,9 @@ class Deltas:
 
     def before_update(self, index: int, step: int, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
         """The optimizer is about to do the update of `step`."""
+        self._depth[index] += 1
+        if self._depth[index] > 1:
+            return  # its class calls the step of its base class: still the same update
         self._recording = self.active and (
             not self._measured or not self._accepted or self._saver.unbroken.reaches(step)
         )
@@ -89,7 +93,8 @@ class Deltas:
             self._recording = False
 
     def after_update(self, index: int) -> None:
-        if not self._recording:
+        self._depth[index] -= 1
+        if self._depth[index] > 0 or not self._recording:
             return
         if self._late:  # the closure made the gradients, and they were consumed as they are now
             self._record(index)
@@ -103,6 +108,7 @@ class Deltas:
         """The delta of the step that ends here, if it is to be taken. `poisoned`: its loss is not finite."""
         accepted = self._accepted
         events, inexact = self._recorder.take()
+        self._depth = [0] * len(self._optimizers)  # an update that raised did not end
         if not self.active:
             return None
         missed, self._missed = self._missed, False

@@ -42,6 +42,7 @@ class Probe:
         self._optimizer = optimizer
         self._fresh, self._odd = _attributes(optimizer)
         self._agreed = 0
+        self._begun = False
         self._random: dict[str, Any] | None = None
         self._shadow: Optimizer | None = None
         self._pairs: list[tuple[Tensor, Tensor]] = []
@@ -55,7 +56,8 @@ class Probe:
         self._shadow = None
         if self._odd:
             raise Refused(f"{self._name} keeps {self._odd} of its own, which no checkpoint holds")
-        if self._optimizer.state:  # the first update makes it
+        first, self._begun = not self._begun, True
+        if self._optimizer.state or not first:  # the first update makes the state, if there is any
             try:
                 self._clone(event)
             except Exception as error:  # whatever a stranger's class does

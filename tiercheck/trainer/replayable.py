@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,9 @@ _NAMES = (
 )  # fmt: skip
 KNOWN = tuple(getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name))
 """Their step is a function of parameters, gradients, state and hyper-parameters alone; tests replay every one of them."""
+
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def is_known(optimizer: Optimizer) -> bool:
@@ -36,4 +40,14 @@ def plain_step(optimizer: Optimizer) -> Callable[[], Any]:
     function = type(optimizer).step
     if getattr(function, "hooked", False):
         function = getattr(function, "__wrapped__", function)
-    return lambda: function(optimizer)
+
+    def step() -> Any:
+        # A class that calls the step of its base class comes to hooks once more.
+        hidden = {name: vars(optimizer)[name] for name in _HOOKS if name in vars(optimizer)}
+        vars(optimizer).update({name: OrderedDict() for name in hidden})
+        try:
+            return function(optimizer)
+        finally:
+            vars(optimizer).update(hidden)
+
+    return step
