@@ -19,6 +19,8 @@ from tiercheck_local.demo.stage import JOBS
 
 pytestmark = pytest.mark.cluster
 
+ROOMY = {"snapshot": {"everySteps": 10}}
+"""Chains so long that a busy machine skips no delta: steps take a tenth of a second here, and the news that something has arrived as well."""
 PARITY = {"local": {"sizeLimit": "64Mi"}, "peer": {"parity": {"data": 2, "parity": 1}}}
 
 
@@ -40,7 +42,7 @@ def standing_still(job: Job, gate: Path, after: int) -> tuple[int, int]:
 
 def test_lost_node_costs_no_step_that_its_peers_had_heard_of(jobs: Jobs, cluster: LocalCluster, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    job = jobs.start(workers=2, env={"GATE": str(gate)}, checkpoint={})
+    job = jobs.start(workers=2, env={"GATE": str(gate)}, checkpoint=ROOMY)
     attempt, step = standing_still(job, gate, after=13)
     cluster.faults.kill_node(job.stage.node_of(1))
     recovery = job.wait_recovered(attempt)
@@ -52,7 +54,7 @@ def test_lost_node_costs_no_step_that_its_peers_had_heard_of(jobs: Jobs, cluster
 
 def test_killed_process_costs_no_step_that_its_memory_holds(jobs: Jobs, cluster: LocalCluster, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    job = jobs.start(workers=2, env={"GATE": str(gate)}, checkpoint={"snapshot": {"everySteps": 10}}, remote_every=None)
+    job = jobs.start(workers=2, env={"GATE": str(gate)}, checkpoint=ROOMY, remote_every=None)
     attempt, step = standing_still(job, gate, after=13)
     cluster.faults.kill_container_process(job.stage.pod_of(1))
     recovery = job.wait_recovered(attempt)
@@ -76,7 +78,7 @@ def test_deltas_go_on_after_everything_was_lost(jobs: Jobs, cluster: LocalCluste
 
 def test_lost_node_is_rebuilt_from_parity(jobs: Jobs, cluster: LocalCluster, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    job = jobs.start(workers=3, env={"GATE": str(gate)}, checkpoint={}, tiers=PARITY)
+    job = jobs.start(workers=3, env={"GATE": str(gate)}, checkpoint=ROOMY, tiers=PARITY)
     attempt, step = standing_still(job, gate, after=13)
     cluster.faults.kill_node(job.stage.node_of(1))
     recovery = job.wait_recovered(attempt)

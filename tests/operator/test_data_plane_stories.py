@@ -345,7 +345,9 @@ def test_job_that_cannot_fit_is_refused_with_numbers_before_any_pod_is_made() ->
     assert memory is not None
     assert memory.limit == 2**30
     assert memory.needed == memory.local + memory.peer > memory.limit
-    assert (memory.local, memory.peer) == pytest.approx((5 * 300 * 2**20, 4 * 300 * 2**20), rel=0.03)
+    assert (memory.local, memory.peer) == pytest.approx(
+        ((3 + 8 / 3) * 300 * 2**20, (2 + 8 / 3) * 300 * 2**20), rel=0.03
+    )
     change(world, size_limit="4Gi")
     world.until("Running")
 

@@ -10,7 +10,7 @@ from world import layout
 
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.sizing import Room, auto_cadence
+from tiercheck.protocol.sizing import SPARE_DELTAS, Room, auto_cadence
 from tiercheck.protocol.slot import NotASlot
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.digest import digest
@@ -83,11 +83,11 @@ def test_two_chains_of_deltas_fit_beside_three_snapshots(vault: Vault) -> None:
     with pytest.raises(NoFreeSlot):
         vault.begin(0, v(4))
     chain = auto_cadence(SNAPSHOT.size, DELTA.size)
-    for step in range(1, 2 * chain + 1):
+    for step in range(1, 2 * chain + SPARE_DELTAS + 1):
         capture(vault, step, Kind.DELTA, size=step * 100)
     with pytest.raises(NoFreeSlot):
         vault.begin(0, v(99), Kind.DELTA)
-    assert len(vault.held()) == 3 + 2 * chain, "nothing committed made way"
+    assert len(vault.held()) == 3 + 2 * chain + SPARE_DELTAS, "nothing committed made way"
 
 
 def test_killed_writer_costs_its_own_slot_and_nothing_committed(vault: Vault) -> None:

@@ -4,8 +4,9 @@ Known to both sides: the operator refuses a job that cannot fit before it starts
 
 Three snapshot slots per own rank let a capture start while the committed version is kept and a pending one is replicated;
 two are the least that can replace a committed version without giving it up first. Hosted copies and parity blocks need two.
-Deltas take what is left: two chains for every rank, because the next snapshot is still on its way to the holders while the
-chain after the last one grows. With less than a chain and two there would be more gaps than chains, so then there are none.
+Deltas take what is left: two chains and two for every rank, because the next snapshot is still on its way to the holders while
+the chain after the last one grows, and word of what has arrived takes a while. With less than a chain and two there would be
+more gaps than chains, so then there are none.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ OWN_SLOTS = 3
 OWN_SLOTS_MIN = 2
 HOSTED_SLOTS = 2
 SPARE_DELTAS = 2
-"""Delta slots beyond one chain without which no deltas are taken."""
+"""Delta slots beyond whole chains: for what is being written, and what is being acknowledged."""
 
 SHORTEST_CADENCE = 2
 LONGEST_CADENCE = 32
@@ -122,7 +123,7 @@ def plan(
     full, least = kept + OWN_SLOTS * one_own, kept + OWN_SLOTS_MIN * one_own
     slots = OWN_SLOTS if full <= limit else OWN_SLOTS_MIN if least <= limit else 0
     row = own_delta + peer_delta
-    wanted, fewest = (2 * cadence, cadence + SPARE_DELTAS) if row else (0, 0)
+    wanted, fewest = (2 * cadence + SPARE_DELTAS, cadence + SPARE_DELTAS) if row else (0, 0)
     taken = full if slots == OWN_SLOTS else least
     room_for = (limit - taken) // row if slots and row else 0
     return Sizing(
