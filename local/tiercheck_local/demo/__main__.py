@@ -1,4 +1,4 @@
-"""`make demo`: the whole of TierCheck on one machine, hit by five sizes of failure, compared with a run that was not."""
+"""`make demo`: the whole of TierCheck on one machine, hit by six failures, compared with a run that was not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BUCKET = "demo-checkpoints"
 FIRST_FAILURE = 12
 """Step of the first failure; the others follow at equal distances."""
 BETWEEN = 16
-STEPS = FIRST_FAILURE + 5 * BETWEEN + 12
+STEPS = FIRST_FAILURE + 6 * BETWEEN + 8
 
 OPERATOR_ENV = {"TIERCHECK_SETTLE_SECONDS": "0.5", "TIERCHECK_SUSPECT_SECONDS": "5"}
 
@@ -65,7 +65,7 @@ def _run(console: Console, directory: Path, report: Path, keep: bool) -> int:
     started = time.time()
     nodes = NodeSpec.load(ROOT / "examples" / "clusters" / "two-racks.yaml")
     command = ["python3", str(ROOT / "examples" / "train_gpt.py"), "--steps", str(STEPS)]
-    console.print("[bold]TierCheck demo[/]: 4 workers on 4 nodes in 2 racks, a small GPT, five failures")
+    console.print("[bold]TierCheck demo[/]: 4 workers on 4 nodes in 2 racks, a small GPT, six failures")
     console.print("starting a laptop cluster, a local S3 server and the operator ...")
     with ObjectStore(directory / "s3.log", BUCKET) as store, LocalCluster(directory, nodes, lease_grace=3.0) as cluster:
         cluster.apply_crds(ROOT / "crds")
@@ -86,6 +86,7 @@ def _run(console: Console, directory: Path, report: Path, keep: bool) -> int:
 def _tell(stage: LaptopStage, log: TrainingLog, live: Live, started: float, command: list[str]) -> RunRecord:
     workers = demo_job.WORKERS
     story = Story(stage, stage.watch(), log, workers, narrate=lambda sentence: live.say(f"  ✗ {sentence}"))
+    story.announce = lambda sentence: live.say(f"  → {sentence}")
     story.tick = live.follow
     faults = []
     for number, failure in enumerate(failures()):

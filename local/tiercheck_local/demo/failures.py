@@ -1,4 +1,4 @@
-"""The five sizes of failure, from a crashed process to the loss of everything, as the demo inflicts them."""
+"""What the demo inflicts: five sizes of failure, from a crashed process to the loss of everything, and a node again under parity."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Stage(Protocol):
     def kill_nodes(self, nodes: list[str]) -> None: ...
     def revive_node(self, node: str) -> None: ...
     def lose_every_pod(self) -> None: ...
+    def protect_by_parity(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Failure:
     repair: Callable[[Stage], None] = lambda stage: None
     needs_remote: bool = False
     """Wait for a complete remote version first: nothing else will be left."""
+    prepare: Callable[[Stage], str] | None = None
+    """A change of the job, made before; it takes effect with the recovery. Returns what was changed, in words."""
 
 
 def _kill_process(stage: Stage) -> str:
@@ -46,15 +49,16 @@ def _evict(stage: Stage) -> str:
 
 
 class _NodeLoss:
-    """Kills the node of worker 3; the repair brings the same node back."""
+    """Kills the node of one worker; the repair brings the same node back."""
 
-    def __init__(self) -> None:
+    def __init__(self, worker: int = 3) -> None:
+        self._worker = worker
         self._nodes: list[str] = []
 
     def inflict(self, stage: Stage) -> str:
-        self._nodes = [stage.node_of(3)]
+        self._nodes = [stage.node_of(self._worker)]
         stage.kill_nodes(self._nodes)
-        return f"node {self._nodes[0]} with worker 3"
+        return f"node {self._nodes[0]} with worker {self._worker}"
 
     def repair(self, stage: Stage) -> None:
         for node in self._nodes:
@@ -77,12 +81,19 @@ def _lose_everything(stage: Stage) -> str:
 
 
 def failures() -> list[Failure]:
-    """The acts, in order of size."""
-    node, rack = _NodeLoss(), _RackLoss()
+    """The acts, in order of size; the last one under parity, which took the place of copies when everything was lost."""
+    node, rack, rebuilt = _NodeLoss(), _RackLoss(), _NodeLoss(1)
     return [
         Failure("process", "a training process is killed", _kill_process),
         Failure("pod", "a pod is evicted", _evict),
         Failure("node", "a node dies", node.inflict, node.repair),
         Failure("rack", "a rack goes dark", rack.inflict, rack.repair),
-        Failure("all", "every pod is lost at once", _lose_everything, needs_remote=True),
+        Failure(
+            "all",
+            "every pod is lost at once",
+            _lose_everything,
+            needs_remote=True,
+            prepare=lambda stage: stage.protect_by_parity(),
+        ),
+        Failure("node, parity", "a node dies", rebuilt.inflict, rebuilt.repair),
     ]

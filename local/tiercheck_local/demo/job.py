@@ -11,7 +11,6 @@ NAME = "gpt"
 WORKERS = 4
 CREDENTIALS = "demo-s3-credentials"
 
-SNAPSHOT_EVERY = 5
 REMOTE_EVERY = 20
 
 
@@ -27,7 +26,7 @@ def credentials() -> dict[str, Any]:
 
 
 def job(command: list[str], endpoint: str, bucket: str) -> dict[str, Any]:
-    """The TierCheckJob: four workers, one copy in another rack, S3 behind them."""
+    """The TierCheckJob: four workers, a delta of every step, one copy in another rack, S3 behind them."""
     return {
         "apiVersion": "tiercheck.io/v1alpha1",
         "kind": "TierCheckJob",
@@ -46,7 +45,6 @@ def job(command: list[str], endpoint: str, bucket: str) -> dict[str, Any]:
                     {"name": "host", "label": "kubernetes.io/hostname"},
                 ]
             },
-            "checkpoint": {"snapshot": {"everySteps": SNAPSHOT_EVERY}},
             "tiers": {
                 "local": {"sizeLimit": "512Mi"},
                 "peer": {"copies": 1, "spread": {"level": "rack", "mode": "Preferred"}},

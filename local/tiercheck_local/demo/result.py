@@ -14,6 +14,8 @@ from tiercheck_local.demo.verdict import Verdict
 
 def rank_source(restore: RankRestore, rank: int, racks: Mapping[int, str]) -> str:
     """Where one rank came back from, in words. `racks` is the rack of each worker after the recovery."""
+    if restore.rebuilt:
+        return "parity"
     if restore.tier is Tier.LOCAL:
         return "own memory"
     if restore.tier is Tier.PEER:
@@ -59,7 +61,7 @@ def run_record(
 ) -> RunRecord:
     digests = {"run": run_digest, "reference": reference_digest}
     return RunRecord(
-        title="TierCheck demo: one job, five failures",
+        title="TierCheck demo: one job, six failures",
         machine=machine,
         started=started,
         ended=ended,

@@ -1,4 +1,4 @@
-"""The story, top-down: train, be hit five times, come back five times, compare with a run that was never hit."""
+"""The story, top-down: train, be hit six times, come back six times, compare with a run that was never hit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class Outcome:
     def tiers(self) -> dict[str, int]:
         counts = {tier.value: 0 for tier in Tier}
         for rank in self.ranks.values():
-            if rank.tier is not None:
+            if rank.rebuilt:
+                counts["parity"] = counts.get("parity", 0) + 1
+            elif rank.tier is not None:
                 counts[rank.tier.value] += 1
         return counts
 
@@ -57,6 +59,8 @@ class Story:
     log: TrainingLog
     ranks: int
     narrate: Narrate
+    announce: Narrate = lambda sentence: None
+    """As `narrate`, for what is no failure."""
     tick: Callable[[Mapping[str, Any]], None] = lambda status: None
     patience: float = 90.0
     """Seconds before one wait is given up."""
@@ -82,6 +86,8 @@ class Story:
     def play(self, failure: Failure, at_step: int) -> Outcome:
         """Wait for `at_step`, inflict the failure, and follow the job until it trains again."""
         status = self.wait_for(f"step {at_step}, protected", lambda status: self._ready_for(failure, at_step, status))
+        if failure.prepare is not None:
+            self.announce(failure.prepare(self.stage))
         before = self.step
         attempt_before = int(status.get("attempt", 0))
         injected_at = time.time()
@@ -146,7 +152,7 @@ class Story:
             attempt=attempt,
             step_before=before,
             restored_step=restored_step,
-            lost_steps=max(step.step for step in self.log.steps if step.attempt < attempt) - restored_step,
+            lost_steps=max(0, max(step.step for step in self.log.steps if step.attempt < attempt) - restored_step),
             ranks=ranks,
             cause=str(finished.get("cause", "")),
             reason=str(finished.get("reason", "")),
