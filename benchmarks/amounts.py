@@ -9,7 +9,7 @@ GIB = 1 << 30
 def bytes_text(count: float) -> str:
     """In binary units."""
     for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", 1024)):
-        if count >= size:
+        if count >= 0.99 * size:
             return f"{count / size:.3g} {unit}"
     return f"{count:.0f} B"
 

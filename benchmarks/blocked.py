@@ -74,17 +74,19 @@ def run(scale: Scale) -> Outcome:
     return Outcome(figures(found, problems, scale), {"systems": found, "problems": problems})
 
 
-def measure(system: System, size: int, scale: Scale, look: Callable[[Job], object] = lambda _: None) -> dict[str, Any]:
+def measure(
+    system: System, size: int, scale: Scale, look: Callable[[Job], object] = lambda _: None, slots: int = 3
+) -> dict[str, Any]:
     """One process: train with `system` saving a state of `size` bytes. Raises CannotInstall, or RuntimeError if it fails.
 
-    If it is ours, `look` sees the sidecar afterwards.
+    If it is ours, the sidecar has room for `slots` snapshots, and `look` sees it afterwards.
     """
     folder = Path(tempfile.mkdtemp(prefix="tiercheck-bench-", dir=shared_memory()))
     try:
         if system.module != "ours":
             return _process(system, size, scale, folder, {})
-        # Three slots, and some room for headers.
-        with Job(limit=3 * size + size // 4 + (64 << 20), every=2 * _half(system)) as job:
+        # And some room for headers.
+        with Job(limit=slots * size + size // 4 + (64 << 20), every=2 * _half(system)) as job:
             job.begin()
             found = _process(system, size, scale, folder, job.trainer_env(0))
             taken = until(lambda: job.report(0).counters.captured, "a snapshot is sealed")

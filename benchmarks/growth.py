@@ -6,7 +6,6 @@ A slope of 1 in log-log scales is linear growth. Workers share one machine here,
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import sys
 import time
@@ -21,7 +20,7 @@ from benchmarks.raw_rank import RawRank
 from benchmarks.scale import Scale
 from tiercheck.protocol.directive import Tier
 
-_SPARE = 3 * GIB
+_SPARE = 2 * GIB
 """Memory that must stay free, or the machine swaps and the figures are worthless."""
 
 
@@ -29,29 +28,47 @@ def run(scale: Scale) -> Outcome:
     """States one after the other, then workers."""
     states, skipped = [], []
     for size in scale.growth_states:
-        if 5.2 * size + _SPARE > available():  # state, gradients, three slots
-            skipped.append(f"{bytes_text(size)}: only {bytes_text(available())} of memory are free")
+        # Beside the slots: the state, its gradients, and what a part of it is copied into.
+        slots = next((count for count in (3, 2) if (1.34 + count) * size + GIB + _SPARE <= available()), 0)
+        if slots == 0:
+            skipped.append(f"{bytes_text(size)} not run: only {bytes_text(available())} of memory are free")
             continue
+        if slots == 2:
+            skipped.append(
+                f"{bytes_text(size)} with two slots, because only {bytes_text(available())} of memory are free"
+            )
         print(f"  state of {bytes_text(size)}", file=sys.stderr, flush=True)
-        states.append(_of_state(size, scale))
+        states.append(_of_state(size, scale, slots))
     share = 8 * MIB if scale.quick else 64 * MIB
     workers = [_of_workers(count, share) for count in scale.growth_workers]
-    note = "; ".join(["worst case: the step is shorter than the copy", *skipped])
-    rows = [
-        _slope_row("growth of the time blocked with the state", states, ("bytes", "blocked"), bytes_text, note),
+    data = {"states": states, "workers": workers, "skipped": skipped, "share": share}
+    return Outcome(figures(data), data)
+
+
+def figures(data: dict[str, Any]) -> list[Figure]:
+    """Rows; the slope of a plain copy in the same processes is told beside ours, for it shows what the machine did meanwhile."""
+    states, workers = data["states"], data["workers"]
+    about = ["worst case: the step is shorter than the copy", *data["skipped"]]
+    if len(states) > 1:
+        plain = slope([(point["bytes"], point["copy"]) for point in states])
+        about.insert(1, f"the slope of a plain copy in the same processes is {plain:.3g}")
+    return [
+        _slope_row(
+            "growth of the time blocked with the state", states, ("bytes", "blocked"), bytes_text, "; ".join(about)
+        ),
         _slope_row(
             "growth of the time to copy all to peers, with the workers",
             workers,
             ("workers", "seconds"),
             lambda count: f"{count:.0f} workers",
-            f"{bytes_text(share)} per worker, all on this machine; {rate_text(workers[-1]['rate'])} altogether at the last",
+            f"{bytes_text(data['share'])} per worker, all on this machine; "
+            f"{rate_text(workers[-1]['rate'])} altogether at the last",
         ),
         _budget_row("memory used, of the computed budget, by state", states, "bytes", bytes_text),
         _budget_row(
             "memory used, of the computed budget, by workers", workers, "workers", lambda n: f"{n:.0f} workers"
         ),
     ]
-    return Outcome(rows, {"states": states, "workers": workers, "skipped": skipped})
 
 
 def slope(points: list[tuple[float, float]]) -> float:
@@ -80,10 +97,9 @@ def _memory(job: Job) -> _Memory:
     return max(workers, key=lambda memory: memory.used / max(1, memory.budget))
 
 
-def _of_state(size: int, scale: Scale) -> dict[str, Any]:
+def _of_state(size: int, scale: Scale, slots: int) -> dict[str, Any]:
     found: list[_Memory] = []
-    few = dataclasses.replace(scale, cycles=2)
-    result = blocked.measure(blocked.WORST, size, few, lambda job: found.append(_memory(job)))
+    result = blocked.measure(blocked.WORST, size, scale, lambda job: found.append(_memory(job)), slots)
     waits = sorted(cycle["blocked"] for cycle in result["cycles"])
     return {
         "bytes": result["state_bytes"],

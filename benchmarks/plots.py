@@ -14,7 +14,7 @@ mpl.use("agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Sheet
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from benchmarks.amounts import bytes_text, seconds_text
 from benchmarks.figure import Figure, Sense
@@ -110,7 +110,8 @@ def overview(figures: list[Figure]) -> Sheet | None:
     axes.xaxis.set_major_formatter(_times)
     low, high = axes.get_xlim()
     axes.set_xlim(min(low, 0.25) / 12, max(high, 4) * 12)
-    axes.set_title("Better than promised → (dot: reached, cross: missed)")
+    axes.set_title("Better than promised →", loc="left")
+    axes.set_xlabel("times better than promised; dot: reached, cross: missed")
     axes.tick_params(axis="y", length=0)
     return sheet
 
@@ -172,9 +173,10 @@ def every_step(data: Data) -> Sheet | None:
     left.legend(loc="lower right", ncols=2)
     step = statistics.median(data["plain"])
     right.plot([100 * value / step for value in data["blocked"]], "D", color=OURS, markersize=5)
-    right.axhline(2, color=MISSED, linestyle="--", linewidth=1.4)
-    right.set_ylim(bottom=0, top=max(2.4, 1.15 * right.get_ylim()[1]))
-    right.set_title("Blocked, % of a step (dashed: promised)")
+    right.axhline(2, color=MISSED, linestyle="--", linewidth=1.4, label="promised at most, on average")
+    right.legend(loc="upper right", fontsize=9)
+    right.set_ylim(bottom=0, top=max(2.6, 1.25 * right.get_ylim()[1]))
+    right.set_title("Blocked, % of a step")
     right.set_xlabel("step")
     return sheet
 
@@ -189,15 +191,17 @@ def delta_sizes(data: Data) -> Sheet | None:
     for row, (name, size) in enumerate(reversed(sizes.items())):
         share = 100 * size["delta"] / size["snapshot"]
         axes.barh(row, share, color=OURS, height=0.55)
-        axes.annotate(f"{share:.3g} %", (share, row), xytext=(6, 0), textcoords="offset points", va="center")
-        for word, bound in bounds.items():
-            if word in name:
-                axes.plot([bound, bound], [row - 0.4, row + 0.4], color=MISSED, linewidth=2)
+        bound = next((bound for word, bound in bounds.items() if word in name), 0.0)
+        if bound:
+            axes.plot([bound, bound], [row - 0.4, row + 0.4], color=MISSED, linewidth=2)
+        axes.annotate(
+            f"{share:.3g} %", (max(share, bound), row), xytext=(6, 0), textcoords="offset points", va="center"
+        )
     axes.set_yticks(range(len(sizes)), [name.partition(", ")[2] for name in reversed(sizes)])
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} %")
     axes.set_xlim(right=100)
-    axes.set_title("Delta, in percent of a snapshot (log; red line: promised at most)")
+    axes.set_title("Delta, in percent of a snapshot (log; line: promised at most)")
     return sheet
 
 
@@ -221,6 +225,7 @@ def restores(data: Data) -> Sheet | None:
     right.set_title("From a peer")
     for axes in (left, right):
         axes.xaxis.set_major_formatter(_seconds)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.set_xlim(right=axes.get_xlim()[1] * 1.25)
         axes.set_ylim(-0.6, 2.1)
         axes.legend(loc="upper left", ncols=2, fontsize=9)
@@ -255,7 +260,7 @@ def growth(data: Data) -> Sheet | None:
     for axes, values in ((one, xs), (two, xs), (three, counts)):
         axes.minorticks_off()
         axes.set_xticks(values)
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_locator(LogLocator(base=2) if axes is two else LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.tick_params(axis="x", rotation=35)
         axes.legend(loc="upper left", fontsize=9)
         axes.margins(y=0.25)

@@ -153,7 +153,7 @@ def run_cycles(
     """Train for cycles of 2 x `half` steps. `after_step(n)` is called after every step and saves when n is a multiple of that.
 
     `settle` waits for what still goes on in the background; it is called, and not counted, in the middle of a cycle, so that the
-    second half is undisturbed. The first `warm_up` cycles, in which each slot is used for the first time, are not reported.
+    second half is undisturbed; if it answers False, nothing was saved and the cycle is done again. The first `warm_up` cycles, in which each slot is used for the first time, are not reported.
     """
     found: list[Cycle] = []
     number = 0
@@ -173,12 +173,17 @@ def run_cycles(
 
     steps(2 * half - 1)
     settle()  # slots are made when the size of the state is known
-    for _ in range(cycles + warm_up):
+    left = 10 * (cycles + warm_up)
+    while len(found) < cycles + warm_up:
+        left -= 1
+        if left < 0:
+            raise RuntimeError("too many saves were not taken")
         # The step that saves is counted with those after it, up to the middle.
         first_blocked, first = steps(half)
-        settle()
+        taken = settle()
         second_blocked, second = steps(half)
-        found.append(Cycle(first_blocked + second_blocked, first - second, second / half))
+        if taken is not False:  # what was not saved blocked nobody, and does not count
+            found.append(Cycle(first_blocked + second_blocked, first - second, second / half))
     settle()
     return found[warm_up:]
 

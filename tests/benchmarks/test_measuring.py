@@ -65,6 +65,13 @@ def test_a_cycle_saves_once_and_counts_what_the_save_took(training: Training) ->
     assert settled == [0, 1, 2, 3, 4, 4]  # before the first save, in the middle of each cycle, at the end
 
 
+def test_a_save_that_was_not_taken_is_made_again_instead_of_counted_as_free(training: Training) -> None:
+    answers = [True, True, False, True, True]  # before the first save, then one for each cycle, at the end
+    cycles = run_cycles(training, lambda _: None, lambda: answers.pop(0), cycles=1, half=1, warm_up=1)
+    assert len(cycles) == 1
+    assert answers == []
+
+
 @pytest.mark.parametrize(("power", "expected"), [(1.0, 1.0), (2.0, 2.0), (0.0, 0.0)])
 def test_slope_is_the_power_by_which_something_grows(power: float, expected: float) -> None:
     assert slope([(x, 3 * x**power) for x in (1.0, 2.0, 8.0)]) == pytest.approx(expected)
