@@ -347,3 +347,18 @@ def test_sidecar_that_was_away_is_told_again_that_there_are_no_deltas(delta_side
     until(told_again, "the new sidecar is told")
     assert delta_sidecar.asked("no-deltas")[0].message == "a reason"
     checkpointer.close()
+
+
+def test_rank_restored_without_a_chain_does_not_say_that_it_takes_no_deltas(delta_sidecar: ScriptedSidecar) -> None:
+    running, checkpointer = started(simple)
+    checkpointer.restore()
+    train(running, checkpointer, 4)
+    checkpointer.close()
+    delta_sidecar.offer(base=4, step=4)
+    before = len(delta_sidecar.asked("reserve"))
+    running, again = started(simple, seed=5)
+    again.restore()
+    train(running, again, 3)
+    again.close()
+    assert all(request.delta_bytes > 0 for request in delta_sidecar.asked("reserve")[before:])
+    assert {5, 6, 7} <= set(delta_sidecar.completed(Kind.DELTA))
