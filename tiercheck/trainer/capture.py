@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+_PLAIN = {Tensor, nn.Parameter}
 
 
 class NotCapturable(TypeError):
     """Something in the state cannot be stored and put back exactly; the message names it."""
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor to store. `lazy`: only `optimizer.step` changes it, so it may be copied while training goes on."""
 
     name: str
@@ -122,7 +124,10 @@ def describe(value: Tensor, parameter: Tensor, what: str) -> dict[str, Any]:
 
 def versions(entries: Sequence[Entry]) -> tuple[int, ...]:
     """torch's in-place counters of the lazy tensors: if one moves during the copy, the copy is torn."""
-    return tuple(counter(entry.tensor if entry.origin is None else entry.origin) for entry in entries if entry.lazy)
+    watched = [entry.tensor if entry.origin is None else entry.origin for entry in entries if entry.lazy]
+    if {*map(type, watched)} <= _PLAIN and not any(map(Tensor.is_inference, watched)):
+        return tuple(map(attrgetter("_version"), watched))
+    return tuple(map(counter, watched))
 
 
 def counter(tensor: Tensor) -> int:

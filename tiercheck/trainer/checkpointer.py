@@ -13,7 +13,6 @@ In a cluster snapshots go to the sidecar's shared memory; elsewhere to a folder.
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import logging
 import math
 import os
@@ -293,7 +292,7 @@ class Checkpointer:
     def _at_once(self, entry: Entry) -> Entry:
         if entry.lazy and entry.name not in self._saver.mutating:
             return entry
-        return dataclasses.replace(entry, tensor=entry.tensor.clone(), lazy=False)
+        return entry._replace(tensor=entry.tensor.clone(), lazy=False)
 
     def _prepare(self, delta_room: int | None) -> None:
         """Find out the size of a slot before the first snapshot is due, and have slots made (`Saver.reserve`)."""

@@ -112,15 +112,17 @@ class Deltas:
         if not self.active:
             return None
         missed, self._missed = self._missed, False
-        if not missed:
-            self._compare("after the update")
+        mark = self._watch.read()
+        if not missed and self._mark is not None and self._mark != mark:
+            self._outside = "after the update"
+        self._mark = mark
         outside, self._outside = self._outside, ""
         if [
             sum(len(group["params"]) for group in optimizer.param_groups) for optimizer in self._optimizers
         ] != self._sizes:
             self._look_around()  # a parameter group was added
             inexact = inexact or "parameters were added"
-        self._mark = self._watch.read()
+            self._mark = self._watch.read()
         changed = self._buffers.changed()
         reaches = not missed and self._saver.unbroken.reaches(step)
         measure = bool(events) and not self._measured and not reaches

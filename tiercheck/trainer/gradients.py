@@ -121,7 +121,9 @@ class Recorder:
             if changed:
                 self._eager.update((index, number) for number in changed)
                 self._inexact = "the optimizer changed gradients; they are copied at once from now on"
-        event.note()
+                event.note()
+        else:
+            event.note()
         self._events.append(event)
 
     def take(self) -> tuple[list[Event], str]:

@@ -195,6 +195,7 @@ class Saver:
             with self._count_lock:
                 self.captured += task.kind is Kind.SNAPSHOT
                 self.deltas += task.kind is Kind.DELTA
+            self._backend.flush()  # progress: steps may come faster than this thread gets idle
         elif isinstance(task, _SkippedStep):
             self._backend.pass_over(task.step)
         elif isinstance(task, _Reserve):

@@ -21,7 +21,7 @@ RESERVE_SECONDS = 60.0
 FIRST_CONNECT_SECONDS = 60.0
 """How long `restore` waits for the sidecar: without it nobody knows what to restore."""
 _BACKOFF = (0.5, 30.0)  # seconds between attempts to connect again: first, longest
-_PROGRESS_GAP = 0.05  # seconds between progress messages
+_PROGRESS_LATE = 0.5  # seconds without a progress message after which the training thread sends it itself
 
 
 class SidecarBackend:
@@ -45,8 +45,9 @@ class SidecarBackend:
         self._retry_at = 0.0
         self._backoff = _BACKOFF[0]
         self._warn = WarnOnce()
-        self._owed: Request | None = None
+        self._owed: tuple[int, float | None, float | None, int] | None = None
         self._owed_lock = threading.Lock()
+        self._telling = threading.Lock()
         self._told_at = 0.0
 
     @property
@@ -120,9 +121,14 @@ class SidecarBackend:
 
     def progress(self, step: int, loss: float | None, seconds: float | None, not_finite: int) -> None:
         with self._owed_lock:
-            self._owed = Request("progress", step=step, loss=loss, step_seconds=seconds, not_finite=not_finite)
-            if time.monotonic() - self._told_at >= _PROGRESS_GAP:
+            self._owed = (step, loss, seconds, not_finite)
+        if time.monotonic() - self._told_at < _PROGRESS_LATE:
+            return  # the other thread does it: waking the sidecar costs more than all else here
+        if self._telling.acquire(blocking=False):
+            try:
                 self._tell_owed()
+            finally:
+                self._telling.release()
 
     def flush(self) -> bool:
         if self._owed is None:
@@ -132,9 +138,9 @@ class SidecarBackend:
         except Skipped as skipped:
             self._warn(skipped.kind, str(skipped))
             return False
-        with self._owed_lock:
+        with self._telling:
             self._tell_owed()
-            return self._owed is None
+        return self._owed is None
 
     def close(self) -> None:
         deadline = time.monotonic() + ANSWER_SECONDS
@@ -144,13 +150,17 @@ class SidecarBackend:
             self._link.close()
 
     def _tell_owed(self) -> None:
-        link = self._link
-        if self._owed is None or link is None or link.closed:
+        link, owed = self._link, self._owed
+        if owed is None or link is None or link.closed:
             return
+        step, loss, seconds, not_finite = owed
+        request = Request("progress", step=step, loss=loss, step_seconds=seconds, not_finite=not_finite)
         try:
-            if link.tell(self._owed):
-                self._owed = None
+            if link.tell(request):
                 self._told_at = time.monotonic()
+                with self._owed_lock:
+                    if self._owed is owed:
+                        self._owed = None
         except LinkBroken as error:
             self._warn("SidecarGone", str(error))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import random
 import sys
+from array import array
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -77,7 +78,7 @@ def random_state() -> dict[str, Any]:
     """All generators a training loop draws from by default."""
     version, words, gauss = random.getstate()
     # As tensors: torch.save calls into Python for every plain number, and this runs at every step.
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(words), gauss]}
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, _tensor_of(words), gauss]}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
     numpy = sys.modules.get("numpy")
@@ -91,6 +92,11 @@ def random_state() -> dict[str, Any]:
             float(gauss),
         ]
     return state
+
+
+def _tensor_of(words: tuple[int, ...]) -> torch.Tensor:
+    """`torch.tensor`, without its look at each of the numbers."""
+    return torch.frombuffer(array("q", words), dtype=torch.int64)
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:

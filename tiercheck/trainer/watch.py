@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tiercheck.trainer.capture import counter
+
+_version = attrgetter("_version")
 
 
 class Watch:
@@ -24,10 +29,19 @@ class Watch:
 
     def read(self) -> list[int]:
         """Two readings are equal if nothing was changed in place, or replaced, between them."""
-        found = [parameter._version for parameter in self._plain] + [counter(parameter) for parameter in self._sharded]
+        found = list(map(_version, self._plain))
+        found += map(counter, self._sharded)
         for optimizer in self._optimizers:
-            for state in optimizer.state.values():
-                for value in state.values():
-                    if isinstance(value, Tensor):
-                        found += (id(value), value._version if type(value) is Tensor else counter(value))
+            values: list[Any] = list(chain.from_iterable(map(_values, optimizer.state.values())))
+            if {*map(type, values)} - {Tensor}:
+                values = [value for value in values if isinstance(value, Tensor)]
+                versions = map(counter, values)
+            else:  # no call into Python for any of them: this runs three times in every step
+                versions = map(_version, values)
+            found += map(id, values)
+            found += versions
         return found
+
+
+def _values(state: dict[str, Any]) -> Any:
+    return state.values()
