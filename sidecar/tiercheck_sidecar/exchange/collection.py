@@ -1,9 +1,12 @@
-"""One artifact on its way from holders that all say the same of it: several streams, one slot."""
+"""One artifact on its way from holders that all say the same of it: several streams, one slot.
+
+A chunk is received into its place and digested piece by piece while the piece is in the cache. Its place is one stream's at a time,
+and nobody's once it is verified. What a second holder brings of a chunk that the first is late with waits beside its place.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections import Counter, deque
@@ -11,13 +14,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from tiercheck.protocol.artifact import Artifact
-from tiercheck_sidecar.digest import digest_chunk, length_of
+from tiercheck_sidecar.digest import digest_as_filled, length_of, piece
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.gathering import OVERDUE, Gathering
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.sources import BadCopy, Dial, Opening, Senseless, open_copy
 from tiercheck_sidecar.exchange.streams import stream_count
-from tiercheck_sidecar.exchange.transfers import write_all
 from tiercheck_sidecar.vault import Seal, Vault
 
 _AHEAD = 2
@@ -37,6 +39,7 @@ class Collection:
         self._streams: Counter[int] = Counter()
         self._wires: set[Wire] = set()
         self._brought: set[int] = set()
+        self._writers: dict[int, Wire] = {}
         self._draft = vault.draft(seal)
 
     @property
@@ -49,14 +52,10 @@ class Collection:
         streams = [(one.dial, one.wire if n == 0 else None) for one in self._openings for n in range(each)]
         self._streams.update(dial.worker for dial, _ in streams)
         try:
-            file = os.open(self._draft.path, os.O_WRONLY | os.O_CLOEXEC)
-            try:
-                with ThreadPoolExecutor(len(streams), thread_name_prefix="fetch") as pool:
-                    futures = [pool.submit(self._stream, dial, wire, file) for dial, wire in streams]
-                for future in futures:
-                    future.result()
-            finally:
-                os.close(file)
+            with ThreadPoolExecutor(len(streams), thread_name_prefix="fetch") as pool:
+                futures = [pool.submit(self._stream, dial, wire) for dial, wire in streams]
+            for future in futures:
+                future.result()
             self._examine()
             if not self._gathering.complete:
                 return False
@@ -65,7 +64,7 @@ class Collection:
         finally:
             self._draft.discard()
 
-    def _stream(self, dial: Dial, wire: Wire | None, file: int) -> None:
+    def _stream(self, dial: Dial, wire: Wire | None) -> None:
         """Chunks from one holder, over a connection that is made anew as often as that brings anything."""
         brought, reason = 1, ""
         try:
@@ -73,7 +72,7 @@ class Collection:
                 brought = 0
                 try:
                     with self._connection(dial, wire) as connection:
-                        for _ in self._chunks(dial.worker, connection, file):
+                        for _ in self._chunks(dial.worker, connection):
                             brought += 1
                     return
                 except WireBroken as error:
@@ -108,35 +107,57 @@ class Collection:
                 with self._changed:
                     self._wires.discard(wire)
 
-    def _chunks(self, worker: int, wire: Wire, file: int) -> Iterator[int]:
-        """Ask, verify, write; one item for each good chunk. Raises WireBroken, OSError."""
-        digests = self.seal.digests
-        scratch = memoryview(bytearray(min(digests.chunk, digests.size)))
+    def _chunks(self, worker: int, wire: Wire) -> Iterator[int]:
+        """Ask, receive, verify; one item for each good chunk. Raises WireBroken, OSError."""
         owed: deque[int] = deque()
         try:
             while self._order(worker, wire, owed):
                 index, length = wire.receive_chunk_header()
-                if index != owed[0] or length != length_of(digests, index):
+                if index != owed[0] or length != length_of(self.seal.digests, index):
                     raise WireBroken("it sent a chunk that was not asked for")
-                chunk = scratch[:length]
-                wire.receive_into(chunk)
-                good = digest_chunk(chunk) == digests.values[index]
-                if good:
-                    write_all(file, chunk, index * digests.chunk)
+                good = self._take_in(index, worker, wire)
                 owed.popleft()
-                with self._changed:
-                    if good:
-                        self._brought.add(worker)
-                        self._gathering.arrived(index, worker)
-                    else:
-                        self._gathering.damaged(index, worker)
-                    self._settle()
                 if good:
                     yield index
         finally:
             with self._changed:
                 self._gathering.lost(owed, worker)
                 self._settle()
+
+    def _take_in(self, index: int, worker: int, wire: Wire) -> bool:
+        """Receive a chunk; whether it is good. Raises WireBroken."""
+        digests = self.seal.digests
+        place = piece(self._draft.view, digests, index)
+        with self._changed:
+            mine = index not in self._writers and not self._gathering.is_here(index)
+            if mine:
+                self._writers[index] = wire
+        target = place if mine else memoryview(bytearray(len(place)))
+        good = over = False
+        try:
+            good = digest_as_filled(target, wire.receive_into) == digests.values[index]
+            over = True
+        finally:
+            with self._changed:
+                if mine:
+                    del self._writers[index]
+                elif good:
+                    self._clear(index)
+                    if not self._gathering.is_here(index):
+                        place[:] = target
+                if good:
+                    self._brought.add(worker)
+                    self._gathering.arrived(index, worker)
+                elif over:
+                    self._gathering.damaged(index, worker)
+                self._settle()
+        return good
+
+    def _clear(self, index: int) -> None:
+        """Under the lock. Nobody writes to the chunk's place any more: who is late with it, on a slow line, is cut off."""
+        if index in self._writers:
+            self._writers[index].cut()
+            self._changed.wait_for(lambda: index not in self._writers)
 
     def _order(self, worker: int, wire: Wire, owed: deque[int]) -> bool:
         """Keep a few chunks on order. Waits for something to ask for while nothing is owed; False: there is nothing more."""

@@ -43,6 +43,9 @@ class Gathering(Generic[Source]):
     def missing(self) -> int:
         return len(self._missing)
 
+    def is_here(self, index: int) -> bool:
+        return index not in self._missing
+
     def is_live(self, source: Source) -> bool:
         return source in self._live
 
