@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.names import ENV_RUN_DIR
-from tiercheck.protocol.slot import SlotLayout
 from tiercheck.protocol.version import Version
 from tiercheck.trainer import user_state
 from tiercheck.trainer.backend import Backend, Offer, RestoreError
@@ -37,14 +36,13 @@ from tiercheck.trainer.capture import Entry, NotCapturable, on_cuda, take_invent
 from tiercheck.trainer.copying import Pending, Snapshot
 from tiercheck.trainer.delta import StoredDelta
 from tiercheck.trainer.deltas import Deltas, innermost
-from tiercheck.trainer.dtypes import dtype_name
 from tiercheck.trainer.folder_backend import FolderBackend
 from tiercheck.trainer.load import load_all
 from tiercheck.trainer.ranks import rank_and_world
 from tiercheck.trainer.replay import Mismatch, Replay
 from tiercheck.trainer.saver import Saver
 from tiercheck.trainer.sidecar_backend import SidecarBackend
-from tiercheck.trainer.slot_file import USER_BLOB, SlotReader
+from tiercheck.trainer.slot_file import SlotReader
 
 log = logging.getLogger("tiercheck")
 
@@ -97,9 +95,6 @@ class Checkpointer:
         self._deltas = Deltas(model, self._optimizers, self._backend, self._saver)
         self.step_number = 0
         """Optimizer steps done, restored ones included."""
-        self._layout: SlotLayout | None = None
-        self._signature: tuple[Any, ...] = ()
-        self._blob_capacity = 0
         self._ready: torch.cuda.Event | None = None
         self._last_step_at: float | None = None
         self._step_seconds: float | None = None
@@ -186,7 +181,7 @@ class Checkpointer:
         self._ready = None
         delta = self._deltas.end_step(self.step_number, self._state, self._final, poisoned)
         due = self.step_number % self.every == 0
-        if self._layout is None and not due:
+        if not due and not self._saver.layouts.known:
             self._prepare(-1 if delta is not None else None)
         snapshot = self._snapshot(loss, poisoned) if due else None
         if delta is None and not due and loss is not None and not poisoned:
@@ -275,12 +270,11 @@ class Checkpointer:
     def _capture(self) -> Snapshot:
         """List the state; copy at once what changes before the next update (buffers, the user blob)."""
         inventory = take_inventory(self._model, self._optimizers)
-        blob = user_state.pack(self._state, inventory.facts)
+        blob = user_state.Packed(self._state, inventory.facts)
         entries = [self._at_once(entry) for entry in inventory.entries]
-        layout = self._layout_of(entries, len(blob))
         device = on_cuda(entries)
         ready = None if device is None else self._final(device)
-        return Snapshot(step=self.step_number, entries=entries, layout=layout, blob=blob, device=device, ready=ready)
+        return Snapshot(step=self.step_number, entries=entries, blob=blob, device=device, ready=ready)
 
     def _final(self, device: torch.device) -> torch.cuda.Event:
         """Passes when all that the training stream was given until the end of this step is done."""
@@ -299,31 +293,9 @@ class Checkpointer:
         try:
             inventory = take_inventory(self._model, self._optimizers)
             blob_bytes = len(user_state.pack(self._state, inventory.facts))
-            self._layout_of(inventory.entries, blob_bytes, delta_room)
+            self._saver.layouts.plan(inventory.entries, blob_bytes, delta_room)
         except NotCapturable as error:
             self._saver.warn("NotCapturable", str(error))
-
-    def _layout_of(self, entries: Sequence[Entry], blob_bytes: int, delta_room: int | None = None) -> SlotLayout:
-        """The layout for these tensors; the same object until the set of tensors changes or the blob outgrows its place."""
-        self._blob_capacity = user_state.capacity_for(blob_bytes, self._blob_capacity)
-        signature = (
-            self._blob_capacity,
-            *((entry.name, entry.tensor.dtype, entry.tensor.shape) for entry in entries),
-        )
-        if self._layout is None or signature != self._signature:
-            try:
-                self._layout = SlotLayout.plan(
-                    [
-                        (entry.name, dtype_name(entry.tensor.dtype), tuple(entry.tensor.shape), entry.tensor.nbytes)
-                        for entry in entries
-                    ]
-                    + [(USER_BLOB, "U8", (self._blob_capacity,), self._blob_capacity)]
-                )
-            except (TypeError, ValueError) as error:
-                raise NotCapturable(str(error)) from error
-            self._signature = signature
-            self._saver.reserve(self._layout.size, delta_room)
-        return self._layout
 
     def _skip(self, kind: str, message: str) -> None:
         self._saver.skip_snapshot(self.step_number, kind, message)

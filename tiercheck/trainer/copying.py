@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tiercheck.protocol.slot import SlotLayout
 from tiercheck.trainer.capture import Entry, versions
+from tiercheck.trainer.user_state import Packed
 
 CHUNK = 16 * 1024 * 1024
 """Bytes per copy call: long enough to be efficient, short enough that other threads get the interpreter in between."""
@@ -64,8 +64,7 @@ class Snapshot(Pending):
     """A capture of the whole state. Its tensors are those of the model itself; small ones are already copies."""
 
     entries: Sequence[Entry]
-    layout: SlotLayout
-    blob: bytes
+    blob: Packed
     seen: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

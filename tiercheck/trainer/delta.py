@@ -23,6 +23,7 @@ from tiercheck.trainer.dtypes import dtype_name
 from tiercheck.trainer.encoding import decode, encode, look_sparse, may_be_sparse
 from tiercheck.trainer.gradients import Event
 from tiercheck.trainer.slot_file import USER_BLOB, SlotReader
+from tiercheck.trainer.user_state import Packed
 
 REPLAY_BLOB = "replay"
 REPLAY_BYTES = "replay_bytes"
@@ -36,7 +37,7 @@ class Delta(Pending):
 
     events: list[Event]
     buffers: list[tuple[str, Tensor]]
-    blob: bytes
+    blob: Packed
     threads: int
     """Of torch in the training thread."""
     only_measure: bool = False

@@ -60,7 +60,7 @@ class DeltaJob:
                 plan = self._script.planner.plan(delta)
                 turn = [tensor for _, tensor in state_hash.state_of_turn(self._script.optimizers, delta.step)]
                 longest = replay_blob(plan, [_BLANK] * len(turn), delta.threads)
-                self._layout = self._script.planner.layout(plan.items, len(longest), len(delta.blob))
+                self._layout = self._script.planner.layout(plan.items, len(longest), len(delta.blob.written()))
             except NotCapturable as error:
                 raise Skipped("NotCapturable", str(error)) from error
         self._plan = plan
@@ -115,7 +115,7 @@ class DeltaJob:
     def _finish(self) -> None:
         delta = self._delta
         bytes_into(self._views[REPLAY_BLOB], self._blob)
-        bytes_into(self._views[USER_BLOB], delta.blob)
+        bytes_into(self._views[USER_BLOB], delta.blob.written())
         if self._desk.gate():
             must = [(item.name, self._views[item.name]) for item in self._plan.items if item.must_be_finite]
             if name := copying.non_finite(must):
@@ -127,7 +127,7 @@ class DeltaJob:
             self._desk.rank,
             self._desk.version(delta.step),
             self._desk.world_size,
-            {USER_BYTES: str(len(delta.blob)), REPLAY_BYTES: str(len(self._blob))},
+            {USER_BYTES: str(len(delta.blob.written())), REPLAY_BYTES: str(len(self._blob))},
             kind=self.kind,
         )
 

@@ -167,7 +167,7 @@ class Deltas:
             "groups": [hyper_parameters(optimizer) for optimizer in self._optimizers],
             "extra": self._buffers.extra(),
         }
-        blob = user_state.pack(state, facts)
+        blob = user_state.Packed(state, facts)
         buffers = [(name, buffer.clone()) for name, buffer in changed]
         device = next((p.device for named in self._named for _, p in named if p.is_cuda), None)
         self._measured = True

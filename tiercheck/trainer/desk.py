@@ -12,6 +12,7 @@ from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.version import Version
 from tiercheck.trainer.backend import Backend, Skipped
 from tiercheck.trainer.copying import Pending
+from tiercheck.trainer.layouts import Layouts
 from tiercheck.trainer.sanity import Sanity
 from tiercheck.trainer.slot_file import SlotWriter
 
@@ -48,6 +49,8 @@ class Desk:
     gate: Callable[[], bool]
     """Whether what is not finite is refused."""
     sanity: Sanity
+    layouts: Layouts
+    """Of snapshots."""
     stream: torch.cuda.Stream | None = None
     snapshot_room: int = 0
     """Bytes of a snapshot slot, as far as known."""

@@ -17,6 +17,7 @@ from tiercheck.trainer.copying import Pending, Snapshot
 from tiercheck.trainer.delta import Delta
 from tiercheck.trainer.delta_job import DeltaJob, Measured, Script
 from tiercheck.trainer.desk import Cancelled, Desk, Job
+from tiercheck.trainer.layouts import Layouts
 from tiercheck.trainer.sanity import Sanity
 from tiercheck.trainer.snapshot_job import SnapshotJob
 from tiercheck.trainer.unbroken import Unbroken
@@ -46,7 +47,8 @@ class Saver:
         self._backend = backend
         self.sanity = Sanity()
         self.unbroken = Unbroken()
-        self._desk = Desk(backend, rank, world_size, gate, self.sanity)
+        self.layouts = Layouts(self.reserve)
+        self._desk = Desk(backend, rank, world_size, gate, self.sanity, self.layouts)
         self.script: Script | None = None
         """Set before the first delta is submitted."""
         self.warn = WarnOnce()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.slot import SlotLayout
 from tiercheck.trainer import copying
 from tiercheck.trainer.backend import Skipped
+from tiercheck.trainer.capture import NotCapturable
 from tiercheck.trainer.copying import Snapshot
 from tiercheck.trainer.desk import Cancelled, Desk
 from tiercheck.trainer.slot_file import USER_BLOB, USER_BYTES, bytes_into
@@ -21,20 +23,27 @@ class SnapshotJob:
         self._desk = desk
         self._mutating = mutating
         self._path = ""
+        self._layout: SlotLayout
         self._views: dict[str, torch.Tensor] = {}
 
     def copy(self) -> None:
-        self._path = self._desk.backend.begin(self._snapshot.step, self._snapshot.layout.size, self.kind)
+        snapshot, backend = self._snapshot, self._desk.backend
+        try:
+            self._layout = self._desk.layouts.plan(snapshot.entries, len(snapshot.blob.written()))
+        except NotCapturable as error:
+            backend.pass_over(snapshot.step)
+            raise Skipped("NotCapturable", str(error)) from error
+        self._path = backend.begin(snapshot.step, self._layout.size, self.kind)
         self._desk.abandoning(self._snapshot, self.kind, self._path, self._copy)
 
     def finish(self) -> None:
         self._desk.abandoning(self._snapshot, self.kind, self._path, self._finish)
-        self._desk.backend.complete(self._path, self._snapshot.step, self._snapshot.layout.size, self.kind)
+        self._desk.backend.complete(self._path, self._snapshot.step, self._layout.size, self.kind)
 
     def _copy(self) -> None:
         snapshot = self._snapshot
         writer = self._desk.open(self._path)
-        self._views = writer.begin(snapshot.layout)
+        self._views = writer.begin(self._layout)
         if not snapshot.start():
             raise Cancelled
         self._desk.on_gpu(snapshot, writer)
@@ -50,7 +59,7 @@ class SnapshotJob:
 
     def _finish(self) -> None:
         snapshot = self._snapshot
-        bytes_into(self._views[USER_BLOB], snapshot.blob)
+        bytes_into(self._views[USER_BLOB], snapshot.blob.written())
         if self._desk.gate():
             # Buffers may hold infinities: masks do.
             lazy = [(entry.name, self._views[entry.name]) for entry in snapshot.entries if entry.must_be_finite]
@@ -59,9 +68,9 @@ class SnapshotJob:
                 raise Skipped("NotFinite", f"{name} holds an infinity or a NaN")
             self._desk.sanity.good(snapshot.step)
         self._desk.open(self._path).finish(
-            snapshot.layout,
+            self._layout,
             self._desk.rank,
             self._desk.version(snapshot.step),
             self._desk.world_size,
-            {USER_BYTES: str(len(snapshot.blob))},
+            {USER_BYTES: str(len(snapshot.blob.written()))},
         )

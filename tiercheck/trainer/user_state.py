@@ -32,14 +32,92 @@ class Stateful(Protocol):
 State = Mapping[str, "Stateful | MutableMapping[str, Any]"]
 
 
+class Packed:
+    """The blob of the moment in which this is made: copied then, and written when it is first asked for.
+
+    Writing takes far longer than copying, and training waits only for the copy. What holds other things than plain values
+    and tensors in host memory is written at once, because only its own code knows how to copy it.
+    """
+
+    def __init__(self, state: State, facts: Mapping[str, Any]) -> None:
+        """Raises NotCapturable if `state` holds something that torch.save cannot write."""
+        self._written: bytes | None = None
+        content = {"facts": dict(facts), "random": random_state(), "state": {}}
+        for name, holder in state.items():
+            content["state"][name] = holder.state_dict() if isinstance(holder, Stateful) else dict(holder)
+        try:
+            # What `random_state` gave belongs to nobody else.
+            self._content: dict[str, Any] = _copied({**content, "random": None}, {}) | {"random": content["random"]}
+        except Exception:  # writing it at once tells what is wrong with it, if anything is
+            self._content = {}
+            self._written = _write(content)
+
+    def written(self) -> bytes:
+        """The bytes. One thread at a time may ask."""
+        if self._written is None:
+            self._written = _write(self._content)
+            self._content = {}
+        return self._written
+
+
 def pack(state: State, facts: Mapping[str, Any]) -> bytes:
     """The blob of this moment. Raises NotCapturable if `state` holds something that torch.save cannot write."""
-    content = {"facts": dict(facts), "random": random_state(), "state": {}}
-    for name, holder in state.items():
-        content["state"][name] = holder.state_dict() if isinstance(holder, Stateful) else dict(holder)
+    return Packed(state, facts).written()
+
+
+class _NotPlain(Exception):
+    """Something whose copy would have to be made by its own code."""
+
+
+_UNCHANGEABLE = {int, float, complex, str, bytes, bool, type(None)}
+
+
+def _copied(value: Any, known: dict[int, Any]) -> Any:
+    """A copy of plain containers and tensors that nothing done to the original can change. Raises _NotPlain.
+
+    What is contained twice is copied once, so that it is written as the original would be. `known`: copies by identity, and by the negative address of a tensor's memory.
+    """
+    kind = type(value)
+    if kind in _UNCHANGEABLE:
+        return value
+    if (found := known.get(id(value))) is not None:
+        return found
+    copy: Any
+    if kind is dict:
+        copy = known[id(value)] = {}
+        for key, item in value.items():
+            copy[_copied(key, known)] = _copied(item, known)
+    elif kind is list:
+        copy = known[id(value)] = []
+        copy += [_copied(item, known) for item in value]
+    elif kind is tuple:
+        copy = known[id(value)] = tuple([_copied(item, known) for item in value])
+    elif kind is torch.Tensor and _is_plain(value) and (memory := -value.data_ptr()) not in known:
+        copy = known[id(value)] = known[memory] = value.clone()
+    else:
+        raise _NotPlain
+    return copy
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a clone is written like it. What shares memory is not: that is written once."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not tensor.requires_grad
+        and not tensor.is_quantized
+        and not tensor.is_complex()
+        and not tensor.is_neg()
+        and not tensor.__dict__
+        and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+    )
+
+
+def _write(content: Mapping[str, Any]) -> bytes:
     buffer = io.BytesIO()
     try:
-        torch.save(content, buffer)
+        torch.save(dict(content), buffer)
     except Exception as error:  # whatever pickle meets in the user's objects
         raise NotCapturable(f"the user state cannot be written: {error}") from error
     return buffer.getvalue()

@@ -1,0 +1,53 @@
+"""A snapshot's layout rarely changes from one to the next, and slots must be made before they are needed: this remembers it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tiercheck.protocol.slot import SlotLayout
+from tiercheck.trainer import user_state
+from tiercheck.trainer.capture import Entry, NotCapturable
+from tiercheck.trainer.dtypes import dtype_name
+from tiercheck.trainer.slot_file import USER_BLOB
+
+
+class Layouts:
+    """May be used by several threads: the training thread asks early, the saver's when it knows how long the user blob is."""
+
+    def __init__(self, reserve: Callable[[int, int | None], None]) -> None:
+        """`reserve` is told the size of each new layout, and the room for deltas as `plan` was."""
+        self._reserve = reserve
+        self._lock = threading.Lock()
+        self._layout: SlotLayout | None = None
+        self._signature: tuple[Any, ...] = ()
+        self._capacity = 0
+
+    @property
+    def known(self) -> bool:
+        """Whether there is one yet."""
+        return self._layout is not None
+
+    def plan(self, entries: Sequence[Entry], blob_bytes: int, delta_room: int | None = None) -> SlotLayout:
+        """The layout for these tensors; the same object until the set of tensors changes or the blob outgrows its place.
+
+        Raises NotCapturable.
+        """
+        with self._lock:
+            self._capacity = user_state.capacity_for(blob_bytes, self._capacity)
+            signature = (self._capacity, *((entry.name, entry.tensor.dtype, entry.tensor.shape) for entry in entries))
+            if self._layout is None or signature != self._signature:
+                try:
+                    self._layout = SlotLayout.plan(
+                        [
+                            (entry.name, dtype_name(entry.tensor.dtype), tuple(entry.tensor.shape), entry.tensor.nbytes)
+                            for entry in entries
+                        ]
+                        + [(USER_BLOB, "U8", (self._capacity,), self._capacity)]
+                    )
+                except (TypeError, ValueError) as error:
+                    raise NotCapturable(str(error)) from error
+                self._signature = signature
+                self._reserve(self._layout.size, delta_room)
+            return self._layout
