@@ -127,17 +127,21 @@ class Offloader:
             self._board.bump()
 
     def _upload(self, store: RemoteStore, directive: Directive, version: Version) -> None:
+        from tiercheck_sidecar.remote import RemoteCorrupt
+
         for rank in self._vault.ranks:
             done = self._uploaded.get(rank)
             if done is not None and done.version == version:
                 continue
             try:
-                with self._vault.pin(rank, version, Tier.LOCAL) as slot:
+                with self._vault.pin(rank, version, Tier.LOCAL) as slot, slot.mapped() as view:
                     assert slot.seal is not None
                     limit = directive.policy.remote_bandwidth
-                    artifact = store.put_artifact(rank, version, slot.path, slot.seal.digests, limit)
+                    artifact = store.put_artifact(rank, version, slot.path, slot.seal.digests, limit, mapped=view)
             except NotHeld:
                 continue  # the coordinator learns that from our next report, and names another version
+            except OSError as error:
+                raise RemoteCorrupt(f"The slot of rank {rank}, {version}, cannot be read ({error}).") from error
             with self._lock:
                 self._uploaded[rank] = artifact
             self._board.count(uploaded=1)

@@ -20,18 +20,35 @@ def available() -> bool:
     return _function() is not None
 
 
-def crc64nvme(view: memoryview | bytes) -> int:
-    """Raises RuntimeError if it is not `available`."""
+def crc64nvme(view: memoryview | bytes, before: int = 0) -> int:
+    """Of what had `before`, and then `view`. Raises RuntimeError if it is not `available`."""
     function = _function()
     if function is None:
         raise RuntimeError("CRC64NVME needs ISA-L, which the package pyeclib (1.8 or newer) brings; install it")
     data = np.frombuffer(view, dtype=np.uint8)  # an address for read-only memory as well, without a copy
-    return int(function(0, data.ctypes.data, data.nbytes)) if data.nbytes else 0
+    return int(function(before, data.ctypes.data, data.nbytes)) if data.nbytes else before
 
 
 def header_value(view: memoryview | bytes) -> str:
     """As the header `x-amz-checksum-crc64nvme` carries it."""
-    return base64.b64encode(crc64nvme(view).to_bytes(8, "big")).decode()
+    running = Running()
+    running.update(view)
+    return running.header_value()
+
+
+class Running:
+    """Of bytes that come piece by piece."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, piece: memoryview | bytes) -> None:
+        """The next bytes. Raises RuntimeError if it is not `available`."""
+        self._value = crc64nvme(piece, self._value)
+
+    def header_value(self) -> str:
+        """As the header `x-amz-checksum-crc64nvme` carries it."""
+        return base64.b64encode(self._value.to_bytes(8, "big")).decode()
 
 
 @functools.cache

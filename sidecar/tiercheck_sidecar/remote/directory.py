@@ -15,7 +15,8 @@ from pathlib import Path
 
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
 from tiercheck_sidecar.remote.keys import ARTIFACTS, PROBE
-from tiercheck_sidecar.remote.objects import Gate, Objects, Stored
+from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored
+from tiercheck_sidecar.remote.verify import nothing_arrived
 
 PIECE = 4 * 1024 * 1024
 _TEMPORARY = ".tmp-"
@@ -74,7 +75,7 @@ class DirectoryObjects(Objects):
             except FileNotFoundError:
                 return None
 
-    def read_into(self, key: str, offset: int, into: memoryview) -> int:
+    def read_into(self, key: str, offset: int, into: memoryview, arrived: Arrived = nothing_arrived) -> int:
         with self._sentences():
             try:
                 source = os.open(self._path(key), os.O_RDONLY)
@@ -82,11 +83,13 @@ class DirectoryObjects(Objects):
                 return 0
             try:
                 done = 0
+                arrived(done)
                 while done < len(into):
-                    got = os.preadv(source, [into[done:]], offset + done)
+                    got = os.preadv(source, [into[done : done + PIECE]], offset + done)
                     if got == 0:
                         break
                     done += got
+                    arrived(done)
                 return done
             finally:
                 os.close(source)

@@ -10,9 +10,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
-Gate = Callable[[int, memoryview], None]
-"""Called with the offset and the bytes of each piece before it is sent; raises to abandon the upload."""
+Arrived = Callable[[int], None]
+"""Called with how many bytes of what is read are there; with 0 whenever a try begins, since it writes them all again."""
+
+
+class Gate(Protocol):
+    """Called with the offset and the bytes of each piece before it is sent; raises to abandon the upload."""
+
+    def __call__(self, offset: int, piece: memoryview, first: Callable[[memoryview], None] = ...) -> None:
+        """`first` sees all of `piece`, part by part, just before the gate reads it: memory is then read once for both."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +65,11 @@ class Objects(ABC):
         """A small object; None if there is none."""
 
     @abstractmethod
-    def read_into(self, key: str, offset: int, into: memoryview) -> int:
-        """Fill `into` from `offset` on. Returns the bytes read, less than asked at the end or if it is missing."""
+    def read_into(self, key: str, offset: int, into: memoryview, arrived: Arrived = ...) -> int:
+        """Fill `into` from `offset` on. Returns the bytes read, less than asked at the end or if it is missing.
+
+        What `arrived` raises ends it.
+        """
 
     @abstractmethod
     def list(self, prefix: str) -> list[Stored]:

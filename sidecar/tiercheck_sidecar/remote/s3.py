@@ -17,9 +17,10 @@ from tiercheck_sidecar.remote import keys as layout
 from tiercheck_sidecar.remote import s3_errors
 from tiercheck_sidecar.remote.config import S3Settings
 from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteError
-from tiercheck_sidecar.remote.objects import Gate, Objects, Stored
+from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored
 from tiercheck_sidecar.remote.s3_clients import Clients
 from tiercheck_sidecar.remote.s3_multipart import Multipart, part_size
+from tiercheck_sidecar.remote.verify import nothing_arrived
 
 CONFLICT_TRIES = 6
 PARALLEL_DELETES = 8
@@ -52,8 +53,8 @@ class S3Objects(Objects):
             with self._boto():
                 Multipart(clients, self._key(key), source, part, self.location).run(gate)
             return
-        gate(0, source)
-        answer = clients.lines.request("PUT", clients.url(self._key(key)), clients.guarded(source), source)
+        headers = clients.guarding(gate, 0, source)
+        answer = clients.lines.request("PUT", clients.url(self._key(key)), headers, source)
         if answer.status != 200:
             raise s3_errors.from_body(answer.status, answer.body, self.location)
 
@@ -96,12 +97,12 @@ class S3Objects(Objects):
                     return None
                 raise
 
-    def read_into(self, key: str, offset: int, into: memoryview) -> int:
+    def read_into(self, key: str, offset: int, into: memoryview, arrived: Arrived = nothing_arrived) -> int:
         if not into:
             return 0
         clients = self._clients()
         headers = {"Range": f"bytes={offset}-{offset + len(into) - 1}"}
-        answer = clients.lines.request("GET", clients.url(self._key(key)), headers, into=into)
+        answer = clients.lines.request("GET", clients.url(self._key(key)), headers, into=into, arrived=arrived)
         if answer.status == 416 or s3_errors.code_of(answer.body) == "NoSuchKey":
             return 0
         if answer.status != 206 and not (answer.status == 200 and offset == 0):

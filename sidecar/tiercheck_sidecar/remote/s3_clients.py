@@ -16,6 +16,7 @@ from typing import Any
 from tiercheck_sidecar.remote import crc64nvme, s3_errors
 from tiercheck_sidecar.remote.config import S3Settings
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
+from tiercheck_sidecar.remote.objects import Gate
 from tiercheck_sidecar.remote.s3_lines import CONNECT_SECONDS, Lines
 
 READ_SECONDS = 10
@@ -85,6 +86,15 @@ class Clients:
     def guarded(self, body: memoryview | bytes) -> dict[str, str]:
         """The headers that let the server check `body` on arrival."""
         return {CHECKSUM: crc64nvme.header_value(body)} if self.checksums else {}
+
+    def guarding(self, gate: Gate, offset: int, piece: memoryview) -> dict[str, str]:
+        """The same headers, made while `gate` reads the piece."""
+        if not self.checksums:
+            gate(offset, piece)
+            return {}
+        running = crc64nvme.Running()
+        gate(offset, piece, running.update)
+        return {CHECKSUM: running.header_value()}
 
     def probe(self, key: str, location: str) -> None:
         """Once: learn whether writing is allowed and whether the server takes CRC64NVME, with one tiny object."""

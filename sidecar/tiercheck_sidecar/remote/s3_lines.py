@@ -21,6 +21,8 @@ from urllib.parse import unquote, urlsplit
 
 from tiercheck_sidecar.remote import s3_errors
 from tiercheck_sidecar.remote.errors import RemoteClosed
+from tiercheck_sidecar.remote.objects import Arrived
+from tiercheck_sidecar.remote.verify import nothing_arrived
 
 CONNECT_SECONDS = 5
 STALL_SECONDS = 20
@@ -69,15 +71,18 @@ class Lines:
         headers: Mapping[str, str],
         body: memoryview | bytes = b"",
         into: memoryview | None = None,
+        *,
+        arrived: Arrived = nothing_arrived,
     ) -> Answer:
         """The answer, whatever its status; what a server in trouble says is asked again, with full jitter, `TRIES` times.
 
-        A body of an answer 200 or 206 goes `into` memory as far as it fits. Raises RemoteError if there is no answer.
+        A body of an answer 200 or 206 goes `into` memory as far as it fits, and `arrived` is told. Raises RemoteError if there is
+        no answer.
         """
         for number in range(TRIES):
             last = number == TRIES - 1
             try:
-                answer = self._once(method, url, headers, body, into)
+                answer = self._once(method, url, headers, body, into, arrived=arrived)
             except (OSError, http.client.HTTPException) as error:
                 if last or isinstance(error, ssl.SSLCertVerificationError):
                     raise s3_errors.from_socket(error, self._location) from error
@@ -96,7 +101,14 @@ class Lines:
             self._idle.clear()
 
     def _once(
-        self, method: str, url: str, headers: Mapping[str, str], body: memoryview | bytes, into: memoryview | None
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: memoryview | bytes,
+        into: memoryview | None,
+        *,
+        arrived: Arrived,
     ) -> Answer:
         signed = self._sign(method, url, dict(headers))
         connection = self._take() or self._connect(url)
@@ -112,7 +124,7 @@ class Lines:
             _patience(connection, STALL_SECONDS)
             received, rest = 0, b""
             if into is not None and response.status in (200, 206):
-                received = _receive(response, into)
+                received = _receive(connection.sock, response, into, arrived)
             else:
                 rest = response.read(None if into is None else _LONGEST_ERROR)
             reusable = response.isclosed() and not response.will_close
@@ -186,15 +198,43 @@ def _patience(connection: http.client.HTTPConnection, seconds: int) -> None:
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
 
-def _receive(response: http.client.HTTPResponse, into: memoryview) -> int:
+def _receive(
+    connection: socket.socket | None, response: http.client.HTTPResponse, into: memoryview, arrived: Arrived
+) -> int:
     done = 0
+    arrived(done)
+    if connection is not None and response.length is not None and len(into) <= response.length:
+        done = _receive_plainly(connection, response, into, arrived)
     while done < len(into):
         got = response.readinto(into[done : done + _SLICE])
-        if got == 0:
+        if not got:
             break
         done += got
+        arrived(done)
     if done == len(into) and not response.length:
         response.read()  # so that http.client sees the end
+    return done
+
+
+def _receive_plainly(
+    connection: socket.socket, response: http.client.HTTPResponse, into: memoryview, arrived: Arrived
+) -> int:
+    """Past http.client, whose layers cost a call each for whatever the kernel has at the moment."""
+    early = response.fp.peek() if response.fp is not None else b""  # came with the headers
+    done = response.readinto(into[: min(len(early), len(into))])
+    encrypted = isinstance(connection, ssl.SSLSocket)
+    while done < len(into):
+        end = min(len(into), (done // _SLICE + 1) * _SLICE)
+        while done < end:
+            with into[done:end] as piece:
+                # The kernel waits for all of it, an encrypted record is all that there is at once.
+                got = connection.recv_into(piece) if encrypted else connection.recv_into(piece, 0, socket.MSG_WAITALL)
+            if got == 0:
+                return done
+            done += got
+            if response.length is not None:
+                response.length -= got
+        arrived(done)
     return done
 
 

@@ -65,9 +65,9 @@ class Multipart:
 
     def _send(self, upload: str, number: int, gate: Gate) -> str:
         with self._piece(number) as piece:
-            gate((number - 1) * self._part, piece)
+            headers = self._clients.guarding(gate, (number - 1) * self._part, piece)
             url = f"{self._url}?partNumber={number}&uploadId={quote(upload, safe='-_.~')}"
-            answer = self._clients.lines.request("PUT", url, self._clients.guarded(piece), piece)
+            answer = self._clients.lines.request("PUT", url, headers, piece)
         etag = answer.headers.get("etag", "")
         if answer.status != 200 or not etag:
             raise s3_errors.from_body(answer.status, answer.body, self._location)

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +23,7 @@ from tiercheck_sidecar.pacing import TokenBucket
 from tiercheck_sidecar.remote import keys, retention
 from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteCorrupt, RemoteError, RemoteMissing
 from tiercheck_sidecar.remote.objects import Objects
-from tiercheck_sidecar.remote.verify import check_chunks, check_shape, digest_of
+from tiercheck_sidecar.remote.verify import Arriving, check_chunks, check_shape, digest_of, nothing
 
 FETCH_BYTES = 16 * 1024 * 1024
 FETCH_THREADS = 4
@@ -57,10 +57,17 @@ class RemoteStore:
             self._known_as_ours = True
 
     def put_artifact(
-        self, rank: int, version: Version, path: Path, digests: Digests, bandwidth: int | None
+        self,
+        rank: int,
+        version: Version,
+        path: Path,
+        digests: Digests,
+        bandwidth: int | None,
+        *,
+        mapped: memoryview | None = None,
     ) -> RankArtifact:
         """Upload one rank's sealed artifact, then its digests. What an interrupted upload of it left is used. `bandwidth`: bytes per second, shared by all uploads
-        of this store; None: no limit. Uploading again is harmless; a complete version is never overwritten.
+        of this store; None: no limit. `mapped`: the file's bytes, if the caller has them in memory. Uploading again is harmless; a complete version is never overwritten.
 
         Raises RemoteCorrupt, and stores nothing, if the file does not match its digests.
         """
@@ -81,11 +88,11 @@ class RemoteStore:
             )
         self._bucket.set_rate(bandwidth)
 
-        def gate(offset: int, piece: memoryview) -> None:
-            check_chunks(piece, offset, digests, str(path))
+        def gate(offset: int, piece: memoryview, first: Callable[[memoryview], None] = nothing) -> None:
+            check_chunks(piece, offset, digests, str(path), first)
             self._bucket.take(len(piece))
 
-        with _mapped(path, digests.size) as source:
+        with _mapped(path, digests.size) if mapped is None else _begun(mapped, path, digests.size) as source:
             self._objects.upload(artifact.key, source, digests.chunk, gate)
         self._objects.write(keys.digests_key(version, rank), to_json(detailed))
         return artifact
@@ -203,11 +210,12 @@ class RemoteStore:
     def _fetch_range(self, key: str, digests: Digests, begin: int, into: memoryview) -> None:
         if self._closed.is_set():
             raise RemoteClosed
-        got = self._objects.read_into(key, begin, into)
         place = f"{self.location}/{key}"
+        arriving = Arriving(into, begin, digests, place)
+        got = self._objects.read_into(key, begin, into, arriving)
         if got < len(into):
             raise RemoteCorrupt(f"{place} is missing or ends at byte {begin + got} of {digests.size}.")
-        check_chunks(into, begin, digests, place)
+        arriving(got)
 
     def _detailed(self, artifact: RankArtifact) -> RankArtifact:
         """With its digests, from the object beside it."""
@@ -268,6 +276,13 @@ def _mapped(path: Path, size: int) -> Iterator[memoryview]:
             # The traceback of a failed upload may still hold a piece; the mapping goes when that does.
             with contextlib.suppress(BufferError):
                 pages.close()
+
+
+@contextlib.contextmanager
+def _begun(mapped: memoryview, path: Path, size: int) -> Iterator[memoryview]:
+    if len(mapped) < size:
+        raise RemoteCorrupt(f"{path} has {len(mapped)} of {size} bytes; it was not uploaded.")
+    yield mapped[:size]
 
 
 def _brief(artifact: RankArtifact) -> RankArtifact:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tiercheck.protocol.manifest import Digests
-from tiercheck_sidecar.digest import digest_chunk
+from tiercheck_sidecar.digest import digest_as_filled, digest_chunk
 from tiercheck_sidecar.remote.errors import RemoteCorrupt
+
+
+def nothing_arrived(_: int) -> None:
+    """For those who look at the bytes when all are there."""
 
 
 def digest_of(digests: Digests) -> str:
@@ -18,10 +24,40 @@ def check_shape(digests: Digests, place: str) -> None:
         raise RemoteCorrupt(f"The digests of {place} are not those of {digests.size} bytes.")
 
 
-def check_chunks(piece: memoryview, offset: int, digests: Digests, place: str) -> None:
-    """Raises RemoteCorrupt at the first chunk that differs. `piece` begins on a chunk, at byte `offset`."""
+def nothing(_: memoryview) -> None:
+    """Most have the bytes already, and no other use for them."""
+
+
+def check_chunks(
+    piece: memoryview, offset: int, digests: Digests, place: str, first: Callable[[memoryview], None] = nothing
+) -> None:
+    """Raises RemoteCorrupt at the first chunk that differs. `piece` begins on a chunk, at byte `offset`.
+
+    `first` is called with all of it, part by part, each before it is digested: what reads or fills it there leaves it in the cache.
+    """
     for begin in range(0, len(piece), digests.chunk):
         index = (offset + begin) // digests.chunk
         with piece[begin : begin + digests.chunk] as chunk:
-            if digest_chunk(chunk) != digests.values[index]:
+            if digest_as_filled(chunk, first) != digests.values[index]:
                 raise RemoteCorrupt(f"{place} does not match its digest in chunk {index} of {len(digests.values)}.")
+
+
+class Arriving:
+    """Checks the chunks of `into`, which are at `offset` of the artifact, as they come: while they are still in the cache."""
+
+    def __init__(self, into: memoryview, offset: int, digests: Digests, place: str) -> None:
+        self._into, self._offset, self._digests, self._place = into, offset, digests, place
+        self._checked = 0
+
+    def __call__(self, arrived: int) -> None:
+        """So many bytes of `into` are there now; 0 when they begin to come, also when they begin again.
+
+        Raises RemoteCorrupt at the first chunk that differs.
+        """
+        if arrived == 0:
+            self._checked = 0
+        whole = arrived if arrived == len(self._into) else arrived // self._digests.chunk * self._digests.chunk
+        if whole > self._checked:
+            with self._into[self._checked : whole] as piece:
+                check_chunks(piece, self._offset + self._checked, self._digests, self._place)
+            self._checked = whole
