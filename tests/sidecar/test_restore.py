@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +102,30 @@ def test_one_bad_delta_in_own_memory_is_named_and_fetched_alone(make_world: Make
     assert (bad.rank, bad.version, bad.worker, bad.kind) == (0, Version(4, 1), 0, Kind.DELTA)
     with world.rank(0) as rank:
         assert handed_over(rank) == chain(5)
+
+
+def test_file_in_own_memory_that_was_cut_off_is_named_and_fetched(make_world: MakeWorld) -> None:
+    world = training(make_world(workers=2))
+    train(world, 3)
+    os.truncate(slots(world, 0, "own")[1], 8192)
+    world.begin(Version(3, 1), {0: (world.from_peer(1),)})
+    back = restored(world)
+    assert (back.tier, back.worker, back.deltas) == (Tier.PEER, 1, 2)
+    assert "it is 8192 bytes long" in back.failures[0]
+    with world.rank(0) as rank:
+        assert handed_over(rank) == chain(3)
+
+
+def test_what_is_verified_is_the_file_that_a_trainer_would_open(make_world: MakeWorld) -> None:
+    world = training(make_world(workers=2))
+    train(world, 3)
+    path = slots(world, 0, "own")[1]
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    flip(other, 150_000)
+    other.rename(path)
+    world.begin(Version(3, 1), {0: (world.from_peer(1),)})
+    assert "does not match its digest" in restored(world).failures[0]
 
 
 def test_bad_copy_of_a_holder_is_named_and_the_chain_begins_in_the_remote_tier(make_world: MakeWorld) -> None:

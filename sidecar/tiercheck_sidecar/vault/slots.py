@@ -64,6 +64,7 @@ class Slot:
     attempt: int = field(default=0)
     step: int = field(default=0)
     _area: mmap.mmap | None = field(default=None, repr=False)
+    _identity: tuple[int, int] = field(default=(0, 0), repr=False)
 
     @property
     def rank(self) -> int:
@@ -79,53 +80,75 @@ class Slot:
 
     @contextlib.contextmanager
     def mapped(self, write: bool = False, size: int | None = None) -> Iterator[memoryview]:
-        """The slot's first `size` bytes, or all. Raises OSError; ValueError if it has fewer."""
-        length = self.size if size is None else size
-        area = self._lasting() if write else None
-        if area is None:
-            with open(self.path, "rb") as file:
-                area = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ)
-        view = memoryview(area)[:length]
+        """The slot's first `size` bytes, or all. Raises OSError, also if the file has become shorter than the slot."""
+        area = self._lasting()
+        whole = memoryview(area)[: self.size if size is None else size]
+        view = whole if write else whole.toreadonly()
         try:
             yield view
         finally:
-            # A caller's slice may outlive the block by a frame of a traceback; the mapping then goes with it.
+            # A caller's slice may outlive the block by a frame of a traceback.
             with contextlib.suppress(BufferError):
                 view.release()
-                if not write:
-                    area.close()
+                whole.release()
+
+    def is_whole(self) -> bool:
+        """Whether the file is as long as it was made. Raises OSError."""
+        return self.path.stat().st_size >= self.size
+
+    def adopt(self, area: mmap.mmap) -> None:
+        """Keep the mapping that the slot was made through."""
+        self._area, self._identity = area, _identity(os.stat(self.path))
+
+    def unmap(self) -> None:
+        """Let the memory of a removed slot go; one that is still read keeps it until then."""
+        area, self._area = self._area, None
+        if area is not None:
+            with contextlib.suppress(BufferError):
+                area.close()
 
     def _lasting(self) -> mmap.mmap:
-        """What the sidecar itself writes through: kept as long as the slot, because the faults of mapping a slot anew cost as
-        much as receiving an artifact into it.
+        """One mapping for as long as the slot: the faults of mapping it anew cost as much as receiving an artifact into it, and
+        three times as much as digesting one.
+
+        What is mapped must be the file that a trainer would open, and all there: touching what was cut off is a SIGBUS.
         """
-        if self._area is None:
+        status = os.stat(self.path)
+        if status.st_size < self.size:
+            raise OSError(errno.EIO, f"it is {status.st_size} bytes long, {self.size} were made")
+        if self._area is None or self._identity != _identity(status):
             with open(self.path, "r+b") as file:
+                self._identity = _identity(os.fstat(file.fileno()))
                 self._area = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_WRITE)
             with contextlib.suppress(OSError):
                 self._area.madvise(_MADV_POPULATE_WRITE)
         return self._area
 
 
-def create(path: Path, size: int) -> None:
-    """Create and pre-fault a slot file. Raises OSError (ENOSPC if the volume is full); then there is no file."""
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def create(path: Path, size: int) -> mmap.mmap:
+    """Create and pre-fault a slot file, and map it. Raises OSError (ENOSPC if the volume is full); then there is no file."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         os.fchmod(descriptor, 0o666)  # the trainer may run as another user of the same pod
         os.posix_fallocate(descriptor, 0, size)  # says ENOSPC here rather than SIGBUS at first touch
-        _touch(descriptor, size)
+        area = mmap.mmap(descriptor, size)
+        _touch(area, descriptor, size)
     except OSError:
         path.unlink(missing_ok=True)
         raise
     finally:
         os.close(descriptor)
+    return area
 
 
-def _touch(descriptor: int, size: int) -> None:
+def _touch(area: mmap.mmap, descriptor: int, size: int) -> None:
     try:
-        with mmap.mmap(descriptor, size) as area:
-            area.madvise(_MADV_POPULATE_WRITE)
+        area.madvise(_MADV_POPULATE_WRITE)
     except OSError as error:
         if error.errno != errno.EINVAL:  # EINVAL: an older kernel
             raise

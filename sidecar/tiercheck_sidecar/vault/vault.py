@@ -199,11 +199,11 @@ class Vault:
     def complete(self, path: Path, world_size: int) -> Kind:
         """The trainer has written the slot; `seal` must follow. Raises NotASlot; then the slot is free again."""
         slot = self._writing(path)
-        with slot.mapped() as view:
-            try:
+        try:
+            with slot.mapped() as view:
                 wrong = _unlike(slot, read_header(view), world_size)
-            except NotASlot as error:
-                wrong = str(error)
+        except (OSError, NotASlot) as error:
+            wrong = str(error)
         if wrong:
             self._drop(slot)
             raise NotASlot(wrong)
@@ -358,7 +358,7 @@ class Vault:
     def _allocate(self, slot: Slot, state: SlotState = SlotState.FREE) -> bool:
         """Not under the lock."""
         try:
-            create(slot.path, slot.size)
+            slot.adopt(create(slot.path, slot.size))
         except OSError as error:
             log.warning("cannot allocate %d bytes for %s: %s", slot.size, slot.path.name, error)
             with self._lock:
@@ -400,14 +400,14 @@ class Vault:
         with self._lock:
             if slot.state in (SlotState.WRITING, SlotState.SEALING):
                 tear(slot)
-                slot.state = SlotState.FREE
+                slot.state = _usable(slot)
         self._on_change()
 
     def _settle(self, slot: Slot) -> None:
         """Free a doomed slot that nobody uses."""
         if slot.doomed and slot.pins == 0 and slot.state is SlotState.SEALED:
             tear(slot)
-            slot.seal, slot.doomed, slot.state = None, False, SlotState.FREE
+            slot.seal, slot.doomed, slot.state = None, False, _usable(slot)
 
     def _trim(self) -> None:
         """Remove free slots that the plan has no use for, and lost ones. The files go outside the lock if it can be."""
@@ -420,6 +420,7 @@ class Vault:
             gone = [slot for slot in self._slots.values() if slot.state is SlotState.GONE]
         for slot in gone:
             remove(slot.path)
+            slot.unmap()
             with self._lock:
                 self._slots.pop(slot.path, None)
 
@@ -430,6 +431,11 @@ class Vault:
 
 def _readable(slot: Slot) -> bool:
     return slot.state is SlotState.SEALED and not slot.doomed
+
+
+def _usable(slot: Slot) -> SlotState:
+    """What becomes of a slot that is given back: one whose file was cut off is never used again."""
+    return SlotState.FREE if slot.is_whole() else SlotState.GONE
 
 
 def _cost(slot: Slot) -> int:
