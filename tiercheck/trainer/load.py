@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tiercheck.trainer.capture import is_extra, local_shard, model_items, named_parameters_of
+from tiercheck.trainer.stored import StoredTensors
 
 
 class DifferentState(ValueError):
@@ -18,9 +19,9 @@ class DifferentState(ValueError):
 
 @torch.no_grad()
 def load_all(
-    model: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
+    model: nn.Module, optimizers: Sequence[Optimizer], tensors: StoredTensors, facts: Mapping[str, Any]
 ) -> None:
-    """Write `tensors` into the model's own storage and rebuild the optimizers' state. Raises DifferentState.
+    """Write `tensors` into the model's own storage and rebuild the optimizers' state. Raises DifferentState, RestoreError.
 
     Everything is checked before anything is written, so a refused checkpoint leaves the state as it was.
     """
@@ -29,8 +30,7 @@ def load_all(
     targets = _model_targets(model, tensors)
     for index, (optimizer, saved) in enumerate(zip(optimizers, facts["optimizers"], strict=True)):
         _check_optimizer(index, optimizer, model, saved, tensors)
-    for name, target in targets.items():
-        target.copy_(tensors[name])
+    tensors.read_into(list(targets.items()))
     if facts["model_extra"]:
         model.load_state_dict(facts["model_extra"], strict=False)
     for index, (optimizer, saved) in enumerate(zip(optimizers, facts["optimizers"], strict=True)):
@@ -78,7 +78,7 @@ def _check_optimizer(
 
 
 def _load_optimizer(
-    index: int, optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    index: int, optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any], tensors: StoredTensors
 ) -> None:
     for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
         for key, value in values.items():
@@ -88,34 +88,44 @@ def _load_optimizer(
             else:
                 group[key] = value
     optimizer.state.clear()
+    wanted: list[tuple[str, Tensor]] = []
+
+    def rebuilt(name: str, described: Mapping[str, Any], parameter: Tensor) -> Tensor:
+        local, value = room_for(tensors[name], described, parameter)
+        wanted.append((name, local))
+        return value
+
     for name, parameter in named_parameters_of(optimizer, model):
         state = {
             key: described["value"]
             if "value" in described
-            else rebuild(tensors[f"optimizer{index}/{name}/{key}"], described, parameter)
+            else rebuilt(f"optimizer{index}/{name}/{key}", described, parameter)
             for key, described in saved["states"][name].items()
         }
         if state:
             optimizer.state[parameter] = state
+    tensors.read_into(wanted)
 
 
-def rebuild(saved: Tensor, described: Mapping[str, Any], parameter: Tensor) -> Tensor:
-    """The optimizer's tensor as `capture.describe` found it: same device kind, memory order, and sharding."""
+def room_for(saved: Tensor, described: Mapping[str, Any], parameter: Tensor) -> tuple[Tensor, Tensor]:
+    """The optimizer's tensor as `capture.describe` found it: same device kind, memory order, and sharding.
+
+    What is to be filled with `saved`, and the tensor that it is the local shard of (or itself).
+    """
     shard = local_shard(parameter)
     device = shard.device if described["device"] == shard.device.type else torch.device(described["device"])
     if saved.shape == shard.shape:
         local = torch.empty_like(shard, dtype=saved.dtype, device=device)
     else:
         local = torch.empty(saved.shape, dtype=saved.dtype, device=device)
-    local.copy_(saved)
     sharded = described.get("sharded")
     if sharded is None:
-        return local
+        return local, local
     from torch.distributed.tensor import DTensor
 
     if not isinstance(parameter, DTensor):
         raise DifferentState("the optimizer's state was sharded, its parameter is not")
-    return DTensor.from_local(
+    return local, DTensor.from_local(
         local,
         parameter.device_mesh,
         parameter.placements,

@@ -15,6 +15,7 @@ from tiercheck.protocol.slot import SlotHeader, SlotLayout, read_header
 from tiercheck.protocol.slot import Tensor as SlotTensor
 from tiercheck.protocol.version import Version
 from tiercheck.trainer.dtypes import dtype_of
+from tiercheck.trainer.stored import StoredTensors
 
 USER_BLOB = "user"
 USER_BYTES = "user_bytes"
@@ -100,17 +101,27 @@ class SlotReader:
 
     header: SlotHeader
     buffer: mmap.mmap
+    stored: StoredTensors
 
     @staticmethod
     def open(path: str) -> SlotReader:
         """Raises OSError, or NotASlot if it is torn."""
-        with open(path, "rb") as file:
-            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        with memoryview(buffer) as view:
-            return SlotReader(read_header(view), buffer)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            buffer = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+            with memoryview(buffer) as view:
+                header = read_header(view)
+            places = [tensor for tensor in header.tensors if tensor.name != USER_BLOB]
+            views = {tensor.name: view_of(buffer, tensor) for tensor in places}
+        except BaseException:
+            os.close(descriptor)
+            raise
+        begins = {tensor.name: tensor.begin for tensor in places}
+        return SlotReader(header, buffer, StoredTensors(descriptor, header.size, views, begins))
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {tensor.name: view_of(self.buffer, tensor) for tensor in self.header.tensors if tensor.name != USER_BLOB}
+    def tensors(self) -> StoredTensors:
+        """All but the user blob."""
+        return self.stored
 
     def user_blob(self) -> bytes:
         return self.blob(USER_BLOB, USER_BYTES)

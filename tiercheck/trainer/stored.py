@@ -1,0 +1,92 @@
+"""A state comes back at the speed of its bytes: read from the slot straight into the memory of the tensors, on a few threads.
+
+Mapping a file costs a fault for every few pages, which takes longer than copying them; `preadv` has none, and releases the
+interpreter lock. The mapping stays for what cannot be filled that way, and to look at shapes without reading anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from tiercheck.trainer.backend import RestoreError
+
+_PIECE = 4 * 1024 * 1024
+_MANY = 32 * 1024 * 1024
+"""Bytes that are worth a second thread."""
+_THREADS = 4
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """A slot's tensors by name, as views of its mapping; `read_into` is the fast way to get at many of them."""
+
+    def __init__(self, descriptor: int, size: int, views: Mapping[str, Tensor], offsets: Mapping[str, int]) -> None:
+        """Takes `descriptor` over: it is closed with this object. `size`: of the artifact."""
+        self._descriptor, self._size = descriptor, size
+        self._views, self._offsets = views, offsets
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    @torch.no_grad()
+    def read_into(self, wanted: Sequence[tuple[str, Tensor]]) -> None:
+        """Fill each tensor with what is stored under its name; shapes and dtypes must be the same.
+
+        Raises RestoreError if bytes are missing or cannot be read: before anything is written, if the file is too short already.
+        """
+        found = os.fstat(self._descriptor).st_size
+        if found < self._size:
+            raise RestoreError(f"the checkpoint is cut off: {found} of {self._size} bytes are there")
+        pieces: list[tuple[memoryview, int]] = []
+        for name, target in wanted:
+            stored = self._views[name]
+            if not _is_plain(target, stored):
+                target.copy_(stored)
+                continue
+            target.view(-1)[:0].zero_()  # changes nothing but torch's counter of changes
+            memory = (ctypes.c_char * target.nbytes).from_address(target.data_ptr())
+            view, offset = memoryview(memory).cast("B"), self._offsets[name]
+            pieces += ((view[at : at + _PIECE], offset + at) for at in range(0, target.nbytes, _PIECE))
+        threads = min(_THREADS, len(os.sched_getaffinity(0)))
+        try:
+            if threads > 1 and sum(len(view) for view, _ in pieces) >= _MANY:
+                with ThreadPoolExecutor(threads, thread_name_prefix="tiercheck-read") as pool:
+                    list(pool.map(lambda piece: self._fill(*piece), pieces))
+            else:
+                for view, offset in pieces:
+                    self._fill(view, offset)
+        except OSError as error:
+            raise RestoreError(f"the checkpoint cannot be read: {error}") from error
+
+    def _fill(self, view: memoryview, offset: int) -> None:
+        while view:
+            count = os.preadv(self._descriptor, [view], offset)
+            if count == 0:
+                raise RestoreError(f"the checkpoint is cut off: nothing is at byte {offset} of {self._size}")
+            view, offset = view[count:], offset + count
+
+
+def _is_plain(target: Tensor, stored: Tensor) -> bool:
+    """Whether the bytes of `target` in memory are those of the file, one by one."""
+    return (
+        target.device.type == "cpu"
+        and target.layout is torch.strided
+        and target.is_contiguous()
+        and (target.dtype, target.shape) == (stored.dtype, stored.shape)
+        and not target.is_conj()
+        and not target.is_neg()
+    )
