@@ -41,6 +41,8 @@ class Inventory:
 
     entries: tuple[Entry, ...]
     facts: dict[str, Any] = field(default_factory=dict)
+    fixed: tuple[Any, ...] = ()
+    """Parts of the facts that nobody will change."""
 
 
 def local_shard(tensor: Tensor) -> Tensor:

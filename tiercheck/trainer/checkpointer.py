@@ -32,11 +32,12 @@ from tiercheck.protocol.names import ENV_RUN_DIR
 from tiercheck.protocol.version import Version
 from tiercheck.trainer import user_state
 from tiercheck.trainer.backend import Backend, Offer, RestoreError
-from tiercheck.trainer.capture import Entry, NotCapturable, on_cuda, take_inventory
+from tiercheck.trainer.capture import Entry, NotCapturable, on_cuda
 from tiercheck.trainer.copying import Pending, Snapshot
 from tiercheck.trainer.delta import StoredDelta
 from tiercheck.trainer.deltas import Deltas, innermost
 from tiercheck.trainer.folder_backend import FolderBackend
+from tiercheck.trainer.inventories import Inventories
 from tiercheck.trainer.load import load_all
 from tiercheck.trainer.ranks import rank_and_world
 from tiercheck.trainer.replay import Mismatch, Replay
@@ -90,6 +91,7 @@ class Checkpointer:
             if run_dir
             else FolderBackend(Path(folder or "checkpoints"), self.rank, self.world_size, keep)
         )
+        self._inventories = Inventories(model, self._optimizers)
         self._sanity_gate = sanity_gate
         self._saver = Saver(self._backend, self.rank, self.world_size, gate=lambda: self.sanity_gate)
         self._deltas = Deltas(model, self._optimizers, self._backend, self._saver)
@@ -154,7 +156,7 @@ class Checkpointer:
         TypeError if `state` holds something that could not be read back later. Training must not begin then.
         """
         self._restored = True
-        inventory = take_inventory(self._model, self._optimizers)
+        inventory = self._inventories.take()
         user_state.unpack(user_state.pack(self._state, inventory.facts))
         offer = self._backend.find()
         room = 0
@@ -269,8 +271,8 @@ class Checkpointer:
 
     def _capture(self) -> Snapshot:
         """List the state; copy at once what changes before the next update (buffers, the user blob)."""
-        inventory = take_inventory(self._model, self._optimizers)
-        blob = user_state.Packed(self._state, inventory.facts)
+        inventory = self._inventories.take()
+        blob = user_state.Packed(self._state, inventory.facts, inventory.fixed)
         entries = [self._at_once(entry) for entry in inventory.entries]
         device = on_cuda(entries)
         ready = None if device is None else self._final(device)
@@ -291,7 +293,7 @@ class Checkpointer:
     def _prepare(self, delta_room: int | None) -> None:
         """Find out the size of a slot before the first snapshot is due, and have slots made (`Saver.reserve`)."""
         try:
-            inventory = take_inventory(self._model, self._optimizers)
+            inventory = self._inventories.take()
             blob_bytes = len(user_state.pack(self._state, inventory.facts))
             self._saver.layouts.plan(inventory.entries, blob_bytes, delta_room)
         except NotCapturable as error:

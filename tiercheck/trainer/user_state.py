@@ -10,7 +10,7 @@ import io
 import random
 import sys
 from array import array
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -39,15 +39,19 @@ class Packed:
     and tensors in host memory is written at once, because only its own code knows how to copy it.
     """
 
-    def __init__(self, state: State, facts: Mapping[str, Any]) -> None:
-        """Raises NotCapturable if `state` holds something that torch.save cannot write."""
+    def __init__(self, state: State, facts: Mapping[str, Any], fixed: Sequence[Any] = ()) -> None:
+        """`fixed`: parts of `facts` that need no copy, because nobody will change them.
+
+        Raises NotCapturable if `state` holds something that torch.save cannot write.
+        """
         self._written: bytes | None = None
         content = {"facts": dict(facts), "random": random_state(), "state": {}}
         for name, holder in state.items():
             content["state"][name] = holder.state_dict() if isinstance(holder, Stateful) else dict(holder)
         try:
             # What `random_state` gave belongs to nobody else.
-            self._content: dict[str, Any] = _copied({**content, "random": None}, {}) | {"random": content["random"]}
+            self._content: dict[str, Any] = _copied({**content, "random": None}, {id(part): part for part in fixed})
+            self._content["random"] = content["random"]
         except Exception:  # writing it at once tells what is wrong with it, if anything is
             self._content = {}
             self._written = _write(content)

@@ -1,0 +1,144 @@
+"""A remembered inventory is the one that would be taken anew, whatever happened to model and optimizer in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tiercheck.trainer.capture import Inventory, take_inventory
+from tiercheck.trainer.inventories import Inventories
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.words.weight
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.words(x)))
+
+
+def train(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    net(torch.tensor([1, 2, 3])).square().sum().backward()
+    optimizer.step()
+
+
+def described(inventory: Inventory) -> tuple[list[tuple[object, ...]], str]:
+    entries = [
+        (e.name, e.tensor.data_ptr(), e.tensor.dtype, e.tensor.shape, e.lazy, e.must_be_finite, e.origin._version)
+        for e in inventory.entries
+        if e.origin is not None
+    ]
+    assert len(entries) == len(inventory.entries)
+    return entries, repr(inventory.facts)
+
+
+def replaced_state(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    state = optimizer.state[net.body[0].weight]
+    state["exp_avg"] = state["exp_avg"].clone()
+
+
+def swapped_data(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    net.body[0].weight.data = net.body[0].weight.data.clone().T.contiguous()
+
+
+def tied_by_data(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    net.body[2].weight.data = net.body[0].weight.data
+
+
+def untied(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    net.head.weight = nn.Parameter(net.head.weight.detach().clone())
+
+
+def more_parameters(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    net.extra = nn.Linear(2, 2)
+    optimizer.add_param_group({"params": list(net.extra.parameters()), "lr": 0.5})
+
+
+def renamed(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    net.trunk = net.body
+    del net._modules["trunk"]
+    net._modules = {("trunk" if name == "body" else name): module for name, module in net._modules.items()}
+
+
+def kept_buffer(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    net._non_persistent_buffers_set.clear()
+
+
+def hooked(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    def without_head(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
+        del state["head.weight"]
+
+    net.register_state_dict_post_hook(without_head)
+
+
+def patched(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    plain = net.state_dict
+    net.state_dict = lambda *a, **k: {key: value for key, value in plain(*a, **k).items() if key != "head.weight"}
+
+
+def other_hyper_parameters(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.25
+
+
+def plain_number_in_the_state(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[net.body[0].weight]["calls"] = 3
+
+
+def state_dropped(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    del optimizer.state[net.body[0].bias]
+
+
+def nothing(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    return
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        nothing,
+        train,
+        replaced_state,
+        swapped_data,
+        tied_by_data,
+        untied,
+        more_parameters,
+        renamed,
+        kept_buffer,
+        hooked,
+        patched,
+        other_hyper_parameters,
+        plain_number_in_the_state,
+        state_dropped,
+    ],
+    ids=lambda change: change.__name__,
+)
+def test_remembered_inventory_is_that_of_now(change: Callable[[Net, torch.optim.Optimizer], None]) -> None:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    inventories = Inventories(net, [optimizer])
+    inventories.take()
+    for _ in range(2):
+        train(net, optimizer)
+        assert described(inventories.take()) == described(take_inventory(net, [optimizer]))
+    change(net, optimizer)
+    for _ in range(2):
+        assert described(inventories.take()) == described(take_inventory(net, [optimizer]))
+
+
+def test_inventory_of_a_plain_model_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    train(net, optimizer)
+    inventories = Inventories(net, [optimizer])
+    inventories.take()
+    monkeypatch.setattr("tiercheck.trainer.inventories.take_inventory", None)
+    assert described(inventories.take()) == described(take_inventory(net, [optimizer]))

@@ -1,0 +1,132 @@
+"""Most of an inventory is the same every time - names, places, how to rebuild: this remembers it, and checks that it still holds.
+
+Only of plain models and optimizers: neither hooks nor methods of their own decide what the state_dict is, and all that is
+stored are plain tensors. Everything else is listed anew each time. No tensor is kept alive by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, repeat
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tiercheck.trainer.capture import Entry, Inventory, take_inventory
+
+_PLAIN = {Tensor, nn.Parameter, nn.Buffer}
+_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state", "named_parameters")
+_HOOKS = attrgetter("_state_dict_hooks"), attrgetter("_state_dict_pre_hooks")
+_left_out = attrgetter("_non_persistent_buffers_set")
+_children, _parameters, _buffers = attrgetter("_modules"), attrgetter("_parameters"), attrgetter("_buffers")
+_look, _device = attrgetter("device", "dtype", "shape"), attrgetter("device")
+_EMPTY: dict[str, Any] = {}
+
+
+class _NotPlain(Exception):
+    """It has to be listed anew."""
+
+
+class Inventories:
+    """Takes inventories of one model and its optimizers, in the training thread."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._modules: list[nn.Module] = []
+        self._marks: list[Any] | None = None
+        self._described: list[tuple[str, bool, bool]] = []
+        """Of each entry: name, lazy, must be finite."""
+        self._places: list[int] = []
+        """Of each entry: where in the list of all tensors it is."""
+        self._facts: dict[str, Any] = {}
+
+    def take(self) -> Inventory:
+        """As `take_inventory`. Raises NotCapturable."""
+        if self._marks is not None:
+            try:
+                marks, tensors = self._read()
+            except _NotPlain:
+                marks, tensors = [], []
+            if marks == self._marks:
+                return self._again(tensors)
+        inventory = take_inventory(self._model, self._optimizers)
+        self._remember(inventory)
+        return inventory
+
+    def _again(self, tensors: list[Tensor]) -> Inventory:
+        entries = []
+        for (name, lazy, finite), place in zip(self._described, self._places, strict=True):
+            tensor = tensors[place]
+            entries.append(Entry(name, tensor.detach(), lazy, finite, tensor))
+        optimizers = [
+            {**known, "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]}
+            for known, optimizer in zip(self._facts["optimizers"], self._optimizers, strict=True)
+        ]
+        fixed = tuple(known["states"] for known in optimizers)  # of tensors: nothing but how to rebuild them
+        return Inventory(tuple(entries), {**self._facts, "optimizers": optimizers}, fixed)
+
+    def _remember(self, inventory: Inventory) -> None:
+        self._marks, self._modules = None, list(self._model.modules())
+        try:
+            marks, tensors = self._read()
+            places = {_memory(tensor): place for place, tensor in reversed(list(enumerate(tensors)))}
+            if len(places) != len({*map(id, tensors)}):
+                return  # something shares memory, or has none: only a new list tells what is stored of it
+            self._places = [places[_memory(entry.tensor)] for entry in inventory.entries]
+        except (_NotPlain, KeyError):
+            return
+        self._described = [(entry.name, entry.lazy, entry.must_be_finite) for entry in inventory.entries]
+        facts = [{**known, "groups": []} for known in inventory.facts["optimizers"]]
+        self._facts = {**inventory.facts, "optimizers": facts}
+        self._marks = marks
+
+    def _read(self) -> tuple[list[Any], list[Tensor]]:
+        """What names and places follow from, and all tensors in a stable order. Raises _NotPlain."""
+        modules = self._modules
+        if any(any(map(hooks, modules)) for hooks in _HOOKS):
+            raise _NotPlain
+        classes = list(map(type, modules))
+        for kind in {*classes}:
+            if any(getattr(kind, method) is not getattr(nn.Module, method) for method in _METHODS):
+                raise _NotPlain
+        if any("state_dict" in own or "_save_to_state_dict" in own for own in map(vars, modules)):
+            raise _NotPlain
+        children, parameters, buffers = (list(map(of, modules)) for of in (_children, _parameters, _buffers))
+        held = [*_all(dict.values, parameters), *_all(dict.values, buffers)]
+        found: list[Tensor] = [tensor for tensor in held if tensor is not None]
+        marks: list[Any] = [
+            classes,
+            list(map(frozenset, map(_left_out, modules))),
+            *([*_all(dict.keys, owners)] for owners in (children, parameters, buffers)),
+            *([*map(len, owners)] for owners in (children, parameters, buffers)),
+            list(map(id, _all(dict.values, children))),
+            list(map(id, held)),
+            list(map(Tensor.data_ptr, found)) if {*map(type, found)} <= _PLAIN else [],
+            list(map(_look, found)),
+        ]
+        tensors = list(found)
+        for optimizer in self._optimizers:
+            trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            states = list(map(optimizer.state.get, trained, repeat(_EMPTY)))
+            if {*map(type, states)} - {dict}:
+                raise _NotPlain
+            kept = list(_all(dict.values, states))
+            if {*map(type, kept)} - {Tensor}:
+                raise _NotPlain
+            marks += [list(map(id, trained)), list(map(len, states)), list(_all(dict.keys, states))]
+            marks.append(list(map(_device, kept)))
+            tensors += kept
+        if {*map(type, tensors)} - _PLAIN:
+            raise _NotPlain
+        return marks, tensors
+
+
+def _all(view: Callable[[dict[str, Any]], Iterable[Any]], owners: Iterable[dict[str, Any]]) -> Iterable[Any]:
+    return chain.from_iterable(map(view, owners))
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
