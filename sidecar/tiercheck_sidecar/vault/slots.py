@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,9 +17,9 @@ from pathlib import Path
 from tiercheck.protocol.artifact import Kind, Share
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.slot import TORN
+from tiercheck_sidecar.vault.pages import collapse, map_aligned, populate
 from tiercheck_sidecar.vault.seal import Seal, break_seal
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 _ZEROS = bytes(1024 * 1024)
 
 
@@ -63,7 +62,7 @@ class Slot:
     """Free it as soon as nobody uses it."""
     attempt: int = field(default=0)
     step: int = field(default=0)
-    _area: mmap.mmap | None = field(default=None, repr=False)
+    _area: memoryview | None = field(default=None, repr=False)
     _identity: tuple[int, int] = field(default=(0, 0), repr=False)
 
     @property
@@ -82,7 +81,7 @@ class Slot:
     def mapped(self, write: bool = False, size: int | None = None) -> Iterator[memoryview]:
         """The slot's first `size` bytes, or all. Raises OSError, also if the file has become shorter than the slot."""
         area = self._lasting()
-        whole = memoryview(area)[: self.size if size is None else size]
+        whole = area[: self.size if size is None else size]
         view = whole if write else whole.toreadonly()
         try:
             yield view
@@ -96,7 +95,7 @@ class Slot:
         """Whether the file is as long as it was made. Raises OSError."""
         return self.path.stat().st_size >= self.size
 
-    def adopt(self, area: mmap.mmap) -> None:
+    def adopt(self, area: memoryview) -> None:
         """Keep the mapping that the slot was made through."""
         self._area, self._identity = area, _identity(os.stat(self.path))
 
@@ -105,9 +104,9 @@ class Slot:
         area, self._area = self._area, None
         if area is not None:
             with contextlib.suppress(BufferError):
-                area.close()
+                area.release()
 
-    def _lasting(self) -> mmap.mmap:
+    def _lasting(self) -> memoryview:
         """One mapping for as long as the slot: the faults of mapping it anew cost as much as receiving an artifact into it, and
         three times as much as digesting one.
 
@@ -119,9 +118,9 @@ class Slot:
         if self._area is None or self._identity != _identity(status):
             with open(self.path, "r+b") as file:
                 self._identity = _identity(os.fstat(file.fileno()))
-                self._area = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_WRITE)
+                self._area = map_aligned(file.fileno(), self.size)
             with contextlib.suppress(OSError):
-                self._area.madvise(_MADV_POPULATE_WRITE)
+                populate(self._area)
         return self._area
 
 
@@ -129,15 +128,17 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def create(path: Path, size: int) -> mmap.mmap:
+def create(path: Path, size: int) -> memoryview:
     """Create and pre-fault a slot file, and map it. Raises OSError (ENOSPC if the volume is full); then there is no file."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         os.fchmod(descriptor, 0o666)  # the trainer may run as another user of the same pod
+        os.ftruncate(descriptor, size)
+        area = map_aligned(descriptor, size)
+        huge = collapse(descriptor, area)
         os.posix_fallocate(descriptor, 0, size)  # says ENOSPC here rather than SIGBUS at first touch
-        area = mmap.mmap(descriptor, size)
-        _touch(area, descriptor, size)
+        _touch(area, descriptor, huge)
     except OSError:
         path.unlink(missing_ok=True)
         raise
@@ -146,13 +147,16 @@ def create(path: Path, size: int) -> mmap.mmap:
     return area
 
 
-def _touch(area: mmap.mmap, descriptor: int, size: int) -> None:
+def _touch(area: memoryview, descriptor: int, begin: int) -> None:
+    size = len(area)
+    if begin == size:
+        return
     try:
-        area.madvise(_MADV_POPULATE_WRITE)
+        populate(area, begin)
     except OSError as error:
         if error.errno != errno.EINVAL:  # EINVAL: an older kernel
             raise
-        for offset in range(0, size, len(_ZEROS)):
+        for offset in range(begin, size, len(_ZEROS)):
             os.pwrite(descriptor, _ZEROS[: min(len(_ZEROS), size - offset)], offset)
 
 

@@ -1,0 +1,90 @@
+"""What a slot's memory is made of makes no difference to what is in it."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tiercheck_sidecar.vault import pages, slots
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Path:
+    """Where a memory volume would be, if this machine has one."""
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK):
+        return tmp_path / "slot"
+    path = shared / f"tiercheck-test-{os.getpid()}-{tmp_path.name}"
+    return path
+
+
+@pytest.fixture
+def slot(volume: Path):
+    yield volume
+    volume.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("size", [1, 4096, 2 * MIB - 1, 2 * MIB, 2 * MIB + 1, 7 * MIB + 12345])
+def test_new_slot_is_zero_paid_for_and_as_long_as_asked(slot: Path, size: int) -> None:
+    view = slots.create(slot, size)
+    assert len(view) == size
+    assert slot.stat().st_size == size
+    assert slot.stat().st_blocks * 512 >= size
+    assert slot.read_bytes() == bytes(size)
+
+
+def test_slot_is_made_of_small_pages_where_huge_ones_are_refused(slot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, refused = pages._advise, []
+
+    def advise(address: int, length: int, advice: int) -> None:
+        if advice == pages._MADV_COLLAPSE:
+            refused.append(length)
+            raise OSError(22, "refused")
+        real(address, length, advice)
+
+    monkeypatch.setattr(pages, "_advise", advise)
+    monkeypatch.setattr(pages, "huge_page", lambda: 2 * MIB)
+    view = slots.create(slot, 5 * MIB)
+    assert refused == [4 * MIB]
+    assert slot.stat().st_blocks * 512 >= 5 * MIB
+    assert bytes(view) == bytes(5 * MIB)
+
+
+def test_slot_is_made_on_a_kernel_without_huge_pages(slot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "huge_page", lambda: 0)
+    view = slots.create(slot, 3 * MIB)
+    view[:4] = b"data"
+    assert slot.read_bytes()[:8] == b"data\0\0\0\0"
+    assert slot.stat().st_blocks * 512 >= 3 * MIB
+
+
+def test_mapping_that_somebody_still_reads_outlives_its_owner_and_then_goes(slot: Path) -> None:
+    view = slots.create(slot, 3 * MIB)
+    view[2 * MIB :] = b"x" * MIB
+    part = view[2 * MIB : 2 * MIB + 3]
+    view.release()
+    slot.unlink()
+    assert bytes(part) == b"xxx"
+    assert slot.name in Path("/proc/self/maps").read_text()
+    part.release()
+    gc.collect()
+    assert slot.name not in Path("/proc/self/maps").read_text()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(size=st.integers(1, 5 * MIB), data=st.data())
+def test_what_is_written_through_the_mapping_is_in_the_file(slot: Path, size: int, data: st.DataObject) -> None:
+    view = slots.create(slot, size)
+    offset = data.draw(st.integers(0, size - 1))
+    content = data.draw(st.binary(min_size=1, max_size=64))[: size - offset]
+    view[offset : offset + len(content)] = content
+    with open(slot, "rb") as file:
+        file.seek(offset)
+        assert file.read(len(content)) == content
