@@ -25,6 +25,11 @@ def digest_chunk(view: memoryview | bytes) -> str:
     return xxhash.xxh3_128_hexdigest(view)
 
 
+def running() -> xxhash.xxh3_128:
+    """For a chunk that comes piece by piece; its `hexdigest()` is what `digest_chunk` gives of all of it."""
+    return xxhash.xxh3_128()
+
+
 def digest_as_filled(view: memoryview, fill: Callable[[memoryview], None]) -> str:
     """Digest of `view`, which `fill` fills piece by piece: each is read again while it is still in the cache."""
     hasher = xxhash.xxh3_128()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tiercheck.protocol.manifest import Digests
-from tiercheck_sidecar.digest import digest_as_filled, digest_chunk
+from tiercheck_sidecar.digest import digest_as_filled, digest_chunk, running
 from tiercheck_sidecar.remote.errors import RemoteCorrupt
 
 
@@ -38,16 +38,15 @@ def check_chunks(
     for begin in range(0, len(piece), digests.chunk):
         index = (offset + begin) // digests.chunk
         with piece[begin : begin + digests.chunk] as chunk:
-            if digest_as_filled(chunk, first) != digests.values[index]:
-                raise RemoteCorrupt(f"{place} does not match its digest in chunk {index} of {len(digests.values)}.")
+            check_digest(digest_as_filled(chunk, first), index, digests, place)
 
 
 class Arriving:
-    """Checks the chunks of `into`, which are at `offset` of the artifact, as they come: while they are still in the cache."""
+    """Digests the chunks of `into`, which are at `offset` of the artifact, as they come: while they are still in the cache."""
 
     def __init__(self, into: memoryview, offset: int, digests: Digests, place: str) -> None:
         self._into, self._offset, self._digests, self._place = into, offset, digests, place
-        self._checked = 0
+        self._seen, self._hasher = 0, running()
 
     def __call__(self, arrived: int) -> None:
         """So many bytes of `into` are there now; 0 when they begin to come, also when they begin again.
@@ -55,9 +54,21 @@ class Arriving:
         Raises RemoteCorrupt at the first chunk that differs.
         """
         if arrived == 0:
-            self._checked = 0
-        whole = arrived if arrived == len(self._into) else arrived // self._digests.chunk * self._digests.chunk
-        if whole > self._checked:
-            with self._into[self._checked : whole] as piece:
-                check_chunks(piece, self._offset + self._checked, self._digests, self._place)
-            self._checked = whole
+            self._seen, self._hasher = 0, running()
+        chunk = self._digests.chunk
+        while self._seen < arrived:
+            index = self._seen // chunk
+            end = min((index + 1) * chunk, len(self._into))
+            stop = min(arrived, end)
+            with self._into[self._seen : stop] as piece:
+                self._hasher.update(piece)
+            self._seen = stop
+            if stop == end:
+                check_digest(self._hasher.hexdigest(), self._offset // chunk + index, self._digests, self._place)
+                self._hasher = running()
+
+
+def check_digest(found: str, index: int, digests: Digests, place: str) -> None:
+    """Raises RemoteCorrupt if that is not the digest of chunk `index`."""
+    if found != digests.values[index]:
+        raise RemoteCorrupt(f"{place} does not match its digest in chunk {index} of {len(digests.values)}.")
