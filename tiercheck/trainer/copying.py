@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tiercheck.trainer.capture import Entry, versions
+from tiercheck.trainer.crew import Crew
 from tiercheck.trainer.user_state import Packed
 
 CHUNK = 16 * 1024 * 1024
@@ -66,6 +67,8 @@ class Snapshot(Pending):
     entries: Sequence[Entry]
     blob: Packed
     seen: tuple[int, ...] = ()
+    crew: Crew | None = None
+    """Set before the copy begins, where the training thread can take part in it."""
 
     def __post_init__(self) -> None:
         self.seen = versions(self.entries)
@@ -124,6 +127,11 @@ def _land(flying: deque[tuple[torch.cuda.Event, Tensor, str]], copied: Callable[
     passed.synchronize()
     if name:
         copied(name)
+
+
+def pieces(items: Iterable[tuple[str, Tensor]], views: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """(target, source) of every chunk of the named tensors."""
+    return [piece for name, tensor in items for piece in _chunks(views[name], tensor)]
 
 
 def _chunks(target: Tensor, source: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -95,6 +95,8 @@ class Saver:
                 if not pending.granted.wait(max(0.0, left)) and pending.cancel():
                     self.skip(pending, "SlowSidecar", "no slot was granted before the next update")
                     continue
+            if isinstance(pending, Snapshot) and pending.crew is not None:
+                pending.crew.help()  # instead of only waiting
             pending.copied.wait()
 
     def reserve(self, size: int, delta_size: int | None = None) -> None:

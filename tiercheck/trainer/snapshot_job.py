@@ -10,6 +10,7 @@ from tiercheck.trainer import copying
 from tiercheck.trainer.backend import Skipped
 from tiercheck.trainer.capture import NotCapturable
 from tiercheck.trainer.copying import Snapshot
+from tiercheck.trainer.crew import Crew
 from tiercheck.trainer.desk import Cancelled, Desk
 from tiercheck.trainer.slot_file import USER_BLOB, USER_BYTES, bytes_into
 
@@ -44,11 +45,16 @@ class SnapshotJob:
         snapshot = self._snapshot
         writer = self._desk.open(self._path)
         self._views = writer.begin(self._layout)
+        items = [(entry.name, entry.tensor) for entry in snapshot.entries]
+        if snapshot.device is None:
+            snapshot.crew = Crew(copying.pieces(items, self._views), copying.copy_tensor)
         if not snapshot.start():
             raise Cancelled
-        self._desk.on_gpu(snapshot, writer)
-        items = [(entry.name, entry.tensor) for entry in snapshot.entries]
-        copying.copy_all(items, self._views, self._desk.stream if snapshot.device is not None else None)
+        if snapshot.crew is not None:
+            snapshot.crew.join()
+        else:
+            self._desk.on_gpu(snapshot, writer)
+            copying.copy_all(items, self._views, self._desk.stream)
         changed = snapshot.changed()
         if changed:
             self._mutating |= changed
