@@ -7,7 +7,6 @@ attempt: after a recovery what exists is offered to the new holders at once, wit
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Peer, Tier
-from tiercheck.protocol.report import Quarantined, RestoreState
+from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import History
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.exchange.agenda import due, first_of_each_rank
@@ -26,6 +25,7 @@ from tiercheck_sidecar.exchange.line import Line
 from tiercheck_sidecar.exchange.sender import Pushed, PushRefused, push
 from tiercheck_sidecar.exchange.streams import TooDamaged
 from tiercheck_sidecar.forgetting import Place, expendable
+from tiercheck_sidecar.own_copy import distrust
 from tiercheck_sidecar.pacing import Portion, TokenBucket
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.watermark import Verdict
@@ -124,7 +124,7 @@ class Replicator:
         except NotHeld:
             return  # freed meanwhile: no longer due
         except TooDamaged as error:
-            self._distrust(seal)
+            distrust(self._board, self._vault, seal)
             waits.failed(seal.rank, time.monotonic())
             self._trouble(lane, str(error))
         except PushRefused as error:
@@ -175,15 +175,6 @@ class Replicator:
         told = ". ".join(f"Worker {worker} does not take copies: {why}" for worker, why in sorted(worst.items()))
         hope = "Training goes on; its snapshots are protected as soon as that worker answers or is replaced"
         self._board.problem("PeerUnreachable", f"{told}. {hope}")
-
-    def _distrust(self, seal: Seal) -> None:
-        """Chunks keep arriving damaged: is it our own copy that rotted?"""
-        with contextlib.suppress(NotHeld, OSError):
-            reason = self._vault.fault(seal.rank, seal.version, Tier.LOCAL, seal.kind)
-            if reason:
-                self._vault.free(lambda each: each == seal)
-                worker = self._board.config.worker
-                self._board.quarantine(Quarantined(seal.rank, seal.version, worker, reason, seal.kind))
 
 
 def still_kept(acknowledged: frozenset[Artifact], history: History, verdict: Verdict | None) -> frozenset[Artifact]:

@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
-from tiercheck.protocol.directive import Tier
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import Ask, Pace, Say, Wire, WireBroken, from_bitmap
 from tiercheck_sidecar.exchange.line import Line
+from tiercheck_sidecar.exchange.persistence import push_on
 from tiercheck_sidecar.exchange.streams import Deal, run_all, stream_count
 from tiercheck_sidecar.vault import Seal, Vault
-
-_MOST_BREAKS = 20
-"""How often one push goes on after a broken stream, as long as each connection brought something."""
 
 
 class Pushed(Enum):
@@ -33,21 +30,7 @@ def push(vault: Vault, seal: Seal, line: Line, pace: Pace | None = None) -> Push
 
     Raises NotHeld, OSError, WireBroken, PeerRefused, PushRefused, TooDamaged.
     """
-    try:
-        with vault.pin(seal.rank, seal.version, Tier.LOCAL, seal.kind) as slot, open(slot.path, "rb") as file:
-            for _ in range(_MOST_BREAKS):
-                hopeful, before = line.is_open, line.sent
-                try:
-                    return _push(seal, line, file.fileno(), pace)
-                except WireBroken:
-                    # A connection that lay idle may have been closed by the other end long ago: that proves nothing.
-                    if not hopeful and line.sent == before:
-                        raise
-                    line.drop()
-            raise WireBroken(f"the connection broke {_MOST_BREAKS} times")
-    except BaseException:
-        line.drop()
-        raise
+    return push_on(vault, seal, line, lambda file: _push(seal, line, file, pace))
 
 
 def _push(seal: Seal, line: Line, file: int, pace: Pace | None) -> Pushed:

@@ -14,8 +14,8 @@ import weakref
 from collections.abc import Callable
 
 from tiercheck.protocol.artifact import Artifact, Kind
-from tiercheck.protocol.directive import Peer, Tier
-from tiercheck.protocol.report import Quarantined, RestoreState
+from tiercheck.protocol.directive import Peer
+from tiercheck.protocol.report import RestoreState
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.exchange.agenda import due, first_of_each_rank
 from tiercheck_sidecar.exchange.backoff import Backoff
@@ -23,6 +23,7 @@ from tiercheck_sidecar.exchange.frames import Pace, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.line import Line
 from tiercheck_sidecar.exchange.streams import TooDamaged
+from tiercheck_sidecar.own_copy import distrust
 from tiercheck_sidecar.pacing import Portion, TokenBucket
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.parity.push import converse, push
@@ -144,7 +145,7 @@ class Link:
         except NotHeld:
             return  # freed meanwhile: no longer due
         except TooDamaged as error:
-            self._distrust(seal)
+            distrust(self._board, self._vault, seal)
             waits.failed(seal.rank, now())
             self._tell(seal.kind, str(error))
         except (WireBroken, PeerRefused, OSError) as error:
@@ -198,12 +199,3 @@ class Link:
             complete, settled = self._complete, self._folded | self._late
         owed = due(kind, held, complete, verdict.copy, directive.history)
         return [seal for seal in owed if Artifact(seal.rank, seal.version, kind) not in settled]
-
-    def _distrust(self, seal: Seal) -> None:
-        """Chunks keep arriving damaged: is it our own memory that rotted?"""
-        with contextlib.suppress(NotHeld, OSError):
-            reason = self._vault.fault(seal.rank, seal.version, Tier.LOCAL, seal.kind)
-            if reason:
-                self._vault.free(lambda each: each == seal)
-                worker = self._board.config.worker
-                self._board.quarantine(Quarantined(seal.rank, seal.version, worker, reason, seal.kind))

@@ -5,18 +5,16 @@ from __future__ import annotations
 import functools
 
 from tiercheck.protocol.artifact import Artifact
-from tiercheck.protocol.directive import Tier
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import Ask, Pace, Wire, WireBroken
 from tiercheck_sidecar.exchange.line import Line
+from tiercheck_sidecar.exchange.persistence import push_on
 from tiercheck_sidecar.exchange.streams import Deal, TooDamaged, run_all, stream_count
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.vault import Seal, Vault
 
 _DAMAGES = 3
 """How often chunks may arrive damaged."""
-_MOST_BREAKS = 20
-"""How often one push goes on after a broken stream, as long as each connection brought something."""
 
 
 def converse(wire: Wire) -> Wire:
@@ -30,21 +28,7 @@ def push(vault: Vault, seal: Seal, line: Line, pace: Pace | None = None) -> Pari
     word: "in", "have", "late", "busy" or "refused". Raises NotHeld, OSError, WireBroken, PeerRefused, TooDamaged; then `line`
     is hung up.
     """
-    try:
-        with vault.pin(seal.rank, seal.version, Tier.LOCAL, seal.kind) as slot, open(slot.path, "rb") as file:
-            for _ in range(_MOST_BREAKS):
-                hopeful, before = line.is_open, line.sent
-                try:
-                    return _push(seal, line, file.fileno(), pace)
-                except WireBroken:
-                    # A connection that lay idle may have been closed by the other end long ago: that proves nothing.
-                    if not hopeful and line.sent == before:
-                        raise
-                    line.drop()
-            raise WireBroken(f"the connection broke {_MOST_BREAKS} times")
-    except BaseException:
-        line.drop()
-        raise
+    return push_on(vault, seal, line, lambda file: _push(seal, line, file, pace))
 
 
 def _push(seal: Seal, line: Line, file: int, pace: Pace | None) -> ParitySay:
