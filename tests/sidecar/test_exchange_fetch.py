@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -77,7 +78,25 @@ def test_bad_copy_is_named_and_the_good_one_is_used(stations: MakeStations) -> N
     job = stations(workers=3)
     seal, artifact, content = copied(job)
     job[1].flip(seal, Tier.PEER, *range(len(seal.digests.values)))
-    fetched = fetch(job[0].vault, artifact, job[0].dials(1, 2))
+    answered = threading.Event()
+
+    class Eager(Wire):
+        def __init__(self, wire: Wire) -> None:
+            self.__dict__ = wire.__dict__
+
+        def receive_chunk_header(self) -> tuple[int, int]:
+            header = super().receive_chunk_header()
+            answered.set()
+            return header
+
+    class Patient(Eager):
+        def send_index(self, index: int) -> None:
+            """Lets the bad copy be asked first: else the good one might bring everything."""
+            assert answered.wait(20)
+            super().send_index(index)
+
+    sources = [Dial(1, lambda: Eager(job[0].connect(1))), Dial(2, lambda: Patient(job[0].connect(2)))]
+    fetched = fetch(job[0].vault, artifact, sources)
     assert [bad.worker for bad in fetched.bad] == [1]
     assert fetched.workers == (2,)
     assert job[0].content(seal, Tier.LOCAL) == content
