@@ -25,6 +25,9 @@ __all__ = ["CodeGroup", "ParityPolicy", "place_parity"]
 _OPENED = (0, 1, 3, 8)
 """How many groups that are still right are opened, at most, to make room for those that are not."""
 
+_MENDINGS = 8
+"""How often a placement that cannot be made right is mended, at most."""
+
 Cost = tuple[tuple[int, ...], int, int, int, int, int, int]
 
 
@@ -84,6 +87,8 @@ def place_parity(
 def _best(ground: Ground, start: int, data: int, previous: Sequence[CodeGroup]) -> tuple[CodeGroup, ...]:
     """What keeps most of the last placement, if nothing better can be had; else the best of several drafts."""
     drafts: list[tuple[CodeGroup, ...]] = []
+    if _still_meant(ground, data, previous):
+        drafts.append(tuple(previous))
     for opened in _OPENED if previous else ():
         drafts.append(keep(ground, start, data, previous, opened))
         if _complete(ground, start, drafts[-1]):
@@ -95,8 +100,29 @@ def _best(ground: Ground, start: int, data: int, previous: Sequence[CodeGroup]) 
         drafts.append(deal(ground, start, data, crowded_first))
         if _complete(ground, start, drafts[-1]):
             break
-    costs = [_cost(ground, start, groups, previous) for groups in drafts]
-    return drafts[costs.index(min(costs))]
+    best = min(drafts, key=lambda groups: _cost(ground, start, groups, previous))
+    if _complete(ground, start, best):
+        return best
+    # Where no draft is right, mending the best may give a better one, and would the next time: so that nothing moves then.
+    for _ in range(_MENDINGS):
+        mended = [keep(ground, start, data, best, opened) for opened in _OPENED]
+        better = min([best, *mended], key=lambda groups: _cost(ground, start, groups, previous))
+        if better == best:
+            break
+        best = better
+    return best
+
+
+def _still_meant(ground: Ground, data: int, groups: Sequence[CodeGroup]) -> bool:
+    """Whether these are as many groups of all the workers as are wanted now, with holders that can hold."""
+    members = sorted(member for group in groups for member in group.members)
+    holders = {holder for group in groups for holder in group.holders}
+    return (
+        members == list(range(ground.workers))
+        and len(groups) == -(-ground.workers // data)
+        and all(len(group.members) <= data and len(group.holders) <= ground.copies for group in groups)
+        and all(holder < ground.workers and ground.can_hold[holder] for holder in holders)
+    )
 
 
 def _cost(ground: Ground, start: int, groups: Sequence[CodeGroup], previous: Sequence[CodeGroup]) -> Cost:
