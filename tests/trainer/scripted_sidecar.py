@@ -85,7 +85,7 @@ class ScriptedSidecar:
         if request.op == "progress":
             return None
         if request.op == "reserve":
-            self._slot_bytes = {Kind.SNAPSHOT: request.bytes, Kind.DELTA: request.delta_bytes}
+            self._slot_bytes = {Kind.SNAPSHOT: request.bytes, Kind.DELTA: request.delta_bytes or 0}
         if request.op == "begin":
             path = self._folder / f"{request.kind.value}-{request.step}-{len(self.hellos)}"
             with open(path, "wb") as file:

@@ -147,6 +147,28 @@ def test_step_inside_a_step_is_one_update(delta_sidecar: ScriptedSidecar) -> Non
     assert not delta_sidecar.asked("no-deltas")
 
 
+def test_rank_whose_optimizer_is_still_probed_does_not_say_that_it_takes_no_deltas(
+    delta_sidecar: ScriptedSidecar,
+) -> None:
+    """The job would stop asking all ranks for them, and name a cadence without."""
+    running, checkpointer = started(script(Lion), every=1)
+    checkpointer.restore()
+    train(running, checkpointer, 6)
+    checkpointer.close()
+    told = [request.delta_bytes for request in delta_sidecar.asked("reserve")]
+    assert told[0] is None
+    assert 0 not in told
+    assert told[-1]
+
+
+def test_rank_that_takes_no_deltas_says_so_when_it_reserves(delta_sidecar: ScriptedSidecar) -> None:
+    running, checkpointer = started(script(Dithering), every=1)
+    checkpointer.restore()
+    train(running, checkpointer, 6)
+    checkpointer.close()
+    assert delta_sidecar.asked("reserve")[-1].delta_bytes == 0
+
+
 def test_probing_does_not_disturb_training(delta_sidecar: ScriptedSidecar) -> None:
     losses = {}
     for mode in (DeltaMode.NONE, DeltaMode.AUTO):

@@ -57,7 +57,8 @@ class LauncherEvent:
 class Request:
     """From a rank.
 
-    - "reserve": the rank's snapshot slots must hold `bytes` each, its delta slots `delta_bytes` (0: it takes no deltas).
+    - "reserve": the rank's snapshot slots must hold `bytes` each, its delta slots `delta_bytes`
+      (0: it takes no deltas; None: not known yet).
       Answered when the snapshot slots are allocated and pre-faulted; delta slots follow.
     - "begin": a slot for the artifact of `kind` after `step`, of at most `bytes`. Reply carries `path`, or `skip` with the reason.
     - "complete": the slot at `path` is written; its first `bytes` are the artifact.
@@ -73,7 +74,7 @@ class Request:
     op: str
     step: int = 0
     bytes: int = 0
-    delta_bytes: int = 0
+    delta_bytes: int | None = 0
     kind: Kind = Kind.SNAPSHOT
     path: str = ""
     loss: float | None = None

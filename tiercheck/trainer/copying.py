@@ -81,13 +81,8 @@ class Snapshot(Pending):
 
 def copy_tensor(target: Tensor, source: Tensor) -> None:
     """CPU to CPU, releasing the interpreter lock; chunked, so that no single call is long."""
-    if not source.is_contiguous():
-        target.copy_(source)
-        return
-    flat, to = source.view(-1), target.view(-1)
-    count = max(1, CHUNK // source.element_size())
-    for start in range(0, flat.numel(), count):
-        to[start : start + count].copy_(flat[start : start + count])
+    for to, chunk in _chunks(target, source):
+        to.copy_(chunk)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tiercheck.trainer.capture import is_extra, local_shard, model_items, named_parameters_of
+from tiercheck.trainer.gradients import set_hyper_parameters
 from tiercheck.trainer.stored import StoredTensors
 
 
@@ -80,13 +81,7 @@ def _check_optimizer(
 def _load_optimizer(
     index: int, optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any], tensors: StoredTensors
 ) -> None:
-    for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
-        for key, value in values.items():
-            present = group.get(key)
-            if isinstance(present, Tensor) and isinstance(value, Tensor):
-                present.copy_(value)  # schedulers and CUDA graphs hold on to this very tensor
-            else:
-                group[key] = value
+    set_hyper_parameters(optimizer, saved["groups"])
     optimizer.state.clear()
     wanted: list[tuple[str, Tensor]] = []
 

@@ -40,7 +40,7 @@ class SidecarBackend:
         self._welcome: Welcome | None = None
         self._restored_step: int | None = None
         self._no_deltas = ""
-        self._reserved = (0, 0)
+        self._reserved: tuple[int, int | None] = (0, 0)
         self._wanted = (0, 0)
         self._retry_at = 0.0
         self._backoff = _BACKOFF[0]
@@ -166,9 +166,13 @@ class SidecarBackend:
 
     def _reserve(self) -> None:
         self._connected()  # a new connection forgets what was reserved
-        if self._reserved != self._wanted:
-            self._ask(Request("reserve", bytes=self._wanted[0], delta_bytes=self._wanted[1]), RESERVE_SECONDS)
-            self._reserved = self._wanted
+        size, delta_size = self._wanted
+        # As long as deltas may come, to ask for none would tell the job that this rank takes none.
+        undecided = delta_size == 0 and self.delta is not DeltaMode.NONE and not self._no_deltas
+        wanted = (size, None if undecided else delta_size)
+        if self._reserved != wanted:
+            self._ask(Request("reserve", bytes=size, delta_bytes=wanted[1]), RESERVE_SECONDS)
+            self._reserved = wanted
 
     def _say(self, request: Request) -> None:
         try:

@@ -28,9 +28,10 @@ class Demand:
         self._guess: Room | None = None
         self._plan: Sizing | None = None
 
-    def reserve(self, rank: int, snapshot: int, delta: int) -> None:
-        """What an own rank wants, exactly."""
-        self.own[rank] = Room(snapshot, delta)
+    def reserve(self, rank: int, snapshot: int, delta: int | None) -> None:
+        """What an own rank wants, exactly; a delta of None is as it was."""
+        before = self.own.get(rank, Room())
+        self.own[rank] = Room(snapshot, before.delta if delta is None else delta)
         self._plan = None
 
     def expect(self, cadence: int, guess: Room) -> bool:

@@ -145,11 +145,11 @@ class Vault:
             self.tidy()
             self._on_change()
 
-    def reserve(self, rank: int, size: int, delta_size: int = 0) -> None:
-        """Have snapshot slots of exactly `size` bytes for an own rank, pre-faulted, and delta slots of `delta_size` (0: none),
+    def reserve(self, rank: int, size: int, delta_size: int | None = 0) -> None:
+        """Have snapshot slots of exactly `size` bytes for an own rank, pre-faulted, and delta slots of `delta_size` (0: none; None: not known yet),
         which `prepare` allocates. Raises MemoryTooSmall.
         """
-        if rank not in self.ranks or size <= 0 or delta_size < 0:
+        if rank not in self.ranks or size <= 0 or (delta_size or 0) < 0:
             raise ValueError(f"cannot reserve {size} and {delta_size} bytes for rank {rank}")
         with self._lock:
             self._demand.reserve(rank, size, delta_size)
