@@ -12,14 +12,15 @@ import pytest
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import DeltaMode, Policy
 from tiercheck_operator.controller.directives import policy
-from tiercheck_operator.controller.observation import JobView, SavedMember, SavedPlacement
+from tiercheck_operator.controller.observation import JobView
 from tiercheck_operator.controller.parsing import parse_job, parse_pod
 from tiercheck_operator.manifests.placement import build_placement, parse_placement
 from tiercheck_operator.manifests.pod import build_pod
-from tiercheck_operator.manifests.quantity import parse_duration, parse_quantity
 from tiercheck_operator.manifests.service import build_service
 from tiercheck_operator.manifests.template import template_problem
 from tiercheck_operator.planning.code_group import CodeGroup
+from tiercheck_operator.planning.quantity import parse_duration, parse_quantity
+from tiercheck_operator.planning.saved_placement import SavedMember, SavedPlacement
 
 
 def make_job(**spec: Any) -> JobView:

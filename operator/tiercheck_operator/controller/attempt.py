@@ -20,7 +20,7 @@ from tiercheck_operator.controller.inventories import (
 )
 from tiercheck_operator.controller.membership import Membership
 from tiercheck_operator.controller.memory import largest_share, too_small
-from tiercheck_operator.controller.observation import Observation, SavedPlacement
+from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.placing import Placed, Unplaceable, place_members
 from tiercheck_operator.controller.readiness import (
     Waiting,
@@ -34,6 +34,7 @@ from tiercheck_operator.controller.status import Finding
 from tiercheck_operator.planning.inventory import RemoteInventory
 from tiercheck_operator.planning.recovery import Decision as Outcome
 from tiercheck_operator.planning.recovery import Recover, Refuse, Situation, StartFresh, Wait, decide_recovery
+from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 _HISTORY_LIMIT = 1000
 """Branches kept; the schema allows a few more. Versions of older branches were reclaimed long ago."""

@@ -15,10 +15,11 @@ from tiercheck_operator.controller.actions import Push
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import build_directives, settled_sources
 from tiercheck_operator.controller.inventories import bad_everywhere, inventories, remote_inventory, to_sources
-from tiercheck_operator.controller.observation import Observation, PodView, SavedPlacement
+from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.placing import distance_between
 from tiercheck_operator.controller.record import JobRecord, Recovery, rfc3339
 from tiercheck_operator.planning.inventory import Missing
+from tiercheck_operator.planning.saved_placement import SavedPlacement
 from tiercheck_operator.planning.stock import Stock
 
 _FIRST_STEP_PATIENCE = 600.0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 
-from tiercheck_operator.controller.observation import JobView, SavedPlacement
+from tiercheck_operator.controller.observation import JobView
 from tiercheck_operator.credentials import issue
 from tiercheck_operator.kube import CORE, ApiFailure, Kube
 from tiercheck_operator.manifests import owned
 from tiercheck_operator.manifests.placement import build_placement, parse_placement
 from tiercheck_operator.manifests.secret import Credentials, build_secret, parse_secret
 from tiercheck_operator.manifests.service import build_service
+from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 log = logging.getLogger(__name__)
 

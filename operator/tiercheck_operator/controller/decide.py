@@ -28,7 +28,7 @@ from tiercheck_operator.controller.failure_policy import GivenUp
 from tiercheck_operator.controller.finish import after_finish, finished
 from tiercheck_operator.controller.membership import Membership, find_members, replacements
 from tiercheck_operator.controller.memory import equal_share, too_small
-from tiercheck_operator.controller.observation import Observation, PodView, SavedPlacement
+from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.placing import Unplaceable, place_members
 from tiercheck_operator.controller.readiness import waiting_for_pods
 from tiercheck_operator.controller.record import JobRecord
@@ -36,6 +36,7 @@ from tiercheck_operator.controller.status import Finding, Findings, derive_statu
 from tiercheck_operator.controller.suspend import resumed, suspend
 from tiercheck_operator.controller.trigger import find_trigger, update_recovery
 from tiercheck_operator.manifests.template import template_problem
+from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 
 def decide(obs: Observation) -> Decision:

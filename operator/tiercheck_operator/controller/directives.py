@@ -20,9 +20,10 @@ from tiercheck.protocol.directive import (
 )
 from tiercheck.protocol.encoding import to_json
 from tiercheck_operator.controller.inventories import parity_group
-from tiercheck_operator.controller.observation import JobSpec, Observation, PodView, SavedPlacement
+from tiercheck_operator.controller.observation import JobSpec, Observation, PodView
 from tiercheck_operator.controller.record import JobRecord
-from tiercheck_operator.manifests.quantity import parse_duration, parse_quantity
+from tiercheck_operator.planning.quantity import parse_duration, parse_quantity
+from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 _FIRST_PORT, _PORTS = 20000, 10000
 

@@ -11,8 +11,8 @@ from tiercheck.protocol.report import Report
 from tiercheck.protocol.sizing import Room, Sizing, auto_cadence, plan, roomy
 from tiercheck_operator.controller.observation import JobSpec
 from tiercheck_operator.controller.record import MemoryRecord
-from tiercheck_operator.manifests.quantity import parse_quantity
 from tiercheck_operator.planning.code_group import CodeGroup
+from tiercheck_operator.planning.quantity import parse_quantity
 
 _DENSE_DELTA = 3
 """A snapshot is at most this many times a dense delta: parameters and two moments against gradients of the same dtype."""

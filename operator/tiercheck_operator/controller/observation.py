@@ -12,7 +12,7 @@ from typing import Any
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Report
 from tiercheck_operator.controller.record import JobRecord
-from tiercheck_operator.planning.code_group import CodeGroup
+from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 ANNOTATION_AVOIDED = "tiercheck.io/avoided-nodes"
 """On pods: the nodes that the pod was told to stay away from, so that it can be freed from them when they are well."""
@@ -132,31 +132,6 @@ class WorkerReport:
     answered_at: float | None
     silent_since: float | None
     """First call in vain since the last answer; None: the last call was answered."""
-
-
-@dataclass(frozen=True)
-class SavedMember:
-    """A worker's pod when the placement was made."""
-
-    worker: int
-    pod: str
-    pod_uid: str
-    incarnation: int
-    node: str
-    holders: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class SavedPlacement:
-    """The placement of `attempt`, as kept in a ConfigMap of the job."""
-
-    attempt: int
-    members: tuple[SavedMember, ...]
-    groups: tuple[CodeGroup, ...] = ()
-    """With parity in place of copies."""
-
-    def holders(self) -> dict[int, tuple[int, ...]]:
-        return {member.worker: member.holders for member in self.members}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck_operator.controller.observation import ANNOTATION_AVOIDED, JobSpec, JobView, NodeView, PodView
 from tiercheck_operator.controller.record import parse_record
-from tiercheck_operator.manifests.quantity import parse_quantity
+from tiercheck_operator.planning.quantity import parse_quantity
 
 _LOST_TAINTS = {
     "node.kubernetes.io/unreachable",

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.membership import Membership
-from tiercheck_operator.controller.observation import Observation, PodView, SavedMember, SavedPlacement
+from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.record import PlacementRecord
 from tiercheck_operator.planning.code_group import CodeGroup
 from tiercheck_operator.planning.inventory import Distance
 from tiercheck_operator.planning.parity import ParityPolicy, place_parity
 from tiercheck_operator.planning.placement import Placement, PlacementPolicy, WorkerSite, place
 from tiercheck_operator.planning.placement import Unplaceable as Impossible
+from tiercheck_operator.planning.saved_placement import SavedMember, SavedPlacement
 from tiercheck_operator.planning.topology import Topology, levels_from_spec, spread_level
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck_operator.controller.observation import JobView
+from tiercheck_operator.planning import saved_placement
 
 MANAGED_BY = "app.kubernetes.io/managed-by"
 
@@ -39,7 +40,7 @@ def credentials_name(job: JobView) -> str:
 
 
 def placement_name(job: JobView) -> str:
-    return f"{job.name}-placement"
+    return saved_placement.placement_name(job.name)
 
 
 def pod_name(job: JobView, worker: int, incarnation: int) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from tiercheck.protocol import names
 from tiercheck_operator.controller.observation import ANNOTATION_AVOIDED, JobView
 from tiercheck_operator.manifests import owned, remote_settings
-from tiercheck_operator.manifests.quantity import parse_quantity
+from tiercheck_operator.planning.quantity import parse_quantity
 from tiercheck_operator.planning.topology import levels_from_spec, spread_level
 
 HOSTNAME = "kubernetes.io/hostname"
