@@ -44,6 +44,7 @@ def changed(raw: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
 _TRAINER = "spec.template.spec.containers.0"
 _S3 = {"bucket": "checkpoints"}
 _DIRECTORY = {"volume": {"persistentVolumeClaim": {"claimName": "c"}}}
+_RULE = {"name": "bad-data", "action": "Fail", "onExitCodes": {"operator": "In", "values": [42]}}
 _LEVELS = [{"name": "rack", "label": "example.com/rack"}, {"name": "node", "label": "kubernetes.io/hostname"}]
 
 REFUSED_AT_CREATION: list[tuple[str, Any, str]] = [
@@ -115,6 +116,27 @@ REFUSED_AT_CREATION: list[tuple[str, Any, str]] = [
     ("spec.restore.from.step", 0, "greater than or equal to 1"),
     ("spec.failurePolicy.maxRestarts", -1, "greater than or equal to 0"),
     ("spec.failurePolicy.rollbackAfterNonFinite", 0, "greater than or equal to 1"),
+    ("spec.failurePolicy.resetAfterSeconds", 0, "greater than or equal to 1"),
+    ("spec.failurePolicy.rules", [_RULE, _RULE], "names of failurePolicy.rules must differ"),
+    ("spec.failurePolicy.rules", [{**_RULE, "name": f"r{n}"} for n in range(21)], "at most 20 items"),
+    ("spec.failurePolicy.rules", [{**_RULE, "name": "1st"}], "the name of a rule must be"),
+    ("spec.failurePolicy.rules", [{**_RULE, "action": "Ignore"}], "RestartIgnoringLimit"),
+    ("spec.failurePolicy.rules", [{"name": "a", "action": "Fail"}], "exactly one of onExitCodes, onReasons"),
+    ("spec.failurePolicy.rules", [{**_RULE, "onReasons": ["PodEvicted"]}], "exactly one of onExitCodes, onReasons"),
+    ("spec.failurePolicy.rules", [{**_RULE, "onExitCodes": {"operator": "In", "values": []}}], "at least 1 items"),
+    (
+        "spec.failurePolicy.rules",
+        [{**_RULE, "onExitCodes": {"operator": "In", "values": [0]}}],
+        "greater than or equal to 1",
+    ),
+    ("spec.failurePolicy.rules", [{**_RULE, "onExitCodes": {"operator": "Is", "values": [3]}}], "NotIn"),
+    ("spec.failurePolicy.rules", [{"name": "a", "action": "Fail", "onReasons": ["oom killed"]}], "onReasons"),
+    (
+        "spec.failurePolicy.rules",
+        [{"name": "a", "action": "Fail", "onNodeConditions": [{"type": ""}]}],
+        "onNodeConditions",
+    ),
+    ("spec.activeDeadlineSeconds", 0, "greater than or equal to 1"),
     ("spec.ttlSecondsAfterFinished", -1, "greater than or equal to 0"),
 ]
 
@@ -137,6 +159,17 @@ ACCEPTED: list[tuple[str, Any]] = [
     ("spec.tiers.remote", {"s3": _S3, "everySteps": 75}),
     ("spec.tiers.remote", {"s3": _S3, "keepFor": "7d12h"}),
     ("spec.failurePolicy.rollbackAfterNonFinite", 5),
+    ("spec.failurePolicy.resetAfterSeconds", 2147483647),
+    (
+        "spec.failurePolicy.rules",
+        [
+            _RULE,
+            {"name": "memory", "action": "Restart", "onReasons": ["OOMKilled", "PodEvicted"]},
+            {"name": "gpu", "action": "RestartIgnoringLimit", "onNodeConditions": [{"type": "example.com/Xid"}]},
+            {"name": "rest", "action": "Restart", "onExitCodes": {"operator": "NotIn", "values": [1, 255]}},
+        ],
+    ),
+    ("spec.activeDeadlineSeconds", 86400),
     ("metadata.name", "j" * 40),
     ("spec.workers", 1),
     ("spec.tiers.peer.copies", 0),
@@ -172,4 +205,6 @@ ACCEPTED_AS_CHANGE: list[tuple[str, Any]] = [
     ("spec.checkpoint.delta.mode", "None"),
     ("spec.tiers.peer.parity", {"data": 2, "parity": 1}),
     ("spec.failurePolicy.maxRestarts", 3),
+    ("spec.failurePolicy.rules", [_RULE]),
+    ("spec.activeDeadlineSeconds", 60),
 ]

@@ -58,7 +58,7 @@ def test_defaults_are_filled_in_by_the_server(api: Api) -> None:
         "topology": {"preset": "generic"},
         "checkpoint": {"snapshot": {}, "delta": {"mode": "Auto"}, "sanityGate": "Finite"},
         "tiers": {"local": {"sizeLimit": "8Gi"}, "peer": {"spread": {"mode": "Preferred"}}},
-        "failurePolicy": {"maxRestarts": 10},
+        "failurePolicy": {"maxRestarts": 10, "resetAfterSeconds": 3600},
     }
 
 

@@ -277,6 +277,7 @@ class World:
         """What trainers report."""
         self.stillborn = False
         """Whether every training command fails before its first step."""
+        self.stillborn_code = 1
         self.slow_trainers: set[int] = set()
         """Workers whose trainer container is not up yet."""
         self.dying: dict[str, float] = {}
@@ -500,7 +501,10 @@ class World:
         )
         if failed or self.stillborn:
             for s in team.values():  # a broken collective brings the others down
-                s.trainer = replace(s.trainer, state=TrainerState.FAILED, exit_code=1, ended_at=self.now)
+                code = self.stillborn_code if self.stillborn else 1
+                s.trainer = replace(
+                    s.trainer, state=TrainerState.FAILED, exit_code=code, reason="Crashed", ended_at=self.now
+                )
             return
         if len(team) < self.job.spec.workers:
             return

@@ -11,7 +11,8 @@ from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.adoption import adopted_history, last_attempt
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
-from tiercheck_operator.controller.failure_policy import GivenUp, budget_spent, hopeless
+from tiercheck_operator.controller.failure_policy import GivenUp, budget_spent, hopeless, ruled_out
+from tiercheck_operator.controller.failure_rules import Verdict, judge
 from tiercheck_operator.controller.inventories import (
     bad_everywhere,
     inventories,
@@ -57,18 +58,20 @@ def begin_attempt(
     obs: Observation, membership: Membership, recovery: Recovery
 ) -> Begun | Waiting | Unplaceable | GivenUp:
     """The next attempt, if everything that it needs is known."""
-    given_up = hopeless(obs, membership)
+    verdict = judge(obs, recovery)
+    still = settling(obs, recovery)
+    given_up = hopeless(obs, membership) or (None if still else ruled_out(recovery, verdict))
     if given_up is not None:
         return given_up
     waiting = (
         waiting_for_pods(obs, membership)
-        or settling(obs, recovery)
+        or still
         or waiting_for_sidecars(obs, membership, recovery)
         or retrying(obs, recovery)
     )
     if waiting is not None:
         return waiting
-    given_up = budget_spent(obs, recovery)
+    given_up = budget_spent(obs, recovery, verdict)
     if given_up is not None:
         return given_up
     placed = place_members(obs, membership)
@@ -96,7 +99,9 @@ def begin_attempt(
         reason = conditions.REMOTE_UNREACHABLE if remote.undecided else conditions.NOTHING_TO_RESTORE_FROM
         return Waiting(reason, f"{outcome.reason}.{said}", wake_after=obs.patience.retry)
     return Begun(
-        _next_status(obs, membership, recovery, history=history, number=number, outcome=outcome, placed=placed),
+        _next_status(
+            obs, membership, recovery, verdict, history=history, number=number, outcome=outcome, placed=placed
+        ),
         placed.saved(number, membership),
         Finding(placed.reason, placed.message),
     )
@@ -145,6 +150,7 @@ def _next_status(
     obs: Observation,
     membership: Membership,
     recovery: Recovery,
+    verdict: Verdict,
     *,
     history: History,
     number: int,
@@ -156,21 +162,26 @@ def _next_status(
     cause = Cause.parse(recovery.cause)
     before = newest_step(status, _reports(obs, membership))
     accepted = history.after(number, step)
-    in_place = cause in (Cause.TRAINER_CRASH, Cause.RESTORE_FAILED, Cause.DIVERGED)
     return replace(
         status,
         attempt=number,
         members=members_digest(membership.members),
         history=History(accepted.branches[-_HISTORY_LIMIT:]),
-        crashes=status.crashes + cause.own_fault,
-        disruptions=status.disruptions + (not cause.own_fault and not cause.planned),
+        crashes=status.crashes + verdict.counts,
+        counted=status.counted + verdict.counts,
+        crash_step=before if verdict.counts else status.crash_step,
+        disruptions=status.disruptions + (not verdict.counts and not cause.planned),
         step=None if isinstance(outcome, StartFresh) else status.step or step or None,
         placement=placed.record,
         # With pods lost, what memory held is no longer complete; the coordinator will say when it is again.
-        tiers=status.tiers if in_place else {name: tier for name, tier in status.tiers.items() if name == "remote"},
+        tiers=status.tiers
+        if cause.in_place
+        else {name: tier for name, tier in status.tiers.items() if name == "remote"},
         recovery=replace(
             recovery,
             attempt=number,
+            rule=verdict.rule,
+            message=_with_rule(recovery.message, verdict),
             reason=outcome.reason,
             step=step,
             version_attempt=outcome.version.attempt if isinstance(outcome, Recover) else 0,
@@ -180,6 +191,11 @@ def _next_status(
             released_at=None,
         ),
     )
+
+
+def _with_rule(message: str, verdict: Verdict) -> str:
+    said = f" (rule {verdict.rule} of failurePolicy.rules: {verdict.action.value})" if verdict.rule else ""
+    return f"{message[: 1000 - len(said)]}{said}"
 
 
 def newest_step(status: JobRecord, reports: list[Report]) -> int:

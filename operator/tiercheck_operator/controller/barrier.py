@@ -156,6 +156,7 @@ def _summary(obs: Observation, recovery: Recovery, reports: Mapping[int, Report]
         "attempt": recovery.attempt,
         "cause": recovery.cause,
         "message": recovery.message,
+        **({"rule": recovery.rule} if recovery.rule else {}),
         "reason": recovery.reason,
         "tiers": tiers,
         "deltas": max((rank.deltas for rank in ranks), default=0),

@@ -12,6 +12,8 @@ class Cause(str, Enum):
     """The sanity gate refused failurePolicy.rollbackAfterNonFinite steps in a row: the job goes back to the last good version."""
     TRAINER_CRASH = "TrainerCrash"
     """A training command failed and nothing else explains it."""
+    OOM_KILLED = "OOMKilled"
+    """A training command failed because the kernel killed one of its processes for want of memory."""
     RESTORE_FAILED = "RestoreFailed"
     """A rank could not be brought to the version of the attempt. Explains the exit of its training command."""
     POD_DELETED = "PodDeleted"
@@ -39,8 +41,13 @@ class Cause(str, Enum):
 
     @property
     def own_fault(self) -> bool:
-        """Training itself is to blame: this spends failurePolicy.maxRestarts."""
-        return self in (Cause.TRAINER_CRASH, Cause.DIVERGED)
+        """Training itself is to blame: unless a rule says otherwise, this counts against failurePolicy.maxRestarts."""
+        return self in (Cause.TRAINER_CRASH, Cause.OOM_KILLED, Cause.DIVERGED)
+
+    @property
+    def in_place(self) -> bool:
+        """No pod was lost: trainers start again where they are, and memory still holds what it held."""
+        return self in (Cause.TRAINER_CRASH, Cause.OOM_KILLED, Cause.DIVERGED, Cause.RESTORE_FAILED)
 
     @staticmethod
     def parse(text: str) -> Cause:

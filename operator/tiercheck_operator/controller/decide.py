@@ -23,6 +23,7 @@ from tiercheck_operator.controller.barrier import (
     waits_for_trainers,
     wanted_phase,
 )
+from tiercheck_operator.controller.deadline import deadline_passed
 from tiercheck_operator.controller.events import notices
 from tiercheck_operator.controller.failure_policy import GivenUp
 from tiercheck_operator.controller.finish import after_finish, finished
@@ -32,6 +33,7 @@ from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.placing import Unplaceable, place_members
 from tiercheck_operator.controller.readiness import waiting_for_pods
 from tiercheck_operator.controller.record import JobRecord
+from tiercheck_operator.controller.restart_count import forgiven
 from tiercheck_operator.controller.status import Finding, Findings, derive_status, with_refusal
 from tiercheck_operator.controller.suspend import resumed, suspend
 from tiercheck_operator.controller.trigger import find_trigger, update_recovery
@@ -81,6 +83,9 @@ def _suspended(obs: Observation) -> Decision:
 
 
 def _kept_running(obs: Observation) -> Decision:
+    overdue, left = deadline_passed(obs)
+    if overdue is not None:
+        return _concluded(obs, obs.job.status, Findings(failed=overdue))
     crowded = too_small(obs.job.spec, equal_share(obs.job.spec)) if not obs.job.status.attempt else ""
     if crowded:
         refusal = Finding(conditions.MEMORY_TOO_SMALL, crowded)
@@ -91,7 +96,7 @@ def _kept_running(obs: Observation) -> Decision:
     after: list[Action] = []
     recovery = resumed(obs) or update_recovery(obs, find_trigger(obs, membership))
     status = replace(obs.job.status, recovery=recovery)
-    findings, saved, wake = Findings(), obs.placement, put_off
+    findings, saved, wake = Findings(), obs.placement, sooner(put_off, left)
     unplaced: Finding | None
     if recovery is not None and recovery.decided_at is None:
         outcome = begin_attempt(obs, membership, recovery)
@@ -113,7 +118,7 @@ def _kept_running(obs: Observation) -> Decision:
             blocked = Finding(outcome.reason, outcome.message)
             homeless = waiting_for_pods(obs, membership)
             unplaced = None if homeless is None else Finding(homeless.reason, homeless.message)
-            wake = min(entry for entry in (wake, outcome.wake_after, 60.0) if entry is not None)
+            wake = sooner(wake, outcome.wake_after, 60.0)
             return _concluded(
                 obs, status, Findings(unplaced=unplaced, waiting=blocked), before=before, after=after, wake=wake
             )
@@ -143,6 +148,8 @@ def _attempt_driven(
         findings = Findings(placed=Finding(placed.reason, placed.message))
     status = advance(obs, status, members)
     reports = attempt_reports(obs, status, members)
+    status, until_forgiven = forgiven(obs, status, reports)
+    wake = sooner(wake, until_forgiven)
     absent = waits_for_trainers(obs, status, reports)
     if absent:
         findings = replace(findings, waiting=_no_trainers(members, absent))
@@ -152,6 +159,11 @@ def _attempt_driven(
         return _concluded(obs, status, findings, reports=reports, before=before, after=after, wake=wake)
     after = list(pushes(obs, status, members, saved, wanted_phase(status)))
     return _concluded(obs, status, findings, reports=reports, before=before, after=after, wake=wake)
+
+
+def sooner(*seconds: float | None) -> float | None:
+    """The least of those that are given."""
+    return min((entry for entry in seconds if entry is not None), default=None)
 
 
 def _no_trainers(members: Mapping[int, PodView], absent: list[int]) -> Finding:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.causes import Cause
+from tiercheck_operator.controller.exits import describe_exit, failed_trainers
+from tiercheck_operator.controller.failure_rules import Verdict
+from tiercheck_operator.controller.failure_spec import RuleAction
 from tiercheck_operator.controller.membership import Membership
 from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.record import Recovery
-from tiercheck_operator.controller.trigger import describe_exit, failed_trainers
 
 _HOPELESS = {
     "TorchMissing": (
@@ -21,6 +22,8 @@ _HOPELESS = {
         "Check command, args and image of the container trainer in spec.template.",
     ),
 }
+
+_NOT_RUN = (126, 127)
 
 
 @dataclass(frozen=True)
@@ -34,18 +37,36 @@ class GivenUp:
 def hopeless(obs: Observation, membership: Membership) -> GivenUp | None:
     """A trainer that can never start: nothing is gained by trying again."""
     for report in failed_trainers(obs, membership):
-        if report.trainer.reason in _HOPELESS:
-            reason, advice = _HOPELESS[report.trainer.reason]
+        trainer = report.trainer
+        # A shell that does not find the command, or may not run it, says so with these codes.
+        shell = trainer.exit_code in _NOT_RUN and trainer.first_step_at is None and trainer.reason == "Crashed"
+        known = _HOPELESS.get("CannotStart" if shell else trainer.reason)
+        if known is not None:
+            reason, advice = known
             return GivenUp(reason, f"{describe_exit(report).rstrip('.')}. {advice}")
     return None
 
 
-def budget_spent(obs: Observation, recovery: Recovery) -> GivenUp | None:
+def ruled_out(recovery: Recovery, verdict: Verdict) -> GivenUp | None:
+    """A failure that the user has said is final."""
+    if verdict.action is not RuleAction.FAIL:
+        return None
+    return GivenUp(
+        conditions.FAILURE_POLICY_RULE,
+        f"{recovery.message.rstrip('.')}. Rule {verdict.rule} of failurePolicy.rules says Fail ({recovery.cause}).",
+    )
+
+
+def budget_spent(obs: Observation, recovery: Recovery, verdict: Verdict) -> GivenUp | None:
     """Asked once it is certain that the crash is a crash. Disruptions never lead here: they are not the job's fault."""
-    if not Cause.parse(recovery.cause).own_fault or obs.job.status.crashes < obs.job.spec.max_restarts:
+    if not verdict.counts or obs.job.status.counted < obs.job.spec.max_restarts:
         return None
     return GivenUp(
         conditions.MAX_RESTARTS_EXCEEDED,
-        f"{recovery.message.rstrip('.')}. It had been restarted {obs.job.status.crashes} times after training failed, and "
-        f"failurePolicy.maxRestarts is {obs.job.spec.max_restarts}.",
+        f"{recovery.message.rstrip('.')}. It had been restarted {obs.job.status.counted} times after training failed, and "
+        f"failurePolicy.maxRestarts is {obs.job.spec.max_restarts}.{_ruled(verdict)}",
     )
+
+
+def _ruled(verdict: Verdict) -> str:
+    return f" Rule {verdict.rule} of failurePolicy.rules says that this failure counts." if verdict.rule else ""

@@ -11,6 +11,7 @@ from typing import Any
 
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Report
+from tiercheck_operator.controller.failure_spec import DEFAULT_RESET_SECONDS, FailureRule
 from tiercheck_operator.controller.record import JobRecord
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
@@ -60,7 +61,13 @@ class JobSpec:
     restore_step: int | None
     """`spec.restore.from.step`; None: the latest."""
     max_restarts: int
+    """Of those that count."""
     ttl_seconds: float | None
+    rules: tuple[FailureRule, ...] = ()
+    reset_seconds: float = DEFAULT_RESET_SECONDS
+    """Of training beyond the last crash after which restarts are counted anew."""
+    active_deadline: float | None = None
+    """Seconds that the job may be active; None: as long as it takes."""
     parity: tuple[int, int] | None = None
     """`spec.tiers.peer.parity` as (data, parity), in place of copies; None: copies."""
     peer_bandwidth: int | None = None
@@ -85,6 +92,23 @@ class JobView:
 
 
 @dataclass(frozen=True)
+class ContainerView:
+    """One container of a pod, as the kubelet reports it."""
+
+    restarts: int = 0
+    ended_reason: str = ""
+    """Of its last end: OOMKilled, Error, ...; empty: it has not ended yet."""
+    ended_at: float | None = None
+    exit_code: int | None = None
+    memory_limit: str = ""
+    """As the pod's spec has it; empty: none."""
+
+    @property
+    def oom_killed(self) -> bool:
+        return self.ended_reason == "OOMKilled"
+
+
+@dataclass(frozen=True)
 class PodView:
     name: str
     uid: str
@@ -105,6 +129,8 @@ class PodView:
     unschedulable_since: float | None = None
     sidecar_started: bool = False
     avoided: frozenset[str] = frozenset()
+    trainer: ContainerView = ContainerView()
+    sidecar: ContainerView = ContainerView()
 
     @property
     def terminal(self) -> bool:
@@ -117,6 +143,8 @@ class NodeView:
     labels: Mapping[str, str] = field(default_factory=dict)
     lost: str = ""
     """Why the node counts as lost; empty: it does not."""
+    conditions: Mapping[str, str] = field(default_factory=dict)
+    """Status by type: those of Kubernetes, and of whatever watches the hardware."""
     schedulable: bool = True
 
     @property

@@ -8,7 +8,15 @@ from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import DeltaMode
-from tiercheck_operator.controller.observation import ANNOTATION_AVOIDED, JobSpec, JobView, NodeView, PodView
+from tiercheck_operator.controller.failure_spec import DEFAULT_RESET_SECONDS, parse_rules
+from tiercheck_operator.controller.observation import (
+    ANNOTATION_AVOIDED,
+    ContainerView,
+    JobSpec,
+    JobView,
+    NodeView,
+    PodView,
+)
 from tiercheck_operator.controller.record import parse_record
 from tiercheck_operator.planning.quantity import parse_quantity
 
@@ -72,6 +80,9 @@ def _spec(raw: Mapping[str, Any]) -> JobSpec:
         remote=remote if remote.get("s3") or remote.get("directory") else None,
         restore_step=int(wanted["step"]) if isinstance(wanted, Mapping) and wanted.get("step") is not None else None,
         max_restarts=int(_or(policy.get("maxRestarts"), 10)),
+        rules=parse_rules(policy.get("rules")),
+        reset_seconds=float(_or(policy.get("resetAfterSeconds"), DEFAULT_RESET_SECONDS)),
+        active_deadline=_float(raw.get("activeDeadlineSeconds")),
         ttl_seconds=None if ttl is None else float(ttl),
         parity=(int(parity["data"]), int(parity["parity"])) if parity else None,
         peer_bandwidth=_bytes(peer.get("bandwidth")),
@@ -84,6 +95,10 @@ def _spec(raw: Mapping[str, Any]) -> JobSpec:
 
 def _int(value: Any) -> int | None:
     return None if value is None else int(value)
+
+
+def _float(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def _bytes(value: Any) -> int | None:
@@ -134,6 +149,22 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         avoided=frozenset(
             name for name in ((metadata.get("annotations") or {}).get(ANNOTATION_AVOIDED) or "").split(",") if name
         ),
+        trainer=_container(spec.get("containers"), status.get("containerStatuses"), names.TRAINER_CONTAINER),
+        sidecar=_container(spec.get("initContainers"), status.get("initContainerStatuses"), names.SIDECAR_CONTAINER),
+    )
+
+
+def _container(specs: Any, statuses: Any, name: str) -> ContainerView:
+    spec: Mapping[str, Any] = next((entry for entry in specs or [] if entry.get("name") == name), {})
+    status: Mapping[str, Any] = next((entry for entry in statuses or [] if entry.get("name") == name), {})
+    # A container that runs again has its last end in lastState; one that does not, or not yet, may have it in state.
+    ended = (status.get("state") or {}).get("terminated") or (status.get("lastState") or {}).get("terminated") or {}
+    return ContainerView(
+        restarts=int(status.get("restartCount") or 0),
+        ended_reason=str(ended.get("reason") or ""),
+        ended_at=parse_time(ended.get("finishedAt")),
+        exit_code=_int(ended.get("exitCode")),
+        memory_limit=str(((spec.get("resources") or {}).get("limits") or {}).get("memory") or ""),
     )
 
 
@@ -163,6 +194,11 @@ def parse_node(raw: Mapping[str, Any]) -> NodeView:
         name=str(metadata.get("name") or ""),
         labels=dict(metadata.get("labels") or {}),
         lost=lost,
+        conditions={
+            str(entry["type"]): str(entry.get("status") or "")
+            for entry in status.get("conditions") or []
+            if entry.get("type")
+        },
         schedulable=not spec.get("unschedulable")
         and not any(taint.get("effect") in ("NoSchedule", "NoExecute") for taint in taints),
     )

@@ -72,21 +72,21 @@ def waiting_for_sidecars(obs: Observation, membership: Membership, recovery: Rec
 
 def settling(obs: Observation, recovery: Recovery) -> Waiting | None:
     """After a crash: until a pod or node loss that explains it would have shown."""
-    if Cause.parse(recovery.cause) is not Cause.TRAINER_CRASH:
+    if Cause.parse(recovery.cause) not in (Cause.TRAINER_CRASH, Cause.OOM_KILLED):
         return None
-    left = recovery.detected_at + max(obs.patience.settle, _back_off(obs)) - obs.now
+    left = recovery.detected_at + max(obs.patience.settle, _back_off(obs, recovery)) - obs.now
     if left <= 0:
         return None
     return Waiting(conditions.SETTLING, recovery.message, wake_after=left)
 
 
-def _back_off(obs: Observation) -> float:
+def _back_off(obs: Observation, recovery: Recovery) -> float:
     """Seconds to hold back a command that failed before its first step: it would spend its restarts in a moment."""
     status = obs.job.status
     reports = [known.report for known in obs.reports.values() if known.report is not None]
     if any(report.trainer.first_step_at for report in reports if report.attempt == status.attempt):
         return 0.0
-    return float(min(_LONGEST_BACK_OFF, 2 ** min(status.crashes, 10)))
+    return float(min(_LONGEST_BACK_OFF, 2 ** min(recovery.tries, 10)))
 
 
 def retrying(obs: Observation, recovery: Recovery) -> Waiting | None:

@@ -27,6 +27,21 @@ class Condition:
 
 
 @dataclass(frozen=True)
+class Facts:
+    """What `failurePolicy.rules` look at."""
+
+    exit_code: int | None = None
+    """Of the training command that failed first; None: none did, or it did not say."""
+    reasons: tuple[str, ...] = ()
+    """Beside the cause: what the launcher, the container or the pod gave as theirs."""
+    nodes: tuple[str, ...] = ()
+    """Where it happened."""
+
+
+NO_FACTS = Facts()
+
+
+@dataclass(frozen=True)
 class Recovery:
     """A recovery under way, from the moment something failed to the first step after it. Times are unix seconds."""
 
@@ -48,6 +63,11 @@ class Recovery:
     released_at: float | None = None
     failed_versions: tuple[Version, ...] = ()
     """Versions whose restore failed on the way back, once per failure, oldest first."""
+    facts: Facts = Facts()
+    rule: str = ""
+    """Name of the rule that decided what the failure counts as; empty: none."""
+    tries: int = 0
+    """Attempts on the way back that ended before their first step."""
 
     @property
     def version(self) -> Version | None:
@@ -96,6 +116,10 @@ class JobRecord:
     members: str = ""
     history: History = field(default_factory=History)
     crashes: int = 0
+    counted: int = 0
+    """Restarts that count against maxRestarts now."""
+    crash_step: int = 0
+    """The newest step known when a restart was last counted."""
     disruptions: int = 0
     step: int | None = None
     step_seconds: float | None = None
@@ -145,6 +169,8 @@ def parse_record(raw: Mapping[str, Any]) -> JobRecord:
         members=str(raw.get("members") or ""),
         history=History(tuple(Branch(int(e["attempt"]), int(e["baseStep"])) for e in raw.get("history") or [])),
         crashes=int(restarts.get("crash") or 0),
+        counted=int(restarts.get("counted") or 0),
+        crash_step=int(restarts.get("crashStep") or 0),
         disruptions=int(restarts.get("disruption") or 0),
         step=_int(progress.get("step")),
         step_seconds=_float(progress.get("stepSeconds")),
@@ -185,6 +211,7 @@ def render_record(record: JobRecord) -> dict[str, Any]:
         "history": [{"attempt": b.attempt, "baseStep": b.base_step} for b in record.history.branches] or None,
         "restarts": {
             "crash": record.crashes, "disruption": record.disruptions, "total": record.crashes + record.disruptions,
+            "counted": record.counted, "crashStep": record.crash_step,
         },
         "progress": _present({"step": record.step, "stepSeconds": _rounded(record.step_seconds, 6)}) or None,
         "tiers": {
@@ -236,6 +263,9 @@ def _parse_recovery(raw: Mapping[str, Any]) -> Recovery:
         failed_versions=tuple(
             Version(int(entry["step"]), int(entry["attempt"])) for entry in raw.get("failedVersions") or []
         ),
+        facts=Facts(_int(raw.get("exitCode")), tuple(raw.get("reasons") or ()), tuple(raw.get("nodes") or ())),
+        rule=str(raw.get("rule") or ""),
+        tries=int(raw.get("tries") or 0),
     )
 
 
@@ -255,6 +285,11 @@ def _render_recovery(recovery: Recovery) -> dict[str, Any]:
             "restoredAt": _rounded(recovery.restored_at, 3),
             "releasedAt": _rounded(recovery.released_at, 3),
             "failedVersions": [{"step": v.step, "attempt": v.attempt} for v in recovery.failed_versions] or None,
+            "exitCode": recovery.facts.exit_code,
+            "reasons": list(recovery.facts.reasons) or None,
+            "nodes": list(recovery.facts.nodes) or None,
+            "rule": recovery.rule or None,
+            "tries": recovery.tries or None,
         }
     )
 

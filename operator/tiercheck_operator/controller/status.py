@@ -13,6 +13,7 @@ from tiercheck_operator.controller.memory import equal_share, forecast, largest_
 from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.record import Condition, JobRecord, MemoryRecord, TierRecord, rfc3339
 from tiercheck_operator.controller.saving import EVERY_STEP, TURNED_OFF, saved
+from tiercheck_operator.controller.suspend import resumed
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def derive_status(obs: Observation, record: JobRecord, findings: Findings, repor
     record = replace(
         record,
         observed_generation=obs.job.generation,
-        started=record.started or rfc3339(obs.now),
+        started=_started(obs, record, findings),
         completed=record.completed or (rfc3339(obs.now) if findings.completed or findings.failed else None),
     )
     over = findings.completed or findings.failed is not None
@@ -69,6 +70,13 @@ def derive_status(obs: Observation, record: JobRecord, findings: Findings, repor
     merged = _merge(obs, record.conditions, [entry for entry in wanted if entry is not None])
     record = replace(record, conditions=merged)
     return replace(record, phase=_phase(record, findings))
+
+
+def _started(obs: Observation, record: JobRecord, findings: Findings) -> str | None:
+    """As in a batch/v1 Job: not set before a job that was created suspended may start, and anew when a suspended one goes on."""
+    if findings.suspended or findings.suspending:
+        return record.started
+    return rfc3339(obs.now) if record.started is None or resumed(obs) is not None else record.started
 
 
 def with_refusal(obs: Observation, record: JobRecord, sentence: str) -> JobRecord:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tiercheck.protocol.report import Report, RestoreState, TrainerState
+from tiercheck.protocol.report import RestoreState, TrainerState
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
-from tiercheck_operator.controller.membership import Loss, Membership, trainer_failed
+from tiercheck_operator.controller.exits import cause_of_exit, describe_exit, facts_of_exit, failed_trainers
+from tiercheck_operator.controller.failure_rules import merged
+from tiercheck_operator.controller.membership import Loss, Membership
 from tiercheck_operator.controller.observation import Observation
-from tiercheck_operator.controller.record import Recovery
+from tiercheck_operator.controller.record import NO_FACTS, Facts, Recovery
 
 _REMEMBERED = 16
 """Failed restores kept in the status."""
@@ -22,6 +24,7 @@ class Trigger:
     message: str
     at: float | None
     """When it happened, unix seconds, if known."""
+    facts: Facts = NO_FACTS
 
 
 def find_trigger(obs: Observation, membership: Membership) -> Trigger | None:
@@ -38,7 +41,9 @@ def find_trigger(obs: Observation, membership: Membership) -> Trigger | None:
     failed = failed_trainers(obs, membership)
     if failed:
         first = failed[0]
-        return Trigger(Cause.TRAINER_CRASH, describe_exit(first), first.trainer.ended_at)
+        pod = membership.members[first.worker]
+        at = min(report.trainer.ended_at or obs.now for report in failed)
+        return Trigger(cause_of_exit(first, pod), describe_exit(first, pod), at, facts_of_exit(first, pod))
     if status.recovery is not None and status.recovery.released_at is None:
         for worker in sorted(membership.members):
             report = obs.report(membership.members[worker])
@@ -94,48 +99,35 @@ def _diverged(obs: Observation, membership: Membership) -> Trigger | None:
     return None
 
 
-def failed_trainers(obs: Observation, membership: Membership) -> list[Report]:
-    """Reports of members whose trainer failed in the current attempt, the one that ended first in front."""
-    reports = []
-    for pod in membership.members.values():
-        report = obs.report(pod)
-        if report is not None and trainer_failed(obs, pod):
-            reports.append(report)
-    return sorted(reports, key=lambda report: (report.trainer.ended_at or obs.now, report.worker))
-
-
-def describe_exit(report: Report) -> str:
-    """One sentence about how a training command ended."""
-    trainer = report.trainer
-    code = "" if trainer.exit_code is None else f" with exit code {trainer.exit_code}"
-    reason = f" ({trainer.reason})" if trainer.reason else ""
-    detail = f": {trainer.message}" if trainer.message else ""
-    return f"the training command of worker {report.worker} ended{code}{reason}{detail}"[:1000]
-
-
 def update_recovery(obs: Observation, trigger: Trigger | None) -> Recovery | None:
     """The recovery under way, once `trigger` is taken into account. What is known of its beginning is kept."""
     current, now = obs.job.status.recovery, obs.now
     if trigger is None:
         return current
     at = min(now, trigger.at if trigger.at is not None else now)
-    fresh = Recovery(trigger.cause.value, trigger.message, failed_at=at, detected_at=now)
+    fresh = Recovery(trigger.cause.value, trigger.message, failed_at=at, detected_at=now, facts=trigger.facts)
     if current is None:
         return fresh
     known = Cause.parse(current.cause)
     if current.decided_at is None:
         if trigger.cause.weight > known.weight:
+            # The facts of an echo say nothing about what explains it.
             return replace(
-                current, cause=trigger.cause.value, message=trigger.message, failed_at=min(current.failed_at, at)
+                current,
+                cause=trigger.cause.value,
+                message=trigger.message,
+                failed_at=min(current.failed_at, at),
+                facts=trigger.facts,
             )
-        if trigger.cause is known and len(trigger.message) > len(current.message):
-            return replace(current, message=trigger.message)
+        if trigger.cause is known:
+            longer = trigger.message if len(trigger.message) > len(current.message) else current.message
+            return replace(current, message=longer, facts=merged(current.facts, trigger.facts))
         return current
     # Something else went wrong on the way back: the job has been down since the first failure.
     failed = current.failed_versions
     if trigger.cause is Cause.RESTORE_FAILED and current.version is not None:
         failed = (*failed, current.version)[-_REMEMBERED:]
-    fresh = replace(fresh, failed_versions=failed)
+    fresh = replace(fresh, failed_versions=failed, tries=current.tries + 1)
     return fresh if known.planned else replace(fresh, failed_at=min(current.failed_at, at))
 
 
@@ -150,7 +142,16 @@ def _lost_members(obs: Observation, membership: Membership) -> Trigger:
     alive = {pod.uid for pod in membership.members.values()}
     nobody_left = len(saved) > 1 and not any(member.pod_uid in alive for member in saved)
     cause = Cause.ALL_PODS_LOST if nobody_left else losses[0].cause
-    return Trigger(cause, _summary(losses), min(times, default=None))
+    facts = Facts(
+        None,
+        tuple(dict.fromkeys(loss.pod.disruption for loss in losses if loss.pod is not None and loss.pod.disruption)),
+        tuple(dict.fromkeys(node for node in map(_node_of, losses) if node)),
+    )
+    return Trigger(cause, _summary(losses), min(times, default=None), merged(NO_FACTS, facts))
+
+
+def _node_of(loss: Loss) -> str | None:
+    return loss.pod.node if loss.pod is not None else loss.node
 
 
 def _summary(losses: Sequence[Loss]) -> str:

@@ -1,0 +1,90 @@
+"""How training commands ended, and which of their ends was the first: the others' collectives broke because of it."""
+
+from __future__ import annotations
+
+from tiercheck.protocol.report import Report, TrainerReport
+from tiercheck_operator.controller.causes import Cause
+from tiercheck_operator.controller.membership import Membership, trainer_failed
+from tiercheck_operator.controller.observation import Observation, PodView
+from tiercheck_operator.controller.record import Facts
+
+OOM_KILLED = "OOMKilled"
+CONTAINER_RESTARTED = "ContainerRestarted"
+_ECHOES = {1, 134, 143}
+"""Exit codes that a rank has whose partner is gone: an exception, the abort of a collective's watchdog, SIGTERM."""
+_ECHO_SECONDS = 5.0
+"""Ends that are so close to the first one may be its cause as well: the nodes' clocks differ."""
+_CLOCK = 2.0
+"""Seconds; a kubelet's times are whole seconds."""
+
+
+def failed_trainers(obs: Observation, membership: Membership) -> list[Report]:
+    """Reports of members whose trainer failed in the current attempt, the likely origin of the trouble in front.
+
+    That is the one that ended first, but for another that ended about then in a way in which an echo does not.
+    """
+    reports = []
+    for pod in membership.members.values():
+        report = obs.report(pod)
+        if report is not None and trainer_failed(obs, pod):
+            reports.append(report)
+    ends = {report.worker: report.trainer.ended_at or obs.now for report in reports}
+    first = min(ends.values(), default=0.0)
+
+    def order(report: Report) -> tuple[bool, float, int]:
+        ended, pod = ends[report.worker], membership.members[report.worker]
+        telling = ended <= first + _ECHO_SECONDS and (
+            report.trainer.exit_code not in _ECHOES or oom_killed(report.trainer, pod)
+        )
+        return not telling, ended, report.worker
+
+    return sorted(reports, key=order)
+
+
+def cause_of_exit(report: Report, pod: PodView) -> Cause:
+    """Of a training command that failed."""
+    return Cause.OOM_KILLED if oom_killed(report.trainer, pod) else Cause.TRAINER_CRASH
+
+
+def facts_of_exit(report: Report, pod: PodView) -> Facts:
+    """What rules may ask about it."""
+    trainer = report.trainer
+    reasons = [trainer.reason] if trainer.reason else []
+    if trainer.reason == CONTAINER_RESTARTED and _ended_now(trainer, pod) and pod.trainer.ended_reason:
+        reasons.append(pod.trainer.ended_reason)
+    return Facts(trainer.exit_code, tuple(reasons), (pod.node,) if pod.node else ())
+
+
+def describe_exit(report: Report, pod: PodView | None = None) -> str:
+    """One sentence about how a training command ended, and what to do if that is known."""
+    trainer = report.trainer
+    code = "" if trainer.exit_code is None else f" with exit code {trainer.exit_code}"
+    if pod is not None and oom_killed(trainer, pod):
+        return _out_of_memory(report, pod, code)[:1000]
+    reason = f" ({trainer.reason})" if trainer.reason else ""
+    detail = f": {trainer.message}" if trainer.message else ""
+    return f"the training command of worker {report.worker} ended{code}{reason}{detail}"[:1000]
+
+
+def oom_killed(trainer: TrainerReport, pod: PodView) -> bool:
+    """Whether want of memory ended the command: one of its processes by the launcher's word, or the whole container by the kubelet's."""
+    if trainer.reason == OOM_KILLED:
+        return True
+    return trainer.reason == CONTAINER_RESTARTED and pod.trainer.oom_killed and _ended_now(trainer, pod)
+
+
+def _ended_now(trainer: TrainerReport, pod: PodView) -> bool:
+    """Whether the last end of the container that the kubelet has told of is that of this attempt."""
+    ended = pod.trainer.ended_at
+    return ended is not None and ended >= (trainer.started_at or 0.0) - _CLOCK
+
+
+def _out_of_memory(report: Report, pod: PodView, code: str) -> str:
+    limit = pod.trainer.memory_limit
+    bound = f"its memory limit of {limit}" if limit else "the memory of its node, for it has no limit of its own"
+    said = f" {report.trainer.message}" if report.trainer.reason == OOM_KILLED and report.trainer.message else ""
+    return (
+        f"the trainer container of worker {report.worker} needed more than {bound}, and was killed for it{code} (OOMKilled).{said} "
+        "Raise resources.limits.memory of the container trainer in spec.template, or load less into memory: fewer data-loader workers, "
+        "smaller prefetch. The slots of tiers.local are not part of it; they are charged to the sidecar"
+    )

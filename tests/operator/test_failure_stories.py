@@ -1,0 +1,314 @@
+"""Every class of failure, told with the pure decision in a cluster in memory: what it is called, what it costs, what the user can rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from world_in_memory import REMOTE, World, make_spec
+
+from tiercheck.protocol.report import TrainerState
+from tiercheck_operator.controller.causes import Cause
+from tiercheck_operator.controller.failure_rules import first_match
+from tiercheck_operator.controller.failure_spec import ExitCodes, FailureRule, RuleAction, parse_rules
+from tiercheck_operator.controller.observation import ContainerView
+from tiercheck_operator.controller.record import Facts
+
+
+def running_world(**changes: object) -> World:
+    world = World(make_spec(**changes))
+    world.until("Running")
+    world.train(9)
+    return world
+
+
+def recovered(world: World, attempt: int = 2) -> dict[str, Any]:
+    world.tick()
+    world.until("Running", attempt=attempt)
+    assert world.status.last_recovery is not None
+    return dict(world.status.last_recovery)
+
+
+def failure(world: World) -> tuple[str, str]:
+    found = world.status.condition("Failed")
+    assert found is not None
+    return found.reason, found.message
+
+
+def on_codes(name: str, action: str, *values: int, operator: str = "In") -> dict[str, Any]:
+    return {"name": name, "action": action, "onExitCodes": {"operator": operator, "values": list(values)}}
+
+
+def on_reasons(name: str, action: str, *reasons: str) -> dict[str, Any]:
+    return {"name": name, "action": action, "onReasons": list(reasons)}
+
+
+def rules(*raw: dict[str, Any]) -> tuple[FailureRule, ...]:
+    return parse_rules(raw)
+
+
+# The user's rules.
+
+
+def test_exit_code_that_a_rule_calls_final_fails_the_job_at_once_and_names_the_rule() -> None:
+    world = running_world(rules=rules(on_codes("bad-data", "Fail", 42)))
+    world.crash(1, code=42)
+    world.until("Failed")
+    reason, message = failure(world)
+    assert reason == "FailurePolicyRule"
+    assert "bad-data" in message
+    assert "exit code 42" in message
+    assert world.status.attempt == 1, "no attempt was spent on it"
+
+
+def test_rule_for_other_codes_leaves_a_crash_what_it_is() -> None:
+    world = running_world(rules=rules(on_codes("bad-data", "Fail", 42)))
+    world.crash(1, code=43)
+    assert recovered(world)["cause"] == "TrainerCrash"
+    assert (world.status.crashes, world.status.counted) == (1, 1)
+
+
+def test_restart_that_ignores_the_limit_is_not_counted_however_often_it_happens() -> None:
+    world = running_world(max_restarts=1, rules=rules(on_codes("flaky-disk", "RestartIgnoringLimit", 75)))
+    for attempt in (2, 3, 4):
+        world.crash(0, code=75)
+        summary = recovered(world, attempt)
+        assert summary["rule"] == "flaky-disk"
+        assert "rule flaky-disk" in summary["message"]
+        world.train(4)
+    assert (world.status.crashes, world.status.disruptions, world.status.counted) == (0, 3, 0)
+
+
+def test_first_rule_that_matches_decides() -> None:
+    world = running_world(rules=rules(on_codes("first", "RestartIgnoringLimit", 7), on_codes("second", "Fail", 7)))
+    world.crash(2, code=7)
+    assert recovered(world)["rule"] == "first"
+
+
+def test_eviction_counts_if_a_rule_says_so() -> None:
+    world = running_world(max_restarts=1, rules=rules(on_reasons("evicted", "Restart", "PodEvicted")))
+    world.evict(world.member(1))
+    assert recovered(world)["rule"] == "evicted"
+    assert (world.status.crashes, world.status.disruptions, world.status.counted) == (1, 0, 1)
+    world.train(4)
+    world.evict(world.member(1))
+    world.until("Failed")
+    reason, message = failure(world)
+    assert reason == "MaxRestartsExceeded"
+    assert "evicted" in message
+
+
+def test_pods_own_reason_is_still_known_when_the_pod_is_gone() -> None:
+    world = running_world(rules=rules(on_reasons("preempted", "Fail", "EvictionByEvictionAPI")))
+    world.evict(world.member(1))
+    world.until("Failed")
+    assert failure(world)[0] == "FailurePolicyRule"
+
+
+def test_condition_of_the_node_makes_a_crash_the_hardwares_fault() -> None:
+    rule = {"name": "gpu", "action": "RestartIgnoringLimit", "onNodeConditions": [{"type": "GpuEcc"}]}
+    world = running_world(rules=rules(rule))
+    node = world.pods[world.member(2)].node
+    assert node is not None
+    world.nodes[node] = replace(world.nodes[node], conditions={"GpuEcc": "True"})
+    world.crash(2, code=1)
+    assert recovered(world)["rule"] == "gpu"
+    assert world.status.counted == 0
+    world.train(4)
+    world.crash(1, code=1)
+    assert "rule" not in recovered(world, 3), "another node's condition says nothing about this one"
+
+
+def test_lost_node_behind_a_crash_is_not_judged_by_the_echos_exit_code() -> None:
+    world = running_world(rules=rules(on_codes("final", "Fail", 1)))
+    node = world.pods[world.member(3)].node
+    assert node is not None
+    world.nodes[node] = replace(world.nodes[node], lost="node is not ready")
+    world.crash(0, code=1)
+    assert recovered(world)["cause"] == "NodeLost"
+
+
+def test_failed_restore_is_no_matter_for_rules() -> None:
+    assert first_match(rules(on_reasons("r", "Fail", "NodeLost")), Cause.RESTORE_FAILED, Facts(), {}) is None
+
+
+def test_origin_of_a_crash_is_the_end_that_is_no_echo_even_if_clocks_differ() -> None:
+    world = running_world(rules=rules(on_codes("bad-data", "Fail", 42)))
+    world.crash(0, code=1)
+    sidecar = world.live_sidecar(2)
+    assert sidecar is not None
+    sidecar.trainer = replace(
+        sidecar.trainer, state=TrainerState.FAILED, exit_code=42, reason="Crashed", ended_at=world.now + 1
+    )
+    world.until("Failed")
+    assert "worker 2" in failure(world)[1]
+
+
+@given(
+    code=st.one_of(st.none(), st.integers(0, 255)),
+    values=st.frozensets(st.integers(1, 255), min_size=1, max_size=5),
+)
+def test_in_and_not_in_share_out_the_failures_and_success_is_neither(code: int | None, values: frozenset[int]) -> None:
+    within, without = ExitCodes(values).match(code), ExitCodes(values, within=False).match(code)
+    assert within + without == (1 if code else 0)
+    assert within is bool(code and code in values)
+
+
+@given(
+    actions=st.lists(st.sampled_from(list(RuleAction)), max_size=6),
+    code=st.integers(1, 5),
+    codes=st.lists(st.integers(1, 5), min_size=6, max_size=6),
+)
+def test_no_rule_behind_the_one_that_matches_is_ever_asked(
+    actions: list[RuleAction], code: int, codes: list[int]
+) -> None:
+    listed = [
+        FailureRule(f"r{place}", action, ExitCodes(frozenset({codes[place]}))) for place, action in enumerate(actions)
+    ]
+    found = first_match(listed, Cause.TRAINER_CRASH, Facts(code), {})
+    expected = next((rule for rule in listed if code in (rule.exit_codes or ExitCodes(frozenset())).values), None)
+    assert found == expected
+
+
+# What is usual.
+
+
+def test_shell_that_does_not_find_the_command_ends_the_job_before_it_spends_restarts() -> None:
+    world = World(make_spec())
+    world.stillborn, world.stillborn_code = True, 127
+    world.until("Failed")
+    assert world.status.attempt == 1
+    assert failure(world)[0] == "CannotStart"
+
+
+def test_exit_code_of_a_shell_in_the_middle_of_training_is_a_crash() -> None:
+    world = running_world()
+    world.crash(0, code=127)
+    assert recovered(world)["cause"] == "TrainerCrash"
+
+
+def test_process_that_the_kernel_killed_for_memory_is_told_from_other_kills_with_numbers() -> None:
+    world = running_world()
+    uid = world.member(1)
+    world.pods[uid] = replace(world.pods[uid], trainer=ContainerView(memory_limit="64Gi"))
+    sidecar = world.live_sidecar(1)
+    assert sidecar is not None
+    world.crash(1, code=137, reason="OOMKilled")
+    summary = recovered(world)
+    assert summary["cause"] == "OOMKilled"
+    assert "64Gi" in summary["message"]
+    assert "resources.limits.memory" in summary["message"]
+    assert "OOMKilled" in world.notices
+    assert (world.status.crashes, world.status.counted) == (1, 1), "to try again forever would not help"
+
+
+def test_container_that_the_kernel_killed_for_memory_is_told_from_one_that_was_restarted() -> None:
+    world = running_world()
+    uid = world.member(1)
+    ended = ContainerView(1, "OOMKilled", world.now, 137, "64Gi")
+    world.pods[uid] = replace(world.pods[uid], trainer=ended)
+    world.crash(1, code=137, reason="ContainerRestarted")
+    assert recovered(world)["cause"] == "OOMKilled"
+    world.train(5)
+    world.crash(1, code=137, reason="ContainerRestarted")
+    assert recovered(world, 3)["cause"] == "TrainerCrash", "the container's last end is one of an earlier attempt"
+
+
+def test_plain_kill_is_a_crash_that_names_the_signal() -> None:
+    world = running_world()
+    world.crash(1, code=137, reason="Signalled")
+    summary = recovered(world)
+    assert summary["cause"] == "TrainerCrash"
+    assert "137 (Signalled)" in summary["message"]
+
+
+# How restarts are counted.
+
+
+def test_crashes_far_apart_do_not_end_a_long_run() -> None:
+    world = running_world(max_restarts=2, reset_seconds=50)
+    for attempt in range(2, 8):
+        world.crash(attempt % 4, code=1)
+        recovered(world, attempt)
+        world.train(60)
+        assert world.status.counted == 0
+    assert world.status.crashes == 6
+
+
+def test_crashes_at_the_same_step_spend_the_restarts_however_long_each_takes() -> None:
+    world = running_world(max_restarts=2, reset_seconds=5, snapshot_every=1000)
+    for attempt in (2, 3):
+        world.crash(0, code=1)
+        recovered(world, attempt)
+        assert world.status.last_recovery is not None
+        while world.newest_step() < 9:
+            world.tick()
+    world.crash(0, code=1)
+    world.until("Failed")
+    assert failure(world)[0] == "MaxRestartsExceeded"
+
+
+def test_node_loss_neither_counts_nor_forgives() -> None:
+    world = running_world(max_restarts=2)
+    world.crash(0, code=1)
+    recovered(world)
+    world.train(4)
+    world.evict(world.member(1))
+    recovered(world, 3)
+    assert (world.status.crashes, world.status.disruptions, world.status.counted) == (1, 1, 1)
+
+
+def test_command_that_never_makes_a_step_is_held_back_even_if_no_limit_counts() -> None:
+    world = World(make_spec(rules=rules(on_codes("again", "RestartIgnoringLimit", 1))))
+    world.until("Starting")
+    world.stillborn = True
+    world.train(120)
+    assert 3 <= world.status.attempt <= 9, "1, 2, 4, 8 ... seconds between them"
+    assert world.status.counted == 0
+
+
+# activeDeadlineSeconds.
+
+
+def test_job_that_takes_longer_than_it_may_fails_and_its_pods_go() -> None:
+    world = running_world(active_deadline=40.0)
+    world.until("Failed")
+    reason, message = failure(world)
+    assert reason == "DeadlineExceeded"
+    assert "40 s" in message
+    world.train(60)
+    assert all(pod.terminal or pod.deleting for pod in world.pods.values())
+
+
+def test_restarts_do_not_prolong_the_deadline() -> None:
+    world = running_world(active_deadline=60.0)
+    began = world.now
+    world.evict(world.member(1))
+    recovered(world)
+    world.until("Failed")
+    assert world.now - began < 60
+
+
+def test_time_in_suspension_is_not_held_against_the_job() -> None:
+    world = running_world(active_deadline=60.0, remote=REMOTE)
+    world.job = replace(world.job, spec=replace(world.job.spec, suspend=True))
+    world.until("Suspended")
+    world.train(200)
+    assert not world.status.holds("Failed")
+    world.job = replace(world.job, spec=replace(world.job.spec, suspend=False))
+    world.until("Running", attempt=2)
+    world.train(20)
+    assert not world.status.holds("Failed")
+    world.until("Failed")
+    assert failure(world)[0] == "DeadlineExceeded"
+
+
+def test_job_that_was_created_suspended_has_not_started() -> None:
+    world = World(make_spec(suspend=True, active_deadline=30.0))
+    world.train(100)
+    assert world.status.started is None
+    world.job = replace(world.job, spec=replace(world.job.spec, suspend=False))
+    world.until("Running")
+    assert world.status.started is not None
