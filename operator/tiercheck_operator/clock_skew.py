@@ -56,4 +56,5 @@ def by_our_clock(report: Report, ahead: float) -> Report:
             first_step_at=moved(trainer.first_step_at),
             ended_at=moved(trainer.ended_at),
         ),
+        unreachable=tuple(replace(each, since=each.since - ahead) for each in report.unreachable),
     )

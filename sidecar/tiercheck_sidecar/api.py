@@ -76,6 +76,7 @@ class ControlApi:
             directive = decode(await request.read(), Directive)
         except msgspec.DecodeError as error:
             return sentence(422, f"not a directive: {error}")
+        self._board.controller_at = self._board.clock()
         try:
             self._board.accept(directive)
         except StaleRefused as error:
@@ -90,6 +91,7 @@ class ControlApi:
             wait = min(float(request.query.get("wait", "0")), _MAX_WAIT)
         except ValueError:
             return sentence(422, "after is a serial, wait is in seconds")
+        self._board.controller_at = self._board.clock()
         deadline = asyncio.get_running_loop().time() + wait
         while True:
             changed = self._changed

@@ -20,6 +20,7 @@ from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.config import ConfigError, SidecarConfig
 from tiercheck_sidecar.coordinator import Coordinator
 from tiercheck_sidecar.exchange.handshake import Identity
+from tiercheck_sidecar.exchange.pulse import Pulse
 from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.offload import Offloader
 from tiercheck_sidecar.parity.holder import ParityHolder
@@ -53,6 +54,7 @@ class Sidecar:
         self.exchange = ExchangeServer(self.board, self.vault, self.identity, config.exchange_port)
         self.replicator = Replicator(self.board, self.vault, self.identity, config.exchange_port)
         self.coordinator = Coordinator(self.board)
+        self.pulse = Pulse(self.board, self.identity, config.exchange_port)
         self.offloader = Offloader(self.board, self.vault, self.coordinator)
         reach = RestoreSources(self.board, self.vault, self.identity, config.exchange_port, self.offloader)
         self.restorer = Restorer(self.board, self.vault, reach)
@@ -103,6 +105,7 @@ class Sidecar:
             ("coordinate", self.coordinator.run),
             ("offload", self.offloader.run),
             ("tiers", self.tiers.run),
+            ("pulse", self.pulse.run),
         ]
 
     def _acknowledged(self) -> list[tuple[int, frozenset[Artifact]]]:

@@ -7,6 +7,7 @@ So no message between threads can be lost, and a directive sent twice does nothi
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -16,8 +17,11 @@ from tiercheck.protocol.directive import DeltaMode, Directive, Phase
 from tiercheck.protocol.report import Counters, Problem, Quarantined, RemoteReport, RestoreReport, RestoreState
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.config import SidecarConfig
+from tiercheck_sidecar.peer_watch import PeerWatch
 from tiercheck_sidecar.trainer_watch import TrainerWatch
 from tiercheck_sidecar.watermark import Verdict
+
+log = logging.getLogger(__name__)
 
 
 class Refused(Exception):
@@ -43,6 +47,9 @@ class Board:
         self._generation = 0
         self._listeners: list[Callable[[], None]] = []
         self.stopping = False
+        self.peers = PeerWatch(self.bump, clock)
+        self.controller_at = clock()
+        """When the controller was last heard."""
         self.directive: Directive | None = None
         self.saw_hold = False
         """Whether this process has seen the current attempt from its beginning."""
@@ -62,6 +69,7 @@ class Board:
         self.declined: dict[int, str] = {}
         """Per own rank that takes no deltas in this attempt: why."""
         self.counters = Counters()
+        self._learned = 0
         self._problems: dict[str, Problem] = {}
         self._quarantined: dict[tuple[int, Version, Kind, int], Quarantined] = {}
 
@@ -98,6 +106,29 @@ class Board:
     def attempt(self) -> int:
         directive = self.directive
         return directive.attempt if directive else 0
+
+    @property
+    def newest_attempt(self) -> int:
+        """The newest that is known to have begun, whether or not we were told to follow it."""
+        return max(self._learned, self.attempt)
+
+    @property
+    def overtaken(self) -> bool:
+        """Whether the job goes on without us as far as we know: then nothing is written that others could read."""
+        return self._learned > self.attempt
+
+    def learn(self, attempt: int) -> None:
+        """A proven peer, or the remote tier, knows this attempt."""
+        with self.lock:
+            if attempt <= self.newest_attempt:
+                return
+            self._learned = attempt
+        log.warning("attempt %d has begun elsewhere; ours (%d) is over", attempt, self.attempt)
+        self.bump()
+
+    def isolated(self, seconds: float) -> bool:
+        """Whether for so long neither the controller nor any of our peers was heard. Never without peers: nobody else could know."""
+        return self.clock() - self.controller_at > seconds and self.peers.all_lost(seconds)
 
     def accept(self, directive: Directive) -> None:
         """Take over the wanted state. Raises Refused."""

@@ -8,11 +8,18 @@ import socket
 import ssl
 
 from tiercheck.protocol import names
+from tiercheck.protocol.report import Break
 from tiercheck_sidecar.config import SidecarConfig
+from tiercheck_sidecar.exchange.frames import PeerSilent, broken
 
 
 class CallFailed(Exception):
     """No answer, or a refusal; the message is a sentence."""
+
+    def __init__(self, message: str, how: Break | None = None) -> None:
+        """`how`: why there was no answer; None: there was one."""
+        super().__init__(message)
+        self.how = how
 
 
 class ControlClient:
@@ -33,7 +40,8 @@ class ControlClient:
             text = response.read()
         except (OSError, http.client.HTTPException) as error:
             self.close()
-            raise CallFailed(f"{self.host}: {error}") from error
+            silent = isinstance(error, OSError) and isinstance(broken(error), PeerSilent)
+            raise CallFailed(f"{self.host}: {error}", Break.SILENT if silent else Break.REFUSED) from error
         if response.status != 200:
             raise CallFailed(f"{self.host}: {response.status} {text[:300].decode(errors='replace')}")
         return text

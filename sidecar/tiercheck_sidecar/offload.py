@@ -33,6 +33,11 @@ _LIST_EVERY = 30.0
 _LISTED = 3
 """Versions that a restore is told of: the newest, and some to fall back on if that one is damaged."""
 _BACKOFF = (0.5, 15.0)
+_ISOLATED = 60.0
+"""Seconds without a word from the controller or any peer after which nothing more is uploaded: the job has probably moved on."""
+_LONELY = (
+    "neither the controller nor any peer has been heard for a minute, so nothing is uploaded. Check the node's network"
+)
 
 
 class Offloader:
@@ -91,7 +96,11 @@ class Offloader:
             directive, verdict = self._board.directive, self._board.verdict
             ready = self._board.restore.state is RestoreState.READY
         self._list_when_due(store, verdict)
-        if directive is None or not ready:
+        if directive is None or not ready or self._board.overtaken:
+            return
+        lonely = self._board.isolated(_ISOLATED)
+        self._board.problem("Isolated", _LONELY if lonely else "")
+        if lonely:
             return
         if verdict is not None and verdict.upload is not None:
             self._upload(store, directive, verdict.upload)

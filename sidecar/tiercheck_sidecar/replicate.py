@@ -133,6 +133,7 @@ class Replicator:
                 self._trouble(lane, str(error))
         except (WireBroken, PeerRefused, OSError) as error:
             log.info("%s to worker %d: %s", seal, holder.worker, error)
+            self._board.peers.doubt(holder)
             if waits.failed(None, time.monotonic()) >= _PATIENCE:
                 self._trouble(lane, str(error))
         else:

@@ -60,6 +60,7 @@ class Reporter:
                 memory=self._memory(),
                 quarantined=board.quarantined,
                 problems=board.problems,
+                unreachable=board.peers.unreachable(),
                 counters=board.counters,
                 snapshot_every=board.every,
             )

@@ -11,6 +11,7 @@ import msgspec
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import DeltaMode, Directive, Tier
 from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.report import Break
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.cadence import Needs
@@ -124,9 +125,20 @@ class TierClient:
             verdict = msgspec.json.decode(self._client.call("POST", "/v1/tiers", to_json(report)), type=Verdict)
         except (CallFailed, msgspec.DecodeError) as error:
             log.debug("the coordinator: %s", error)
+            self._saw(directive, error.how if isinstance(error, CallFailed) else None)
             return False
+        self._saw(directive, None)
         take(self._board, verdict)
         return True
+
+    def _saw(self, directive: Directive, how: Break | None) -> None:
+        """Nobody sends pulses to the coordinator, which would get too many of them: this call is one."""
+        if directive.coordinator.worker == self._board.config.worker:
+            return
+        if how is None:
+            self._board.peers.answered(directive.coordinator)
+        else:
+            self._board.peers.broken(directive.coordinator, how)
 
 
 def _of(artifacts: set[Artifact], rank: int, kind: Kind) -> tuple[Version, ...]:

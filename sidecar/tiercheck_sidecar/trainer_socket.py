@@ -130,11 +130,13 @@ class TrainerSocket:
         directive = self._board.directive
         if directive is None:
             return None
-        phase = directive.phase
+        attempt, phase = directive.attempt, directive.phase
+        if self._board.overtaken:  # whatever it would compute from here on belongs to no history
+            attempt, phase = self._board.newest_attempt, Phase.HOLD
         if phase is Phase.RELEASE and self._board.trainer.lost_container:
             phase = Phase.HOLD  # this attempt is over here; starting it again would give its versions two histories
         return Order(
-            attempt=directive.attempt,
+            attempt=attempt,
             phase=phase,
             worker=directive.worker,
             workers=directive.workers,

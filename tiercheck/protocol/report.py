@@ -147,6 +147,27 @@ class Quarantined:
     """Every copy of it is equally bad: its replay did not give the state that it was taken from."""
 
 
+class Break(str, Enum):
+    """How a peer cannot be reached, which tells two troubles apart."""
+
+    REFUSED = "Refused"
+    """Its host answers, its sidecar does not: it was closed, is being started again, or its address belongs to somebody else."""
+    SILENT = "Silent"
+    """Nothing comes back: its host is down, or the network between us is."""
+
+
+@dataclass(frozen=True)
+class Unreachable:
+    """A peer that this sidecar cannot reach now."""
+
+    worker: int
+    host: str
+    """Which of the worker's pods is meant."""
+    since: float
+    """When it last answered, unix seconds by this node's clock."""
+    how: Break
+
+
 @dataclass(frozen=True)
 class Problem:
     """Something a person should know. `reason` is a CamelCase word, `message` says what to do about it."""
@@ -195,6 +216,8 @@ class Report:
     memory: MemoryReport
     quarantined: tuple[Quarantined, ...] = ()
     problems: tuple[Problem, ...] = ()
+    unreachable: tuple[Unreachable, ...] = ()
+    """At most 16, those that answered last long ago in front."""
     counters: Counters = Counters()
     snapshot_every: int = 0
     """Steps between snapshots that the coordinator has named (`checkpoint.snapshot.everySteps` if given); 0: not decided yet."""

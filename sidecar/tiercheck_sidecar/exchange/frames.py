@@ -7,6 +7,7 @@ holds them. The kernel's own socket timeouts bound every wait, so no call needs 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -39,12 +40,17 @@ CONGESTION_CONTROL = b"cubic"
 whenever a busy machine lets a sender wait for its turn (measured on loopback: a quarter of the rate, twice the sender's CPU).
 """
 
+_NO_WAY = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 _LENGTH = struct.Struct("<I")
 _CHUNK = struct.Struct("<II")
 
 
 class WireBroken(OSError):
     """The connection failed, timed out, or said something senseless. A new one may work."""
+
+
+class PeerSilent(WireBroken):
+    """Nothing came back in time, or there is no way to the host."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class Ask:
     - "offer": will you keep this artifact? - "join": chunks of `transfer` follow, until END; answered by the damaged ones.
     - "commit": all chunks were sent. - "read": have you this artifact? Then its chunks are asked for by index, until END.
     - "corrupt": the chunks of this artifact do not match their digests. - "list": which artifacts of `rank` have you?
+    - "pulse": are you there?
     """
 
     op: str
@@ -93,6 +100,8 @@ class Say:
     verified: str = ""
     """With "send": which chunks an earlier stream brought already (`bitmap`)."""
     listed: tuple[Listed, ...] = ()
+    attempt: int = 0
+    """The newest attempt that the one who answers follows; 0: not said."""
 
 
 class Pace(Protocol):
@@ -178,7 +187,7 @@ class Wire:
                 self._send_file(file, offset, step)
                 offset += step
         except OSError as error:
-            raise _broken(error) from error
+            raise broken(error) from error
 
     def _send_file(self, file: int, offset: int, length: int) -> None:
         out = self._socket.fileno()
@@ -206,7 +215,7 @@ class Wire:
                 if view and time.monotonic() > self._deadline:
                     raise WireBroken("it took too long")
         except OSError as error:
-            raise _broken(error) from error
+            raise broken(error) from error
 
     def _take(self, length: int) -> bytearray:
         buffer = bytearray(length)
@@ -217,7 +226,7 @@ class Wire:
         try:
             self._socket.sendall(data)
         except OSError as error:
-            raise _broken(error) from error
+            raise broken(error) from error
 
 
 def bitmap(indices: Iterable[int]) -> str:
@@ -241,9 +250,12 @@ def from_bitmap(text: str, chunks: int) -> set[int]:
     return {index for index in range(chunks) if number >> index & 1}
 
 
-def _broken(error: OSError) -> WireBroken:
+def broken(error: OSError) -> WireBroken:
+    """`error` of a socket, told apart."""
     if isinstance(error, WireBroken):
         return error
     if isinstance(error, (BlockingIOError, TimeoutError)):
-        return WireBroken("no progress in time")
+        return PeerSilent("no progress in time")
+    if error.errno in _NO_WAY:
+        return PeerSilent(str(error))
     return WireBroken(str(error))

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiercheck_sidecar.exchange.frames import IO_TIMEOUT, LONGEST_STRANGER, Say, Wire, WireBroken
+from tiercheck_sidecar.exchange.frames import IO_TIMEOUT, LONGEST_STRANGER, Say, Wire, broken
 
 CONNECT_TIMEOUT = 3.0
 """Seconds to connect, and for each step of the handshake."""
@@ -21,6 +21,11 @@ CONNECT_TIMEOUT = 3.0
 
 class PeerRefused(Exception):
     """The other sidecar does not talk to us, or is not one of this job; the message is a sentence."""
+
+    def __init__(self, message: str, attempt: int | None = None) -> None:
+        """`attempt`: the one that it follows; None: it did not prove to be of this job."""
+        super().__init__(message)
+        self.attempt = attempt
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ def dial(identity: Identity, attempt: int, host: str, port: int) -> Wire:
     try:
         connection = socket.create_connection((host, port), CONNECT_TIMEOUT, (identity.host, 0))
     except OSError as error:
-        raise WireBroken(f"{host} cannot be reached: {error}") from error
+        raise type(broken(error))(f"{host} cannot be reached: {error}") from error
     wire = Wire(connection, CONNECT_TIMEOUT)
     try:
         claim = Claim(identity.job_uid, identity.worker, attempt, secrets.token_hex(16))
@@ -72,7 +77,7 @@ def dial(identity: Identity, attempt: int, host: str, port: int) -> Wire:
         wire.send(Proof(_proof(identity.token, "client", claim, challenge)))
         said = wire.receive(Say, LONGEST_STRANGER)
         if said.state != "ok":
-            raise PeerRefused(f"{host}: {said.message}")
+            raise PeerRefused(f"{host}: {said.message}", said.attempt)
         wire.patience(IO_TIMEOUT)
     except BaseException:
         wire.close()
@@ -80,8 +85,13 @@ def dial(identity: Identity, attempt: int, host: str, port: int) -> Wire:
     return wire
 
 
-def admit(wire: Wire, identity: Identity, objection: Callable[[Claim], str]) -> Claim:
-    """The other end of `dial`. `objection` gives a sentence if a proven caller is refused. Raises WireBroken, PeerRefused."""
+def admit(
+    wire: Wire, identity: Identity, objection: Callable[[Claim], str], attempt: Callable[[], int] = lambda: 0
+) -> Claim:
+    """The other end of `dial`. `objection` gives a sentence if a proven caller is refused, who is told the `attempt` that we follow.
+
+    Raises WireBroken, PeerRefused.
+    """
     wire.patience(CONNECT_TIMEOUT)
     wire.hurry(CONNECT_TIMEOUT)
     claim = wire.receive(Claim, LONGEST_STRANGER)
@@ -91,7 +101,7 @@ def admit(wire: Wire, identity: Identity, objection: Callable[[Claim], str]) -> 
     if not hmac.compare_digest(proof.proof, _proof(identity.token, "client", claim, blank)):
         raise PeerRefused("the caller does not know this job's token")
     reason = objection(claim)
-    wire.send(Say("refused", reason) if reason else Say("ok"))
+    wire.send(Say("refused" if reason else "ok", reason, attempt=attempt()))
     if reason:
         raise PeerRefused(reason)
     wire.patience(IO_TIMEOUT)

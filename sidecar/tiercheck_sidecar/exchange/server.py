@@ -73,7 +73,7 @@ class ExchangeServer:
             with contextlib.closing(connection):
                 try:
                     wire = Wire(connection)
-                    claim = admit(wire, self._identity, self._objection)
+                    claim = admit(wire, self._identity, self._objection, lambda: self._board.newest_attempt)
                 finally:
                     self._strangers.release()
                 with contextlib.closing(wire), self._place(claim.worker):
@@ -102,6 +102,7 @@ class ExchangeServer:
         if claim.attempt < self._board.attempt:
             self._board.count(refused_stale=1)
             return f"attempt {claim.attempt} is over, the job is at attempt {self._board.attempt}"
+        self._board.learn(claim.attempt)
         return ""
 
     def _sweep(self) -> None:

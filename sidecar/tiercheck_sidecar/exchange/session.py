@@ -52,6 +52,8 @@ class Session:
                 self._wire.send(self._commit(ask))
             elif ask.op == "corrupt":
                 self._wire.send(self._corrupt(ask.artifact))
+            elif ask.op == "pulse":
+                self._wire.send(Say("ok", attempt=self._board.newest_attempt))
             elif ask.op == "list":
                 self._wire.send(self._list(ask.rank))
             elif ask.op in self._languages:

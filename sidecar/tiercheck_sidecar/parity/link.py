@@ -150,6 +150,7 @@ class Link:
             self._tell(seal.kind, str(error))
         except (WireBroken, PeerRefused, OSError) as error:
             log.info("%s to worker %d: %s", seal, self.holder.worker, error)
+            self._board.peers.doubt(self.holder)
             if waits.failed(None, now()) >= _PATIENCE:
                 self._tell(seal.kind, str(error))
         else:
