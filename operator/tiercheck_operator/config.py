@@ -50,6 +50,8 @@ class Config:
             log_level=env.get("TIERCHECK_LOG_LEVEL") or default.log_level,
             patience=Patience(
                 settle=_number(env, "TIERCHECK_SETTLE_SECONDS", patience.settle),
+                accused=_number(env, "TIERCHECK_ACCUSED_SECONDS", patience.accused),
+                isolated=_number(env, "TIERCHECK_ISOLATED_SECONDS", patience.isolated),
                 suspect=_number(env, "TIERCHECK_SUSPECT_SECONDS", patience.suspect),
                 silent=_number(env, "TIERCHECK_SILENT_SECONDS", patience.silent),
                 unschedulable=_number(env, "TIERCHECK_UNSCHEDULABLE_SECONDS", patience.unschedulable),

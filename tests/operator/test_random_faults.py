@@ -18,6 +18,7 @@ _FAULTS = st.tuples(
         [
             *("crash", "evict", "vanish", "node", "rack", "all", "silent", "remote", "revive"),
             *("skip", "diverge", "replay", "copies", "parity"),
+            *("cut", "deaf", "closed", "mend"),
         ]
     ),
     st.integers(0, 3),
@@ -60,6 +61,16 @@ def _strike(world: World, fault: str, target: int) -> None:
             world.remote_up = not world.remote_up
         case "revive":
             world.revive_node(nodes[target])
+        case "cut":
+            world.cut |= {frozenset((nodes[target], other)) for other in (*nodes, "controller")}
+        case "deaf":
+            world.cut.add(frozenset((nodes[target], "controller")))
+        case "closed":
+            for uid in worker_pods:
+                if uid in world.sidecars:
+                    world.sidecars[uid].closed = not world.sidecars[uid].closed
+        case "mend":
+            world.cut.clear()
         case "skip":
             world.skipped |= {(target, step) for step in range(world.newest_step() + 1, world.newest_step() + 3)}
         case "diverge":
@@ -76,6 +87,7 @@ def _strike(world: World, fault: str, target: int) -> None:
 
 def _heal(world: World) -> None:
     world.remote_up = True
+    world.cut.clear()
     for name in list(world.dead_nodes):
         world.revive_node(name)
 
@@ -86,6 +98,7 @@ def test_job_survives_any_faults_with_everything_committed(
     faults: list[tuple[int, str, int]], kills: dict[int, int], shape: dict[str, object]
 ) -> None:
     world = World(make_spec(remote=REMOTE, max_restarts=1000, rollback_after=3, **shape))
+    world.pulses = True
     moment = 0
     kept: Version | None = None
     attempt = 0

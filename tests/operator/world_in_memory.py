@@ -12,6 +12,7 @@ from tiercheck.protocol.artifact import Artifact, Kind, Share
 from tiercheck.protocol.chain import chain_to
 from tiercheck.protocol.directive import DeltaMode, Directive, ParityGroup, Phase, Source, Tier
 from tiercheck.protocol.report import (
+    Break,
     Counters,
     Holding,
     MemoryReport,
@@ -23,6 +24,7 @@ from tiercheck.protocol.report import (
     RestoreState,
     TrainerReport,
     TrainerState,
+    Unreachable,
     Watermarks,
 )
 from tiercheck.protocol.version import Version
@@ -99,6 +101,8 @@ class Sidecar:
     trainer: TrainerReport = field(default_factory=lambda: TrainerReport(TrainerState.WAITING))
     quarantined: tuple[Quarantined, ...] = ()
     reachable: bool = True
+    closed: bool = False
+    """Its process is gone, its host is well."""
     serial: int = 0
 
     def accept(self, directive: Directive) -> None:
@@ -235,6 +239,7 @@ class Sidecar:
             watermarks=Watermarks(peer=world.committed, remote=max(world.remote, default=None)),
             memory=MemoryReport(1, 0, 0),
             quarantined=self.quarantined,
+            unreachable=world.missed_by(self),
             counters=Counters(deltas=self.captured_deltas),
         )  # fmt: skip
 
@@ -282,6 +287,14 @@ class World:
         """Workers whose trainer container is not up yet."""
         self.dying: dict[str, float] = {}
         self.dead_nodes: dict[str, float] = {}
+        self.node_grace = 5.0
+        """Seconds after which Kubernetes says that a dead node is not ready."""
+        self.cut: set[frozenset[str]] = set()
+        """Pairs of nodes, or of a node and "controller", between which nothing gets through."""
+        self.pulses = False
+        """Whether sidecars say which neighbours they miss."""
+        self.missed: dict[tuple[str, str], float] = {}
+        """Since when a pod (UID) misses another one (IP address)."""
         self.starts: dict[int, dict[int, Version | None]] = {}
         self.crashes = 0
         self.notices: list[str] = []
@@ -336,7 +349,7 @@ class World:
                 self.placement = placement
             case Push(uid, directive):
                 assert directive.attempt == self.status.attempt, "sent before it was written"
-                if uid in self.sidecars and self.sidecars[uid].reachable:
+                if uid in self.sidecars and self.sidecars[uid].reachable and not self.are_cut("controller", uid):
                     self.sidecars[uid].accept(directive)
             case EnsureService():
                 self.have_service = True
@@ -377,7 +390,7 @@ class World:
             if self.pods[uid].node not in self.dead_nodes:
                 self._gone(uid)
         for name, at in self.dead_nodes.items():
-            if name in self.nodes and at + 5 <= self.now and not self.nodes[name].lost:
+            if name in self.nodes and at + self.node_grace <= self.now and not self.nodes[name].lost:
                 self.nodes[name] = replace(self.nodes[name], lost="node is not ready (NodeStatusUnknown)")
         for uid, pod in list(self.pods.items()):
             if pod.deleting or pod.terminal:
@@ -578,6 +591,32 @@ class World:
                 if share.ranks in shares and v.step >= floor + (kind is Kind.DELTA)
             }
 
+    def are_cut(self, one: str, other: str) -> bool:
+        """Between two pods (UIDs), or a pod and "controller"."""
+        ends = [name if name == "controller" else (self.pods[name].node or "") for name in (one, other)]
+        return frozenset(ends) in self.cut
+
+    def missed_by(self, sidecar: Sidecar) -> tuple[Unreachable, ...]:
+        """What its pulses say: neighbours on dead or cut off nodes are silent, closed ones refuse."""
+        directive = sidecar.directive
+        if not self.pulses or directive is None:
+            return ()
+        ips = {pod.ip: uid for uid, pod in self.pods.items()}
+        found = []
+        for peer in {*directive.holders, *directive.hosted, directive.coordinator}:
+            uid, key = ips.get(peer.host), (sidecar.pod, peer.host)
+            if peer.worker == sidecar.worker:
+                continue
+            silent = uid is None or self.pods[uid].node in self.dead_nodes or self.are_cut(sidecar.pod, uid)
+            if not silent and uid in self.sidecars and not self.sidecars[uid].closed:
+                self.missed.pop(key, None)
+                continue
+            since = self.missed.setdefault(key, self.now)
+            if self.now - since >= 3:
+                how = Break.SILENT if silent else Break.REFUSED
+                found.append(Unreachable(peer.worker, peer.host, since, how))
+        return tuple(sorted(found, key=lambda each: each.worker))
+
     def newest_step(self) -> int:
         return max((sidecar.trainer.step or 0 for sidecar in self.sidecars.values()), default=0)
 
@@ -588,7 +627,8 @@ class World:
                 continue
             known = self.reports.get(uid, WorkerReport(None, None, None))
             sidecar = self.sidecars.get(uid)
-            if sidecar is not None and sidecar.reachable and not self._dead(uid):
+            cut = self.are_cut("controller", uid)
+            if sidecar is not None and sidecar.reachable and not sidecar.closed and not cut and not self._dead(uid):
                 self.reports[uid] = WorkerReport(sidecar.report(), self.now, None)
             elif known.silent_since is None:
                 self.reports[uid] = WorkerReport(known.report, known.answered_at, self.now)

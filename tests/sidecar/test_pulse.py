@@ -70,5 +70,3 @@ def test_worker_that_was_cut_off_stops_its_trainer_when_it_hears_of_the_next_att
     order = launcher.order()
     assert (order.attempt, order.phase) == (2, Phase.HOLD), "the command of attempt 1 has to stop"
     launcher.close()
-
-

@@ -19,6 +19,8 @@ class Cause(str, Enum):
     POD_DELETED = "PodDeleted"
     SIDECAR_SILENT = "SidecarSilent"
     """A pod's sidecar stopped answering. Explains the deletion that follows, which is ours."""
+    NODE_SILENT = "NodeSilent"
+    """Neither we nor its peers hear anything from a pod's host; Kubernetes may not know it yet."""
     POD_FAILED = "PodFailed"
     POD_EVICTED = "PodEvicted"
     NODE_LOST = "NodeLost"

@@ -36,6 +36,7 @@ from tiercheck_operator.controller.record import JobRecord
 from tiercheck_operator.controller.restart_count import forgiven
 from tiercheck_operator.controller.status import Finding, Findings, derive_status, with_refusal
 from tiercheck_operator.controller.suspend import resumed, suspend
+from tiercheck_operator.controller.suspicion import checks, next_look
 from tiercheck_operator.controller.trigger import find_trigger, update_recovery
 from tiercheck_operator.manifests.template import template_problem
 from tiercheck_operator.planning.saved_placement import SavedPlacement
@@ -153,11 +154,13 @@ def _attempt_driven(
     absent = waits_for_trainers(obs, status, reports)
     if absent:
         findings = replace(findings, waiting=_no_trainers(members, absent))
+    after: list[Action]
     if all_succeeded(obs, status, members):
         findings = replace(findings, completed=True)
         after = list(pushes(obs, status, members, saved, Phase.FINISH))
         return _concluded(obs, status, findings, reports=reports, before=before, after=after, wake=wake)
-    after = list(pushes(obs, status, members, saved, wanted_phase(status)))
+    after = [*pushes(obs, status, members, saved, wanted_phase(status)), *checks(obs)]
+    wake = min((entry for entry in (wake, next_look(obs)) if entry is not None), default=None)
     return _concluded(obs, status, findings, reports=reports, before=before, after=after, wake=wake)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from tiercheck.protocol.report import Report, TrainerReport
 from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.membership import Membership, trainer_failed
+from tiercheck_operator.controller.membership import Membership
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.record import Facts
+from tiercheck_operator.controller.suspicion import trainer_failed
 
 OOM_KILLED = "OOMKilled"
 CONTAINER_RESTARTED = "ContainerRestarted"

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tiercheck.protocol.report import TrainerState
 from tiercheck_operator.controller.actions import Action, CreatePod, DeletePod
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.observation import Observation, PodView
+from tiercheck_operator.controller.suspicion import Doubt, doubts
 
 _DISRUPTIONS = {
     "Evicted", "Terminated", "NodeShutdown", "Preempting", "TerminationByKubelet", "EvictionByEvictionAPI",
@@ -51,11 +51,11 @@ def find_members(obs: Observation) -> Membership:
     """Judge every pod of the job."""
     members: dict[int, PodView] = {}
     losses: list[Loss] = []
-    silent = _silent(obs)
+    doubted = doubts(obs)
     for pod in sorted(obs.pods, key=lambda pod: (pod.worker, -pod.incarnation, -pod.created)):
         if pod.worker in members or pod.worker >= obs.job.spec.workers:
             continue
-        loss = _judge(obs, pod, silent)
+        loss = _judge(obs, pod, doubted)
         if loss is None:
             members[pod.worker] = pod
         else:
@@ -85,7 +85,7 @@ def replacements(obs: Observation, membership: Membership) -> tuple[list[Action]
     return actions + _removals(obs, membership), wait
 
 
-def _judge(obs: Observation, pod: PodView, silent: Mapping[str, float]) -> Loss | None:
+def _judge(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -> Loss | None:
     """Why the pod is lost; None: it is not."""
 
     def lost(cause: Cause, why: str, *, node: str | None = None, at: float | None = None) -> Loss:
@@ -107,11 +107,9 @@ def _judge(obs: Observation, pod: PodView, silent: Mapping[str, float]) -> Loss 
         if pod.disruption in ("", "TerminationByKubelet"):
             return lost(Cause.POD_DELETED, "the pod was deleted", at=pod.deleted_at)
         return lost(Cause.POD_EVICTED, f"the pod was evicted ({pod.disruption})", at=pod.deleted_at)
-    if pod.uid in silent:
-        return lost(
-            Cause.SIDECAR_SILENT, f"its sidecar has not answered for {silent[pod.uid]:.0f} s",
-            node=pod.node, at=obs.now - silent[pod.uid],
-        )  # fmt: skip
+    doubt = doubted.get(pod.uid)
+    if doubt is not None:
+        return lost(doubt.cause, doubt.why, node=pod.node if doubt.of_node else None, at=doubt.since)
     return None
 
 
@@ -123,29 +121,6 @@ def _node_missing(obs: Observation, pod: PodView) -> bool:
     if known.answered_at is None:
         return known.silent_since is not None and obs.now - known.silent_since > obs.patience.silent
     return known.silent_since is not None and obs.now - known.silent_since > obs.patience.settle
-
-
-def _silent(obs: Observation) -> dict[str, float]:
-    """Pods that have been silent for too long, with the seconds. Never all: then it is we who are cut off."""
-    running = [pod for pod in obs.pods if not pod.terminal and not pod.deleting and pod.sidecar_started]
-    quiet: dict[str, float] = {}
-    for pod in running:
-        known = obs.reports.get(pod.uid)
-        if known is not None and known.silent_since is not None:
-            quiet[pod.uid] = obs.now - known.silent_since
-    if len(quiet) == len(running):
-        return {}
-    broken = any(trainer_failed(obs, pod) for pod in running if pod.uid not in quiet)
-    limit = obs.patience.suspect if broken else obs.patience.silent
-    return {uid: seconds for uid, seconds in quiet.items() if seconds > limit}
-
-
-def trainer_failed(obs: Observation, pod: PodView) -> bool:
-    """Whether the pod's trainer failed in the current attempt."""
-    report = obs.report(pod)
-    return (
-        report is not None and report.attempt == obs.job.status.attempt and report.trainer.state is TrainerState.FAILED
-    )
 
 
 def _vanished(obs: Observation, members: Mapping[int, PodView], losses: Sequence[Loss]) -> list[Loss]:

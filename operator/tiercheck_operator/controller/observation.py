@@ -25,10 +25,14 @@ class Patience:
 
     settle: float = 1.0
     """After a trainer failed, for a pod or node loss that explains it."""
+    accused: float = 2.0
+    """For a silent sidecar from whose host peers hear nothing either."""
     suspect: float = 10.0
-    """For a silent sidecar while another worker's trainer has failed."""
+    """For a silent sidecar while another worker's trainer has failed, or that peers say is closed."""
     silent: float = 60.0
     """For a silent sidecar when nothing else is wrong."""
+    isolated: float = 30.0
+    """For a node whose sidecars answer us while nobody else can reach them."""
     unschedulable: float = 30.0
     """For a pod without a node, before the nodes it avoids are looked at again."""
     suspend: float = 30.0

@@ -1,0 +1,116 @@
+"""Whom to give up although Kubernetes still believes in it: from what sidecars say of each other, and their silence towards us.
+
+The rule itself is `planning.suspicion`. Here it gets its evidence, and its answer becomes words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tiercheck.protocol.report import Break, TrainerState
+from tiercheck_operator.controller.actions import Probe
+from tiercheck_operator.controller.causes import Cause
+from tiercheck_operator.controller.observation import Observation, PodView
+from tiercheck_operator.planning.suspicion import Accusation, Limits, Suspicion, Witness, suspected
+
+_ASK_AGAIN = 1.0
+"""Seconds between two calls to a pod that peers cannot reach."""
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A pod that is given up on our own account."""
+
+    cause: Cause
+    why: str
+    since: float
+    of_node: bool
+    """Its node is to be avoided: nothing of the job answers there, or nothing at all."""
+
+
+def doubts(obs: Observation) -> dict[str, Doubt]:
+    """By pod UID. Never all running pods: then it is we who are cut off."""
+    running = _running(obs)
+    pods = {pod.uid: pod for pod in running}
+    witnesses, patience = _witnesses(obs, running), obs.patience
+    limits = Limits(patience.accused, patience.suspect, patience.silent, patience.isolated)
+    silent = {witness.pod for witness in witnesses if witness.silent is not None}
+    found = {}
+    for uid, suspicion in suspected(witnesses, limits).items():
+        node = pods[uid].node
+        alone = all(other.uid in silent for other in running if other.node == node)
+        host_lives = bool(suspicion.accusers) and not suspicion.host_silent
+        found[uid] = Doubt(
+            cause=Cause.NODE_SILENT if suspicion.host_silent else Cause.SIDECAR_SILENT,
+            why=_sentence(suspicion, pods),
+            since=obs.now - suspicion.seconds,
+            of_node=suspicion.answers or (alone and not host_lives),
+        )
+    return found
+
+
+def checks(obs: Observation) -> list[Probe]:
+    """Ask those whom peers cannot reach at once: a long poll under way would notice their death seconds later."""
+    named = {entry.pod for witness in _witnesses(obs, _running(obs)) for entry in witness.accuses}
+    due = []
+    for uid in sorted(named):
+        known = obs.reports.get(uid)
+        if known is None or known.silent_since is not None:
+            continue
+        if known.answered_at is None or obs.now - known.answered_at >= _ASK_AGAIN:
+            due.append(Probe(uid))
+    return due
+
+
+def next_look(obs: Observation) -> float | None:
+    """Seconds until time alone may give somebody up; None: nobody is silent or accused."""
+    witnesses = _witnesses(obs, _running(obs))
+    uneasy = any(witness.silent is not None or witness.accuses for witness in witnesses)
+    return _ASK_AGAIN if uneasy else None
+
+
+def trainer_failed(obs: Observation, pod: PodView) -> bool:
+    """Whether the pod's trainer failed in the current attempt."""
+    report = obs.report(pod)
+    return (
+        report is not None and report.attempt == obs.job.status.attempt and report.trainer.state is TrainerState.FAILED
+    )
+
+
+def _running(obs: Observation) -> list[PodView]:
+    return [pod for pod in obs.pods if not pod.terminal and not pod.deleting and pod.sidecar_started]
+
+
+def _witnesses(obs: Observation, running: list[PodView]) -> list[Witness]:
+    homes = {(pod.worker, pod.ip or ""): pod.uid for pod in running}
+    return [_witness(obs, pod, homes) for pod in running]
+
+
+def _witness(obs: Observation, pod: PodView, homes: Mapping[tuple[int, str], str]) -> Witness:
+    known = obs.reports.get(pod.uid)
+    silent = None if known is None or known.silent_since is None else obs.now - known.silent_since
+    report = obs.report(pod) if silent is None else None
+    accuses = tuple(
+        Accusation(homes[each.worker, each.host], max(0.0, obs.now - each.since), each.how is Break.SILENT)
+        for each in (report.unreachable if report is not None else ())
+        if (each.worker, each.host) in homes
+    )
+    return Witness(pod.uid, pod.node or "", silent, trainer_failed(obs, pod), accuses)
+
+
+def _sentence(suspicion: Suspicion, pods: Mapping[str, PodView]) -> str:
+    named = [f"{pods[uid].worker}" for uid in suspicion.accusers]
+    workers = ", ".join(sorted(named, key=int)[:8]) + (f" and {len(named) - 8} more" if len(named) > 8 else "")
+    if suspicion.answers:
+        return (
+            f"it answers, but for {suspicion.seconds:.0f} s it and its peers have not reached each other (worker {workers} "
+            "says so); the network of its node is cut off"
+        )
+    text = f"its sidecar has not answered for {suspicion.seconds:.0f} s"
+    if not named:
+        return text
+    they = f"worker {workers} hears" if len(named) == 1 else f"workers {workers} hear"
+    if suspicion.host_silent:
+        return f"{text}, and {they} nothing from its host either"
+    return f"{text}, and {they} that it is closed"

@@ -1,0 +1,160 @@
+"""What a job's owner is promised when the network lies or Kubernetes is slow: seconds instead of minutes, and never too much."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from world_in_memory import REMOTE, World, make_spec
+
+from tiercheck_operator.controller.actions import Probe
+from tiercheck_operator.controller.decide import decide
+
+
+def trained(**changes: object) -> World:
+    """Four workers on four nodes in two racks, whose sidecars feel each other's pulse; Kubernetes notices nothing by itself."""
+    world = World(make_spec(**changes))
+    world.pulses = True
+    world.node_grace = 1e9
+    world.until("Running")
+    world.train(9)
+    return world
+
+
+def home(world: World, worker: int) -> str:
+    node = world.pods[world.member(worker)].node
+    assert node is not None
+    return node
+
+
+def cut_off(world: World, node: str, *others: str) -> None:
+    world.cut |= {frozenset((node, other)) for other in others}
+
+
+def test_dead_node_is_left_in_seconds_because_its_peers_miss_it() -> None:
+    world = trained()
+    node = home(world, 3)
+    died = world.now
+    world.kill_node(node)
+    world.until("Running", attempt=2)
+    assert world.now - died < 20, "Kubernetes would have needed 50 + 300 s, and has not noticed yet"
+    assert not world.nodes[node].lost
+    assert home(world, 3) != node
+    summary = world.status.last_recovery
+    assert summary is not None
+    assert summary["cause"] == "NodeSilent"
+    assert "nothing from its host" in summary["message"]
+    assert (world.status.crashes, world.status.disruptions) == (0, 1)
+
+
+def test_dead_rack_is_left_in_seconds_too() -> None:
+    world = trained()
+    racks: dict[str, set[str]] = {}
+    for node in world.nodes.values():
+        racks.setdefault(node.labels["topology.kubernetes.io/rack"], set()).add(node.name)
+    dead = racks["r1"]
+    died = world.now
+    for node in dead:
+        world.kill_node(node)
+    world.until("Running", attempt=2)
+    assert world.now - died < 20
+    assert not {home(world, worker) for worker in range(4)} & dead
+
+
+def test_accused_pod_is_asked_at_once() -> None:
+    """Its long poll, which is under way, would notice its death only seconds later."""
+    world = trained()
+    node, uid = home(world, 3), world.member(3)
+    cut_off(world, node, *(set(world.nodes) - {node}))
+    world.train(6)
+    seen = world.observe()
+    known = seen.reports[uid]
+    long_ago = replace(known, answered_at=world.now - 4)
+    asked = decide(replace(seen, reports={**seen.reports, uid: long_ago}))
+    assert Probe(uid) in asked.after
+    assert asked.wake_after is not None
+    assert asked.wake_after <= 1
+    world.cut.clear()
+    world.train(5)
+    assert not [action for action in world.last.after if isinstance(action, Probe)], "nobody is accused any more"
+
+
+def test_link_between_controller_and_one_node_moves_nobody_for_a_minute() -> None:
+    world = trained()
+    pods, node = set(world.pods), home(world, 2)
+    cut_off(world, node, "controller")
+    world.train(55)
+    assert set(world.pods) == pods
+    assert world.status.attempt == 1
+    world.cut.clear()
+    world.train(30)
+    assert set(world.pods) == pods, "the silence is over and forgotten"
+
+
+def test_node_that_answers_us_but_no_peer_is_left_after_a_while() -> None:
+    world = trained()
+    node = home(world, 3)
+    cut_off(world, node, *(set(world.nodes) - {node}))
+    world.train(20)
+    assert world.status.attempt == 1
+    world.train(20)
+    world.until("Running", attempt=2)
+    assert home(world, 3) != node
+    assert world.status.last_recovery is not None
+    assert "cut off" in world.status.last_recovery["message"]
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_network_that_falls_into_halves_never_costs_both(heard: bool) -> None:
+    world = trained(remote=REMOTE)
+    left, right = ["n00", "n01"], ["n10", "n11"]
+    for node in left:
+        cut_off(world, node, *right)
+    if not heard:
+        for node in right:
+            cut_off(world, node, "controller")
+    survivors = {uid for uid, pod in world.pods.items() if pod.node in left}
+    before = set(world.pods)
+    world.train(40)
+    if heard:
+        assert set(world.pods) == before, "nobody can tell which half is ill, so nobody is moved"
+    else:
+        assert survivors <= set(world.pods), "the half that answers is kept"
+        world.until("Running", attempt=2)
+
+
+def test_sidecar_that_is_started_again_keeps_its_pod() -> None:
+    world = trained()
+    uid = world.member(1)
+    world.sidecars[uid].closed = True
+    world.train(8)
+    world.sidecars[uid].closed = False
+    world.train(20)
+    assert world.member(1) == uid
+    assert world.status.attempt == 1
+
+
+def test_sidecar_that_never_starts_again_is_replaced_and_its_node_is_not_blamed() -> None:
+    world = trained()
+    uid, node = world.member(1), home(world, 1)
+    world.sidecars[uid].closed = True
+    world.train(20)
+    world.until("Running", attempt=2)
+    pod = world.pods[world.member(1)]
+    assert pod.uid != uid
+    assert node not in pod.avoided
+    assert world.status.last_recovery is not None
+    assert world.status.last_recovery["cause"] == "SidecarSilent"
+
+
+def test_flapping_link_moves_nobody() -> None:
+    world = trained()
+    pods, node = set(world.pods), home(world, 3)
+    others = [*(set(world.nodes) - {node}), "controller"]
+    for _ in range(30):
+        cut_off(world, node, *others)
+        world.train(2)
+        world.cut.clear()
+        world.train(2)
+    assert set(world.pods) == pods
+    assert world.status.attempt == 1

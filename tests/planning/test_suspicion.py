@@ -1,0 +1,157 @@
+"""Whom the rule gives up, and above all whom it never does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiercheck_operator.planning.suspicion import Accusation, Limits, Witness, suspected
+
+LIMITS = Limits(accused=2, suspect=10, silent=60, isolated=30)
+
+
+def pods(count: int, per_node: int = 1) -> list[Witness]:
+    return [Witness(f"p{index}", f"n{index // per_node}") for index in range(count)]
+
+
+def accusing(witness: Witness, *named: str, seconds: float = 5.0, host_silent: bool = True) -> Witness:
+    return replace(witness, accuses=tuple(Accusation(name, seconds, host_silent) for name in named))
+
+
+def test_silent_pod_that_a_peer_misses_too_is_given_up_in_seconds() -> None:
+    a, b, c = pods(3)
+    seen = [accusing(a, "p2"), b, replace(c, silent=3.0)]
+    found = suspected(seen, LIMITS)
+    assert set(found) == {"p2"}
+    assert found["p2"].accusers == ("p0",)
+    assert found["p2"].host_silent
+
+
+def test_silence_alone_takes_a_minute_and_broken_training_shortens_it() -> None:
+    a, b = pods(2)
+    assert suspected([a, replace(b, silent=59.0)], LIMITS) == {}
+    assert set(suspected([a, replace(b, silent=61.0)], LIMITS)) == {"p1"}
+    assert set(suspected([replace(a, failed=True), replace(b, silent=11.0)], LIMITS)) == {"p1"}
+
+
+def test_sidecar_that_is_closed_is_given_the_time_to_start_again() -> None:
+    a, b = pods(2)
+    seen = [accusing(a, "p1", host_silent=False), replace(b, silent=9.0)]
+    assert suspected(seen, LIMITS) == {}
+    seen[1] = replace(b, silent=11.0)
+    found = suspected(seen, LIMITS)
+    assert set(found) == {"p1"}
+    assert not found["p1"].host_silent
+
+
+def test_one_confused_peer_moves_nobody_who_answers() -> None:
+    a, b, c, d = pods(4)
+    assert suspected([accusing(a, "p1", "p2", "p3", seconds=1e6), b, c, d], LIMITS) == {}
+
+
+def test_accusations_of_the_silent_do_not_count() -> None:
+    a, b, c = pods(3)
+    seen = [replace(accusing(a, "p1"), silent=3.0), replace(b, silent=3.0), c]
+    assert suspected(seen, LIMITS) == {}
+
+
+def test_node_that_no_other_node_reaches_is_given_up_with_all_its_pods() -> None:
+    seen = pods(6, per_node=2)
+    seen[2] = accusing(seen[2], "p0", seconds=40)
+    seen[4] = accusing(seen[4], "p1", seconds=40)
+    found = suspected(seen, LIMITS)
+    assert set(found) == {"p0", "p1"}
+    assert all(suspicion.answers for suspicion in found.values())
+    seen[4] = accusing(seen[4], "p1", seconds=20)
+    assert suspected(seen, LIMITS) == {}, "it may pass"
+
+
+def test_node_is_believed_about_its_own_isolation_only_if_another_one_agrees() -> None:
+    a, b, c, d = pods(4)
+    alone = accusing(a, "p1", "p2", seconds=40)
+    assert suspected([alone, b, c, d], LIMITS) == {}
+    assert set(suspected([alone, accusing(b, "p0", seconds=40), c, d], LIMITS)) == {"p0"}
+
+
+def test_network_that_falls_apart_in_the_middle_gives_up_nobody() -> None:
+    a, b, c, d = pods(4)
+    far = {"seconds": 1e6}
+    seen = [
+        accusing(a, "p2", "p3", **far),
+        accusing(b, "p2", "p3", **far),
+        accusing(c, "p0", "p1", **far),
+        accusing(d, "p0", "p1", **far),
+    ]
+    assert suspected(seen, LIMITS) == {}
+
+
+def test_side_that_we_cannot_hear_is_the_only_one_given_up() -> None:
+    a, b, c, d = pods(4)
+    seen = [
+        accusing(a, "p2", "p3"), accusing(b, "p2", "p3"),
+        replace(accusing(c, "p0", "p1"), silent=3.0), replace(accusing(d, "p0", "p1"), silent=3.0),
+    ]  # fmt: skip
+    assert set(suspected(seen, LIMITS)) == {"p2", "p3"}
+
+
+def test_most_of_a_job_is_not_given_up_in_seconds() -> None:
+    a, b, c = pods(3)
+    seen = [accusing(a, "p1", "p2"), replace(b, silent=30.0), replace(c, silent=30.0)]
+    assert suspected(seen, LIMITS) == {}
+    assert set(suspected([seen[0], replace(b, silent=61.0), replace(c, silent=61.0)], LIMITS)) == {"p1", "p2"}
+
+
+@st.composite
+def sights(draw: st.DrawFn) -> list[Witness]:
+    """Any job, any silence, any accusations."""
+    count = draw(st.integers(1, 8))
+    per_node = draw(st.integers(1, 3))
+    seconds = st.sampled_from([0.0, 1.0, 3.0, 11.0, 31.0, 61.0, 1e6])
+    found = []
+    for witness in pods(count, per_node):
+        named = draw(st.lists(st.integers(0, count), max_size=count, unique=True))
+        accuses = tuple(Accusation(f"p{each}", draw(seconds), draw(st.booleans())) for each in named)
+        silent = draw(st.none() | seconds)
+        found.append(replace(witness, silent=silent, failed=draw(st.booleans()), accuses=accuses))
+    return found
+
+
+@given(sights())
+def test_never_everybody_and_never_on_one_word(seen: list[Witness]) -> None:
+    found = suspected(seen, LIMITS)
+    by_name = {witness.pod: witness for witness in seen}
+    answering = [witness for witness in seen if witness.silent is None]
+    assert len(found) < len(seen) or not seen, "somebody is always left"
+    if not answering:
+        assert found == {}, "then it is the controller that is cut off"
+    for pod, suspicion in found.items():
+        witness = by_name[pod]
+        if suspicion.answers:
+            assert witness.silent is None
+            assert {by_name[name].node for name in suspicion.accusers} - {witness.node}, "not on its own word alone"
+        else:
+            assert witness.silent is not None
+            assert witness.silent > LIMITS.accused
+    # Given up although they answer: the pods of one node, and fewer than half of the job.
+    alive = [pod for pod, suspicion in found.items() if suspicion.answers]
+    assert len({by_name[pod].node for pod in alive}) <= 1
+    assert 2 * len(alive) < len(seen) or not alive
+    assert any(witness.pod not in found for witness in answering) or not answering, (
+        "of those who answer somebody is left"
+    )
+
+
+@given(sights())
+def test_more_silence_never_clears_anybody(seen: list[Witness]) -> None:
+    later = [replace(w, silent=None if w.silent is None else w.silent + 5) for w in seen]
+    silent = {pod for pod, suspicion in suspected(seen, LIMITS).items() if not suspicion.answers}
+    assert silent <= set(suspected(later, LIMITS))
+
+
+@given(sights(), st.randoms(use_true_random=False))
+def test_the_order_of_pods_does_not_matter(seen: list[Witness], random: object) -> None:
+    shuffled = list(seen)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert suspected(seen, LIMITS) == suspected(shuffled, LIMITS)
