@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
+
+from tiercheck_operator.planning.cluster_nodes import expanded
 
 RACK = "topology.kubernetes.io/rack"
 ZONE = "topology.kubernetes.io/zone"
@@ -27,7 +30,7 @@ class NodeSpec:
 
     @staticmethod
     def load(path: Path | str) -> list[NodeSpec]:
-        """Nodes of a file `{nodes: [{name, labels, pods, resources}]}`. Raises BadCluster, OSError."""
+        """Nodes of a file `{nodes: [{name, labels, pods, resources, count}]}`; `count` as in `read_nodes`. Raises BadCluster, OSError."""
         content = yaml.safe_load(Path(path).read_text())
         if not isinstance(content, dict) or not isinstance(content.get("nodes"), list):
             raise BadCluster(f"{path}: expected a list under `nodes`")
@@ -35,13 +38,18 @@ class NodeSpec:
         for index, entry in enumerate(content["nodes"]):
             if not isinstance(entry, dict) or not entry.get("name"):
                 raise BadCluster(f"{path}: nodes[{index}] has no name")
-            texts = {str(key): str(value) for key, value in (entry.get("labels") or {}).items()}
-            resources = {str(key): str(value) for key, value in (entry.get("resources") or {}).items()}
-            nodes.append(NodeSpec(str(entry["name"]), texts, int(entry.get("pods", 8)), resources))
+            for each in expanded(entry):
+                nodes.append(NodeSpec._of(each))
         names = [node.name for node in nodes]
         if len(set(names)) != len(names):
             raise BadCluster(f"{path}: node names must be unique")
         return nodes
+
+    @staticmethod
+    def _of(entry: Mapping[str, Any]) -> NodeSpec:
+        texts = {str(key): str(value) for key, value in (entry.get("labels") or {}).items()}
+        resources = {str(key): str(value) for key, value in (entry.get("resources") or {}).items()}
+        return NodeSpec(str(entry["name"]), texts, int(entry.get("pods", 8)), resources)
 
     @staticmethod
     def racks(nodes: int, racks: int) -> list[NodeSpec]:

@@ -21,6 +21,7 @@ from tiercheck_operator.controller.record import (
     parse_record,
     render_record,
 )
+from tiercheck_operator.planning.topology import PRESETS
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 NOW = "2026-01-01T00:00:00Z"
@@ -99,7 +100,7 @@ def test_unusual_but_right_job_is_accepted(api: Api, case: tuple[str, Any]) -> N
     api.create(changed(job(), *case), dryRun="All", fieldValidation="Strict")
 
 
-@pytest.mark.parametrize("preset", ["generic", "gke", "aws", "topograph"])
+@pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_host_is_a_level_of_every_preset(api: Api, preset: str) -> None:
     raw = changed(job(topology={"preset": preset}), "spec.tiers.peer.spread.level", "host")
     api.create(raw, dryRun="All")

@@ -100,7 +100,7 @@ def test_presets_have_the_levels_that_the_planner_knows() -> None:
     )
     listed = {
         preset: re.findall(r"'([^']+)'", levels)
-        for preset, levels in re.findall(r"preset == '(\w+)' \? \S+ in \[([^\]]*)\]", rule["rule"])
+        for preset, levels in re.findall(r"preset == '([\w-]+)' \? \S+ in \[([^\]]*)\]", rule["rule"])
     }
     listed["generic"] = re.findall(r"'([^']+)'", re.findall(r"\[([^\]]*)\]", rule["rule"])[-1])
     assert listed == {preset: [level.name for level in levels] for preset, levels in PRESETS.items()}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import yaml
 
+from tiercheck_operator.planning.cluster_nodes import read_nodes
 from tiercheck_operator.planning.placement import WorkerSite
 from tiercheck_operator.planning.topology import Topology, levels_from_spec
 
@@ -49,10 +50,10 @@ def uneven(seats: Sequence[Sequence[int]], zones: Sequence[int] | None = None) -
 
 def example(name: str, preset: str, workers_per_node: int = 1) -> Cluster:
     """A file of examples/clusters."""
-    nodes = yaml.safe_load((EXAMPLES / name).read_text())["nodes"]
-    labels = {node["name"]: node["labels"] for node in nodes}
+    nodes = read_nodes(yaml.safe_load((EXAMPLES / name).read_text()))
+    labels = {node.name: node.labels for node in nodes}
     sites = [
-        WorkerSite(index * workers_per_node + seat, node["name"])
+        WorkerSite(index * workers_per_node + seat, node.name)
         for index, node in enumerate(nodes)
         for seat in range(workers_per_node)
     ]

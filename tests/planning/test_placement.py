@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.planning.clusters import RACK, Cluster, racks, uneven
+from tiercheck_operator.planning.ground import Ground
 from tiercheck_operator.planning.placement import Placement, PlacementPolicy, Unplaceable, WorkerSite, place
 from tiercheck_operator.planning.topology import Topology, levels_from_spec
 
@@ -306,3 +307,21 @@ def test_copies_stay_in_their_zone_where_its_racks_can_cover_each_other() -> Non
 
 def test_zone_with_a_single_rack_is_matched_across_zones() -> None:
     assert preferred(racks(2, 2, 3, zones=[0, 0, 1])).achieved_level == "rack"
+
+
+@given(
+    st.lists(st.integers(0, 4), min_size=4, max_size=12),
+    st.integers(1, 2),
+)
+def test_no_holder_is_given_more_than_its_memory_has_room_for(rooms: list[int], copies: int) -> None:
+    """Rooms in copies of 100 bytes; where they suffice for equal rounds of groups and fillers, nobody lacks a copy for them."""
+    cluster = racks(*[1] * len(rooms))
+    sites = [WorkerSite(site.worker, site.node, room * 100) for site, room in zip(cluster.sites, rooms, strict=True)]
+    placement = place(sites, cluster.topology, PlacementPolicy(copies, "rack", required=False, copy_bytes=100))
+    assert isinstance(placement, Placement)
+    load = Counter(holder for kept in placement.holders for holder in kept)
+    assert all(load[worker] <= room for worker, room in enumerate(rooms))
+    ground = Ground.of(sites, cluster.topology, copies, 100, frozenset())
+    able = [room for room in rooms if room >= copies]
+    best = next((limit for limit in range(50) if sum(min(limit, room) for room in able) >= copies * len(rooms)), None)
+    assert ground.load_limit == (max(able, default=0) if best is None else best)

@@ -73,23 +73,26 @@ def seat_workers(
     return sites
 
 
+def expanded(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A simulated node with a `count` as that many nodes without; another one as it is."""
+    count = entry.get("count")
+    if count is None:
+        return [dict(entry)]
+    rest = {key: value for key, value in entry.items() if key != "count"}
+    return [{key: _numbered(value, number) for key, value in rest.items()} for number in range(int(count))]
+
+
+def _numbered(value: Any, number: int) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _numbered(inner, number) for key, inner in value.items()}
+    return value.replace("{i}", str(number)) if isinstance(value, str) else value
+
+
 def _parsed(entry: Mapping[str, Any]) -> list[ClusterNode]:
     if "metadata" in entry:
         metadata, spec, status = entry["metadata"], entry.get("spec") or {}, entry.get("status") or {}
         return [_node(metadata.get("name"), metadata.get("labels"), _unusable(spec, status))]
-    count = entry.get("count")
-    name, labels = entry.get("name"), entry.get("labels")
-    if count is None:
-        return [_node(name, labels, "")]
-    numbered = [
-        (_numbered(name, i), {key: _numbered(value, i) for key, value in (labels or {}).items()})
-        for i in range(int(count))
-    ]
-    return [_node(each, those, "") for each, those in numbered]
-
-
-def _numbered(text: Any, number: int) -> str:
-    return str(text).replace("{i}", str(number))
+    return [_node(each.get("name"), each.get("labels"), "") for each in expanded(entry)]
 
 
 def _node(name: Any, labels: Any, unusable: str) -> ClusterNode:

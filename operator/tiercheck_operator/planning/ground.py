@@ -37,7 +37,9 @@ class Ground:
     can_hold: Sequence[bool]
     """Not on a suspect node, and memory for the copies."""
     load_limit: int
-    """Copies that one holder may be given: equal shares, rounded up."""
+    """Copies that one holder may be given: equal shares, rounded up, and what those take over that have less memory."""
+    limit: Sequence[int]
+    """By worker: the same, or as many as its memory has room for."""
     short_of_memory: tuple[int, ...]
     node_names: tuple[str, ...]
     unlabelled: Sequence[tuple[str, ...]]
@@ -76,7 +78,13 @@ class Ground:
         )
         tight = set(short)
         can_hold = [site.node not in suspects and site.worker not in tight for site in ordered]
-        able = sum(can_hold)
+        rooms = [
+            (copies * len(ordered) if not copy_bytes or site.memory is None else site.memory // copy_bytes)
+            if able
+            else 0
+            for site, able in zip(ordered, can_hold, strict=True)
+        ]
+        load_limit = _share(copies * len(ordered), rooms)
         return Ground(
             copies=copies,
             node=node,
@@ -85,7 +93,8 @@ class Ground:
             domain=domain,
             domain_name=domain_name,
             can_hold=can_hold,
-            load_limit=-(-copies * len(ordered) // able) if able else 0,
+            load_limit=load_limit,
+            limit=[min(load_limit, room) for room in rooms],
             short_of_memory=short,
             node_names=tuple(site.node for site in ordered),
             unlabelled=unlabelled,
@@ -111,3 +120,21 @@ class Ground:
             if self.apart(level, a, b):
                 return level
         return len(self.levels)
+
+
+def _share(wanted: int, rooms: Sequence[int]) -> int:
+    """The smallest limit per holder with which `wanted` copies find room; the largest room if they do not."""
+    left, limit = wanted, 0
+    holders = sorted(room for room in rooms if room)
+    while holders and left > 0:
+        share = -(-left // len(holders))
+        # Those with less room than an equal share are full; the rest of theirs is shared anew.
+        full = [room for room in holders if room < limit + share]
+        if not full:
+            return limit + share
+        step = full[0] - limit
+        if step:
+            left -= step * len(holders)
+            limit = full[0]
+        holders = [room for room in holders if room > limit]
+    return limit

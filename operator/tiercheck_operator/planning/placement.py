@@ -138,7 +138,7 @@ def _usable(ground: Ground, before: Mapping[int, tuple[int, ...]]) -> bool:
             if ground.node[holder] == ground.node[worker] and not ground.one_node:
                 return False
             load[holder] += 1
-    return max(load, default=0) <= ground.load_limit
+    return all(given <= most for given, most in zip(load, ground.limit, strict=True))
 
 
 def _parted(ground: Ground, level: int, holders: Holders) -> bool:

@@ -41,19 +41,19 @@ def insert(draft: Draft, start: int, rest: Iterable[int]) -> None:
 def swap(draft: Draft, level: int) -> None:
     """Makes room at that level: u lacks a copy and only its own domain's z is free, so x moves from y to z, and y takes u."""
     ground = draft.ground
-    limit = ground.load_limit
+    limit = ground.limit
     edges = [(x, y) for x, holders in enumerate(draft.holders) for y in holders if ground.apart(level, x, y)]
     position = 0
     free: dict[int, list[int]] = {}
     for holder in range(ground.workers):
-        if ground.can_hold[holder] and draft.load[holder] < limit:
+        if ground.can_hold[holder] and draft.load[holder] < limit[holder]:
             free.setdefault(ground.domain[level][holder], []).append(holder)
     hopeless: set[int] = set()
     for u in range(ground.workers):
         home = ground.domain[level][u]
         while len(draft.holders[u]) < ground.copies and home not in hopeless:
             room = free.get(home, [])
-            while room and draft.load[room[-1]] >= limit:
+            while room and draft.load[room[-1]] >= limit[room[-1]]:
                 room.pop()
             for turn in range(len(edges) if room else 0):
                 at = (position + turn) % len(edges)
@@ -90,11 +90,11 @@ def fill_level(draft: Draft, level: int) -> None:
     lacking = [worker for worker in range(ground.workers) if len(draft.holders[worker]) < ground.copies]
     if not lacking:
         return
-    limit = ground.load_limit
+    limit = ground.limit
     domain = ground.domain[level]
     inside: dict[int, list[tuple[int, int]]] = {}
     for holder in range(ground.workers):
-        if ground.can_hold[holder] and domain[holder] >= 0 and draft.load[holder] < limit:
+        if ground.can_hold[holder] and domain[holder] >= 0 and draft.load[holder] < limit[holder]:
             inside.setdefault(domain[holder], []).append((draft.load[holder], holder))
     for heap in inside.values():
         heapq.heapify(heap)
@@ -130,7 +130,7 @@ def _fill_one(
             if heap:
                 load, holder = heapq.heappop(heap)
                 draft.give([(owner, (*draft.holders[owner], holder))])
-                if load + 1 < ground.load_limit:
+                if load + 1 < ground.limit[holder]:
                     passed.append((load + 1, holder))
                 found = True
             for entry in passed:

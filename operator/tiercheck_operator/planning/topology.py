@@ -40,6 +40,22 @@ PRESETS: Mapping[str, tuple[Level, ...]] = {
         Level("leaf", "topology.k8s.aws/network-node-layer-3"),
         HOST,
     ),
+    # RDMA network of OKE's GPU shapes; a local block is the first latency band, an island the third.
+    "oci": (
+        Level("zone", ZONE_LABEL),
+        Level("island", "oci.oraclecloud.com/rdma.hpc_island_id"),
+        Level("block", "oci.oraclecloud.com/rdma.network_block_id"),
+        Level("localblock", "oci.oraclecloud.com/rdma.local_block_id"),
+        HOST,
+    ),
+    # The labels of the backend fabric are the same for InfiniBand and RoCE; on NVL72 machines a rack is an NVLink domain.
+    "coreweave": (
+        Level("zone", ZONE_LABEL),
+        Level("fabric", "backend.coreweave.cloud/fabric"),
+        Level("leafgroup", "backend.coreweave.cloud/leafgroup"),
+        Level("rack", "node.coreweave.cloud/rack"),
+        HOST,
+    ),
     # topograph counts from the node: tier 0 is the nearest switch.
     "topograph": (
         Level("core", "fabric.topograph.run/tier-2"),
@@ -47,6 +63,23 @@ PRESETS: Mapping[str, tuple[Level, ...]] = {
         Level("leaf", "fabric.topograph.run/tier-0"),
         HOST,
     ),
+    # Nodes of one NVLink domain hang on the same switches, fail together and are drained together.
+    "topograph-nvlink": (
+        Level("core", "fabric.topograph.run/tier-2"),
+        Level("spine", "fabric.topograph.run/tier-1"),
+        Level("leaf", "fabric.topograph.run/tier-0"),
+        Level("nvlink", "accelerator.topograph.run/domain"),
+        HOST,
+    ),
+    # Before topograph 1.0.
+    "topograph-legacy": (
+        Level("core", "network.topology.nvidia.com/core"),
+        Level("spine", "network.topology.nvidia.com/spine"),
+        Level("leaf", "network.topology.nvidia.com/leaf"),
+        HOST,
+    ),
+    # What NVIDIA's GPU feature discovery writes on multi-node NVLink machines: cluster UUID and clique.
+    "nvlink": (Level("zone", ZONE_LABEL), Level("nvlink", "nvidia.com/gpu.clique"), HOST),
 }
 """Levels by preset, widest first."""
 
