@@ -1,33 +1,61 @@
-"""The subcommands of `tiercheck`."""
+"""The subcommands of `tiercheck`, and what happens when one of them cannot do what was asked."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from tiercheck.about import __version__
+from tiercheck_cli.events.command import events
+from tiercheck_cli.failure import CannotDo
+from tiercheck_cli.plan.command import plan
+from tiercheck_cli.status.command import status
+
+
+class _Commands(TyperGroup):
+    """A failure that was foreseen is a sentence and an exit status, never a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CannotDo as failure:
+            print(f"error: {failure}", file=sys.stderr)
+            raise typer.Exit(failure.status) from failure
+
 
 app = typer.Typer(
-    name="tiercheck", no_args_is_help=True, add_completion=False, help="Keeps training alive on Kubernetes."
+    name="tiercheck",
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    help="Keeps training alive on Kubernetes. The same as kubectl tiercheck.",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+_JOBS, _OTHERS = "A job in the cluster", "Others"
 
-@app.command()
+app.command(rich_help_panel=_JOBS)(status)
+app.command(rich_help_panel=_JOBS)(plan)
+app.command(rich_help_panel=_JOBS)(events)
+
+
+@app.command(rich_help_panel=_OTHERS)
 def version() -> None:
     """Print the version."""
     print(__version__)
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+@app.command(context_settings={"ignore_unknown_options": True}, rich_help_panel=_OTHERS)
 def launch() -> None:
     """Run COMMAND as the first process of a trainer container: tiercheck launch -- COMMAND."""
     raise AssertionError("main() hands this over")  # listed here for --help only
 
 
-@app.command()
+@app.command(rich_help_panel=_OTHERS)
 def demo(
     keep: Annotated[bool, typer.Option(help="Leave the cluster up afterwards, for exploring.")] = False,
     report: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("demo-report"),

@@ -1,4 +1,4 @@
-"""`tiercheck`: one command for people.
+"""`tiercheck` and `kubectl tiercheck`: one command for people.
 
 `tiercheck launch` also runs in training images, where nothing but the standard library and torch is installed, so it is
 handed over before anything else is imported.
@@ -6,7 +6,9 @@ handed over before anything else is imported.
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 
 def main() -> int:
@@ -20,7 +22,13 @@ def main() -> int:
     except ModuleNotFoundError as error:
         print(f"tiercheck: {error.name} is not installed; run: pip install 'tiercheck[cli]'", file=sys.stderr)
         return 1
-    app()
+    plugin = Path(sys.argv[0]).name.startswith("kubectl-")
+    try:
+        app(prog_name="kubectl tiercheck" if plugin else "tiercheck")
+    except BrokenPipeError:
+        # Whoever read has read enough (| head). What is still in the buffer must not be written at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return 0
 
 

@@ -1,0 +1,42 @@
+"""Spans of time as people say them, in a few characters, and the moments that the API gives."""
+
+from __future__ import annotations
+
+import datetime
+
+
+def moment(text: object) -> float | None:
+    """Unix seconds of an RFC 3339 time; None if it is none."""
+    if not isinstance(text, str):
+        return None
+    try:
+        found = datetime.datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError:
+        return None
+    return (found if found.tzinfo else found.replace(tzinfo=datetime.UTC)).timestamp()
+
+
+def clock(seconds: float) -> str:
+    """2026-11-21 13:05:09, in UTC: clusters and their people are in many places."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def short(seconds: float) -> str:
+    """An age or a duration: 40ms, 1.8s, 42s, 3m5s, 2h10m, 3d4h."""
+    if seconds <= 0:
+        return "0s"
+    if seconds < 0.0995:
+        return f"{seconds * 1000:.0f}ms"
+    if seconds < 9.95:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    for size, unit, smaller, name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= (2 * size if unit == "m" else size):
+            rest = whole % size // smaller
+            return f"{whole // size}{unit}{f'{rest}{name}' if rest and whole < 10 * size else ''}"
+    return f"{whole}s"
+
+
+def age(seconds: float) -> str:
+    """As `short`, in whole seconds: what the clocks of two machines say is no more exact than that."""
+    return short(seconds) if seconds >= 9.95 else f"{max(0, round(seconds))}s"

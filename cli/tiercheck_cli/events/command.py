@@ -1,0 +1,77 @@
+"""`events`: what happened to a job, in order of time."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from tiercheck_cli.cluster import Cluster
+from tiercheck_cli.durations import clock
+from tiercheck_cli.events.story import Happening, story
+from tiercheck_cli.failure import USAGE, CannotDo
+from tiercheck_cli.options import Context, Kubeconfig, Namespace, Output, OutputFormat
+from tiercheck_cli.terminal import console, remark, write
+
+_STYLE = {"Warning": "yellow", "Recovery": "cyan"}
+_GOOD = {"Recovered", "Completed", "TrainingReleased"}
+
+
+def events(
+    job: Annotated[str, typer.Argument(help="The job.")],
+    *,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on with what happens next, until Ctrl-C.")] = False,
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks with --watch.")] = 2.0,
+    output: OutputFormat = Output.TABLE,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """The job's Events and recoveries, merged in order of time (UTC)."""
+    if watch and output is not Output.TABLE:
+        raise CannotDo("--watch is for people: leave out -o, or look once", USAGE)
+    cluster = Cluster.connect(kubeconfig, context, namespace)
+    told = _look(cluster, job)
+    if output is not Output.TABLE:
+        write({"job": job, "events": [dataclasses.asdict(entry) for entry in told]}, output)
+        return
+    if not told:
+        remark(
+            f"nothing is told of {job}: Kubernetes forgets Events after an hour, and it has not recovered from anything"
+        )
+    terminal = console()
+    if told:
+        terminal.print(events_table(told))
+    try:
+        while watch:
+            time.sleep(every)
+            now = _look(cluster, job)
+            fresh = [entry for entry in now if entry not in told]
+            told = now
+            if fresh:
+                terminal.print(events_table(fresh, heading=False))
+    except KeyboardInterrupt:
+        return
+
+
+def events_table(told: Sequence[Happening], heading: bool = True) -> Table:
+    """Oldest first."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", show_header=heading)
+    table.add_column("TIME", no_wrap=True, min_width=19)
+    table.add_column("WHAT", no_wrap=True, min_width=16)
+    table.add_column("MESSAGE", ratio=1)
+    for entry in told:
+        style = "green" if entry.reason in _GOOD else _STYLE.get(entry.kind, "")
+        again = f"  (×{entry.count})" if entry.count > 1 else ""
+        table.add_row(Text(clock(entry.at)), Text(entry.reason, style=style), Text(entry.message + again))
+    return table
+
+
+def _look(cluster: Cluster, job: str) -> tuple[Happening, ...]:
+    found = cluster.job(job)
+    return story(found, cluster.events(found))

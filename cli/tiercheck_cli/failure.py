@@ -1,0 +1,20 @@
+"""What the commands say when they cannot do what was asked: one sentence, what to do about it, and an exit status for scripts."""
+
+from __future__ import annotations
+
+FAILED = 1
+"""It cannot be done."""
+USAGE = 2
+"""The command line or a file given on it is wrong."""
+NOT_FOUND = 3
+"""There is no such job."""
+NO_ACCESS = 4
+"""The API server does not answer, or refuses."""
+
+
+class CannotDo(Exception):
+    """Shown without a traceback; `status` is the exit status."""
+
+    def __init__(self, sentence: str, status: int = FAILED) -> None:
+        super().__init__(sentence)
+        self.status = status

@@ -1,0 +1,59 @@
+"""What to do about a reason, in the words of the troubleshooting guide: one text, read by people and shown by commands."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+_ROW = re.compile(r"^\| `(\w+)` \|([^|]*)\|([^|]*)\|$", re.MULTILINE)
+_QUIET = ("Nothing", "As you wish", "Normal", "See ", "Read ")
+_PATIENCE = "Nothing for a minute."
+_MINUTE = 90.0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the guide."""
+
+    meaning: str
+    advice: str
+
+    def calls_for_action(self, seconds: float) -> bool:
+        """Whether a person should do something about it, if it has been so for `seconds`."""
+        if self.advice.startswith(_PATIENCE):
+            return seconds > _MINUTE
+        return not self.advice.startswith(_QUIET)
+
+    @property
+    def to_do(self) -> str:
+        """The advice without the call for patience."""
+        return self.advice.removeprefix(_PATIENCE).removeprefix(" Then ").strip()
+
+
+def entry(reason: str) -> Entry | None:
+    """None for a reason that the guide of this version does not know."""
+    return _entries().get(reason)
+
+
+@functools.cache
+def _entries() -> dict[str, Entry]:
+    conditions = _text().partition("\n## Events\n")[0]
+    found: dict[str, Entry] = {}
+    for row in _ROW.finditer(conditions):
+        found.setdefault(row[1], Entry(_plain(row[2]), _plain(row[3])))
+    return found
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\*\*([^*]*)\*\*", r"\1", text.strip()).replace("`", "")
+
+
+def _text() -> str:
+    packed = resources.files("tiercheck_cli").joinpath("troubleshooting.md")
+    if packed.is_file():
+        return packed.read_text()
+    # In a checkout the guide is where people look for it.
+    return (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()

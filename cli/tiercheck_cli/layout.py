@@ -1,0 +1,81 @@
+"""Who runs where and who keeps whose copies: of a job in a cluster, or of one that is only planned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tiercheck_cli.cluster import Cluster, Refused
+from tiercheck_cli.failure import CannotDo
+from tiercheck_operator.planning.existing import existing_placement
+from tiercheck_operator.planning.placement import Placement, WorkerSite
+from tiercheck_operator.planning.topology import Topology
+from tiercheck_operator.planning.wanted import Wanted
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Everything that is drawn and asked about."""
+
+    name: str
+    wanted: Wanted
+    sites: tuple[WorkerSite, ...]
+    topology: Topology
+    placement: Placement
+    attempt: int | None
+    """The attempt that it belongs to; None: it is only a plan."""
+    remarks: tuple[str, ...] = ()
+    """What a person must know to read it right, as sentences."""
+
+    @property
+    def level(self) -> str:
+        """The level that says most: the one that copies are spread over, or the widest below it that the labels tell."""
+        names = self.topology.level_names
+        for level in names[names.index(self.wanted.level) :]:
+            if any(self.topology.domain(site.node, level) is not None for site in self.sites):
+                return level
+        return names[-1]
+
+
+def wanted_of(spec: Mapping[str, Any]) -> Wanted:
+    """Raises CannotDo."""
+    try:
+        return Wanted.of(spec)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CannotDo(f"the job's spec cannot be planned: {error}") from error
+
+
+def layout_of(cluster: Cluster, job: Mapping[str, Any]) -> Layout:
+    """As the operator has placed it. Raises CannotDo."""
+    wanted = wanted_of(job["spec"])
+    saved = cluster.placement(job)
+    name = job["metadata"]["name"]
+    if saved is None:
+        raise CannotDo(
+            f"{name} has no placement yet: it is made when every worker has a node. See: tiercheck status {name}"
+        )
+    remarks: tuple[str, ...] = ()
+    nodes, problem = node_labels(cluster)
+    if problem:
+        remarks = (problem,)
+    sites = tuple(WorkerSite(member.worker, member.node) for member in sorted(saved.members, key=lambda m: m.worker))
+    labels = {site.node: nodes.get(site.node, {}) for site in sites}
+    gone = sorted(set(labels) - set(nodes)) if not problem else []
+    if gone:
+        remarks = (*remarks, f"not in the cluster any more: {', '.join(gone[:5])}{' ...' if len(gone) > 5 else ''}")
+    topology = Topology.build(labels, wanted.levels)
+    try:
+        placement = existing_placement(sites, topology, saved.holders(), saved.groups, wanted.level)
+    except ValueError as error:
+        raise CannotDo(f"the placement of {name} is not complete: {error}") from error
+    return Layout(name, wanted, sites, topology, placement, saved.attempt, remarks)
+
+
+def node_labels(cluster: Cluster) -> tuple[dict[str, dict[str, str]], str]:
+    """(labels by node, why there are none)."""
+    try:
+        nodes = cluster.nodes()
+    except Refused:
+        return {}, "you may not read nodes, so their racks and zones are not known: only hosts are told apart"
+    return {node["metadata"]["name"]: node["metadata"].get("labels") or {} for node in nodes}, ""

@@ -1,0 +1,96 @@
+"""`plan`: who keeps whose copies, of a job in the cluster or of one that is only a file."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from tiercheck_cli.cluster import Cluster
+from tiercheck_cli.failure import USAGE, CannotDo
+from tiercheck_cli.files import Node, made_up_nodes, read_job, read_nodes
+from tiercheck_cli.layout import Layout, layout_of
+from tiercheck_cli.options import Context, Kubeconfig, Namespace, Output, OutputFormat
+from tiercheck_cli.plan.screen import screen
+from tiercheck_cli.planned import planned
+from tiercheck_cli.terminal import console, write
+
+_FILES = "Without a cluster"
+JobFile = Annotated[str | None, typer.Option("-f", "--file", help="The job as YAML.", rich_help_panel=_FILES)]
+NodesFile = Annotated[
+    str | None,
+    typer.Option(
+        "--nodes", "--cluster",
+        help="kubectl get nodes -o json, or a cluster as in examples/clusters.", rich_help_panel=_FILES,
+    ),
+]  # fmt: skip
+Shape = Annotated[
+    str | None,
+    typer.Option("--made-up", help="Invent nodes: 25x40 racks x nodes, 2x25x40 with zones.", rich_help_panel=_FILES),
+]
+PerNode = Annotated[
+    int | None,
+    typer.Option("--workers-per-node", min=1, rich_help_panel=_FILES, help="Default: by accelerators, else one."),
+]
+
+
+def plan(
+    job: Annotated[str | None, typer.Argument(help="The job in the cluster.")] = None,
+    *,
+    file: JobFile = None,
+    nodes: NodesFile = None,
+    made_up: Shape = None,
+    workers_per_node: PerNode = None,
+    output: OutputFormat = Output.TABLE,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Who keeps whose copies, by failure domain, and what that survives."""
+    if job is not None:
+        if file or nodes or made_up:
+            raise CannotDo("give either a job of the cluster, or -f with --nodes; not both", USAGE)
+        cluster = Cluster.connect(kubeconfig, context, namespace)
+        layout = layout_of(cluster, cluster.job(job))
+    else:
+        found, listed = job_and_nodes(file, nodes, made_up)
+        layout = planned(found, listed, workers_per_node)
+    if output is not Output.TABLE:
+        write(as_json(layout), output)
+        return
+    terminal = console()
+    terminal.print(screen(layout, terminal.width))
+
+
+def job_and_nodes(file: str | None, nodes: str | None, made_up: str | None) -> tuple[dict[str, Any], list[Node]]:
+    """What a plan without a cluster is made of. Raises CannotDo."""
+    if file is None:
+        raise CannotDo("give the name of a job in the cluster, or a job's file with -f and nodes with --nodes", USAGE)
+    if (nodes is None) == (made_up is None):
+        raise CannotDo("say on which nodes: --nodes FILE (kubectl get nodes -o json), or --made-up 25x40", USAGE)
+    if file == nodes == "-":
+        raise CannotDo("only one of -f and --nodes can be standard input", USAGE)
+    return read_job(file), read_nodes(nodes) if nodes is not None else made_up_nodes(made_up or "")
+
+
+def as_json(layout: Layout) -> dict[str, Any]:
+    """For programs; names are stable."""
+    placement = layout.placement
+    return {
+        "job": layout.name,
+        "attempt": layout.attempt,
+        "spread": {"wanted": layout.wanted.level, "achieved": placement.achieved_level},
+        "tolerates": list(placement.tolerates),
+        "unprotectedWorkers": list(placement.unprotected),
+        "workers": [
+            {
+                "worker": site.worker,
+                "node": site.node,
+                "domains": {level: layout.topology.domain(site.node, level) for level in layout.topology.level_names},
+                "holders": list(placement.holders[site.worker]),
+            }
+            for site in layout.sites
+        ],
+        "groups": [{"members": list(group.members), "holders": list(group.holders)} for group in placement.groups],
+        "remarks": list(layout.remarks),
+    }

@@ -1,0 +1,217 @@
+"""A placement in the terminal: boxes with every worker while they fit on a screen, a matrix of domains, or a list of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import groupby
+
+from rich import box
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from tiercheck_cli.layout import Layout
+from tiercheck_cli.plan.links import Domain, Links, links
+from tiercheck_cli.report.words import plural
+
+COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#B8A900", "#8C8C8C")
+"""Of domains, in turn. Okabe and Ito's, with the yellow darkened for light paper."""
+_WORKERS_IN_BOXES = 96
+_DOMAINS_LISTED = 40
+
+
+def screen(layout: Layout, width: int) -> Group:
+    """For a terminal of `width` columns."""
+    drawn = links(layout)
+    parts: list[RenderableType] = [_summary(layout, drawn), Text()]
+    if len(layout.sites) <= _WORKERS_IN_BOXES:
+        parts.append(_boxes(drawn, width))
+        if layout.placement.groups:
+            parts += [Text(), _groups(layout, drawn)]
+    elif _matrix_width(drawn) <= width:
+        parts.append(_matrix(drawn))
+    else:
+        parts.append(_list(drawn))
+    return Group(*parts)
+
+
+def colour(index: int) -> str:
+    """Of the domain at that position."""
+    return COLOURS[index % len(COLOURS)]
+
+
+def _summary(layout: Layout, drawn: Links) -> Group:
+    placement, wanted = layout.placement, layout.wanted
+    nodes = {site.node for site in layout.sites}
+    kind = _kind(layout)
+    head = Text.assemble(
+        (layout.name, "bold"),
+        f": {plural(len(layout.sites), 'worker')} on {plural(len(nodes), 'node')}, {kind}",
+        ("  planned" if layout.attempt is None else f"  attempt {layout.attempt}", "dim"),
+    )
+    lines = [head]
+    survives = "; ".join(placement.tolerates)
+    lines.append(
+        Text.assemble(("  survives     ", "dim"), (f"the loss of {survives}", "bold green"))
+        if survives
+        else Text.assemble(("  survives     ", "dim"), ("no loss of a pod: its memory is the only one", "bold red"))
+    )
+    if placement.achieved_level != wanted.level and (any(placement.holders) or placement.groups):
+        got = f"only by {placement.achieved_level}" if placement.achieved_level else "not even by node"
+        lines.append(
+            Text.assemble(("  apart        ", "dim"), (f"{got}, and {wanted.level} was asked for", "bold yellow"))
+        )
+    kept = drawn.kept()
+    if kept:
+        least, most = min(kept.get(site.worker, 0) for site in layout.sites), max(kept.values())
+        unit = "block" if placement.groups else "copy"
+        many = f"{least} to {most}" if least != most else str(most)
+        noun = unit if many == "1" else {"block": "blocks", "copy": "copies"}[unit]
+        lines.append(Text.assemble(("  each keeps   ", "dim"), f"{many} {noun} for others"))
+    lines += [Text.assemble(("  note         ", "dim"), Text(remark, style="yellow")) for remark in layout.remarks]
+    if placement.unprotected and (any(placement.holders) or placement.groups):
+        shown = ", ".join(map(str, placement.unprotected[:12])) + (" ..." if len(placement.unprotected) > 12 else "")
+        lines.append(
+            Text.assemble(
+                ("  unprotected  ", "dim"),
+                (f"{plural(len(placement.unprotected), 'worker')}: {shown}", "bold red"),
+            )
+        )
+    if placement.reason:
+        lines.append(Text.assemble(("  why          ", "dim"), placement.reason))
+    return Group(*lines)
+
+
+def _kind(layout: Layout) -> str:
+    groups = layout.placement.groups
+    if groups:
+        data, parity = max(len(g.members) for g in groups), max(len(g.holders) for g in groups)
+        return f"{plural(len(groups), 'parity group')} of {data} + {parity}, apart by {layout.wanted.level}"
+    copies = max((len(kept) for kept in layout.placement.holders), default=0)
+    if not copies:
+        return "no copies"
+    return f"{copies} {'copy' if copies == 1 else 'copies'} of each, apart by {layout.wanted.level}"
+
+
+def _boxes(drawn: Links, width: int) -> Group:
+    parts: list[RenderableType] = []
+    where = drawn.domain_of
+    position = 0
+    for parent, members in groupby(drawn.domains, key=lambda domain: domain.parent):
+        if parent:
+            parts.append(Text(f"{drawn.parent_level} {parent}", style="bold"))
+        panels = []
+        for domain in members:
+            panels.append(_box(drawn, domain, where, position))
+            position += 1
+        inner = max(panel_width for _, panel_width in panels)
+        parts.append(Columns([panel for panel, _ in panels], width=min(inner, width), padding=(0, 1)))
+    parts.append(Text("2→5: the copies of worker 2 are kept by worker 5; colours are domains", style="dim"))
+    if drawn.group:
+        parts[-1] = Text("2·b: worker 2 is a member of group b; colours are domains", style="dim")
+    return Group(*parts)
+
+
+def _box(drawn: Links, domain: Domain, where: dict[int, int], position: int) -> tuple[Panel, int]:
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    longest = 0
+    for node, workers in domain.nodes.items():
+        cell = Text("  ").join(_worker(drawn, worker, where) for worker in workers)
+        # Levels whose domain is the node itself would say the name twice.
+        name = "" if drawn.level == "host" else node
+        grid.add_row(name, cell)
+        longest = max(longest, len(name) + 1 + cell.cell_len)
+    title = Text(f"{drawn.level} {domain.name}", style=f"bold {colour(position)}")
+    panel = Panel(grid, title=title, title_align="left", border_style=colour(position), box=box.ROUNDED, expand=True)
+    return panel, max(longest, title.cell_len + 2) + 4
+
+
+def _worker(drawn: Links, worker: int, where: dict[int, int]) -> Text:
+    cell = Text(str(worker), style=f"bold {colour(where[worker])}")
+    if worker in drawn.unprotected:
+        cell.append("!", style="bold red")
+    if worker in drawn.group:
+        return cell.append(f"·{group_name(drawn.group[worker])}", style="dim")
+    keepers = drawn.keepers.get(worker, ())
+    if keepers:
+        cell.append("→", style="dim")
+        for index, keeper in enumerate(keepers):
+            cell.append("," if index else "").append(str(keeper), style=colour(where[keeper]))
+    return cell
+
+
+def group_name(index: int) -> str:
+    """a, b ... z, aa, ab ..."""
+    name = ""
+    index += 1
+    while index:
+        index, rest = divmod(index - 1, 26)
+        name = chr(ord("a") + rest) + name
+    return name
+
+
+def _groups(layout: Layout, drawn: Links) -> Table:
+    where = drawn.domain_of
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("GROUP")
+    table.add_column("MEMBERS, IN DOMAINS OF THEIR OWN COLOUR")
+    table.add_column("BLOCKS KEPT BY")
+    for index, group in enumerate(layout.placement.groups):
+        table.add_row(
+            Text(group_name(index)),
+            Text(" ").join(Text(str(worker), style=f"bold {colour(where[worker])}") for worker in group.members),
+            Text(" ").join(Text(str(worker), style=colour(where[worker])) for worker in group.holders),
+        )
+    return table
+
+
+def _matrix_width(drawn: Links) -> int:
+    cell = max(len(str(max(drawn.between().values(), default=0))), *(len(d.name) for d in drawn.domains)) + 2
+    return max(len(domain.name) for domain in drawn.domains) + 14 + cell * len(drawn.domains)
+
+
+def _matrix(drawn: Links) -> Group:
+    counts = drawn.between()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(f"OF {drawn.level.upper()}")
+    table.add_column("WORKERS", justify="right")
+    for index, domain in enumerate(drawn.domains):
+        table.add_column(Text(domain.name, style=colour(index)), justify="right")
+    for row, domain in enumerate(drawn.domains):
+        cells = [_cell(counts[(row, column)], row == column) for column in range(len(drawn.domains))]
+        table.add_row(Text(domain.name, style=f"bold {colour(row)}"), str(len(domain.workers)), *cells)
+    return Group(
+        Text(f"copies of the workers of each {drawn.level}, by the {drawn.level} that keeps them", style="dim"), table
+    )
+
+
+def _cell(count: int, same: bool) -> Text:
+    if not count:
+        return Text("-" if same else "·", style="dim")
+    return Text(f"{count:,}", style="bold red" if same else "")
+
+
+def _list(drawn: Links) -> Group:
+    counts = drawn.between()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(drawn.level.upper())
+    table.add_column("WORKERS", justify="right")
+    table.add_column("NODES", justify="right")
+    table.add_column("COPIES ARE KEPT IN", ratio=1)
+    for row, domain in enumerate(drawn.domains[:_DOMAINS_LISTED]):
+        keeping = Counter({column: count for (owner, column), count in counts.items() if owner == row})
+        parts = [f"{drawn.domains[column].name} ×{count}" for column, count in keeping.most_common(4)]
+        more = len(keeping) - 4
+        table.add_row(
+            Text(domain.name, style=f"bold {colour(row)}"),
+            str(len(domain.workers)),
+            str(len(domain.nodes)),
+            ", ".join(parts) + (f" and {more} more" if more > 0 else ""),
+        )
+    rest = len(drawn.domains) - _DOMAINS_LISTED
+    tail = [Text(f"and {rest} more; --svg FILE draws them all", style="dim")] if rest > 0 else []
+    return Group(table, *tail)

@@ -1,0 +1,238 @@
+"""A job on one screen, for people: what it does, how far it is, what it would survive, and what needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from tiercheck_cli.durations import age, short
+from tiercheck_cli.recoveries import PastRecovery
+from tiercheck_cli.report.colours import PHASE_WORDS, PHASES
+from tiercheck_cli.report.colours import TIERS as COLOURS
+from tiercheck_cli.status.view import Attention, StatusView, TierView, WorkerView
+
+_PHASES = {
+    "Running": "bold green", "Completed": "bold green", "Failed": "bold red", "Pending": "bold yellow",
+    "Restoring": "bold yellow", "Starting": "bold cyan", "Suspended": "bold blue", "Suspending": "bold blue",
+}  # fmt: skip
+_RECOVERIES = 5
+_BAR = 24
+"""Columns of the longest recovery's bar."""
+
+
+def screen(view: StatusView, width: int, wide: bool = False) -> Group:
+    """For a terminal of `width` columns."""
+    parts: list[RenderableType] = [_headline(view)]
+    if view.doing:
+        parts.append(Padding(Text(view.doing), (0, 0, 0, 2)))
+    parts += [Text(), _facts(view), Text(), _tiers(view)]
+    if view.attention:
+        parts += [Text(), Text("needs attention", style="bold"), *(_attention(entry) for entry in view.attention)]
+    if view.recoveries:
+        parts += [Text(), _recoveries(view, width)]
+    if wide:
+        parts += [Text(), _workers(view.members, view.levels)]
+    return Group(*parts)
+
+
+def jobs_table(views: Sequence[StatusView], everywhere: bool) -> Table:
+    """One line for each job."""
+    table = _table()
+    if everywhere:
+        table.add_column("NAMESPACE")
+    table.add_column("NAME", overflow="fold")
+    table.add_column("PHASE")
+    for heading in ("STEP", "PEER LAG", "REMOTE", "RESTARTS"):
+        table.add_column(heading, justify="right")
+    table.add_column("SURVIVES", ratio=1)
+    table.add_column("!", justify="right")
+    table.add_column("AGE", justify="right")
+    for view in views:
+        by_name = {tier.name: tier for tier in view.tiers}
+        row = [Text(view.namespace)] if everywhere else []
+        table.add_row(
+            *row,
+            Text(view.name),
+            Text(view.phase, style=_PHASES.get(view.phase, "")),
+            Text(_number(view.step)),
+            Text(_number(by_name["peer"].lag_steps)),
+            Text(_number(by_name["remote"].step)),
+            Text(str(view.restarts)),
+            Text(", ".join(view.tolerates) or "-"),
+            Text(str(len(view.attention)) if view.attention else "", style="bold yellow"),
+            Text(age(view.age_seconds) if view.age_seconds is not None else "-"),
+        )
+    return table
+
+
+def _headline(view: StatusView) -> Text:
+    ranks = "" if view.procs_per_worker == 1 else f" × {view.procs_per_worker} ranks"
+    return Text.assemble(
+        (f"{view.namespace}/", "dim"),
+        (view.name, "bold"),
+        "  ",
+        (view.phase, _PHASES.get(view.phase, "bold")),
+        (f"  attempt {view.attempt} · {view.workers} {'worker' if view.workers == 1 else 'workers'}{ranks}", "dim"),
+        (f" · {age(view.age_seconds)} old" if view.age_seconds is not None else "", "dim"),
+    )
+
+
+def _facts(view: StatusView) -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(ratio=1)
+    pace = f"   {short(view.step_seconds)} each" if view.step_seconds else ""
+    grid.add_row("  step", Text.assemble((_number(view.step), "bold"), pace))
+    survives = "; ".join(view.tolerates) or "nothing" if view.spread or view.tolerates else "nothing is placed yet"
+    spread = f"   (copies apart by {view.spread})" if view.spread and view.spread != "none" else ""
+    grid.add_row(
+        "  survives", Text.assemble((f"the loss of {survives}" if view.tolerates else survives), (spread, "dim"))
+    )
+    if view.unprotected_workers:
+        grid.add_row(
+            "  unprotected", Text(f"{view.unprotected_workers} of {view.workers} workers", style="bold yellow")
+        )
+    grid.add_row("  restarts", _restarts(view))
+    if view.snapshot_every or view.deltas:
+        grid.add_row("  saves", _saves(view))
+    if view.memory_needed and view.memory_limit:
+        share = view.memory_needed / view.memory_limit
+        grid.add_row(
+            "  memory",
+            Text(
+                f"{_gib(view.memory_needed)} of {_gib(view.memory_limit)} in the fullest pod",
+                style="bold yellow" if share > 1 else "",
+            ),
+        )
+    return grid
+
+
+def _restarts(view: StatusView) -> Text:
+    if not view.restarts:
+        return Text("none")
+    nearly = view.crashes >= max(1, view.max_restarts - 1)
+    return Text.assemble(
+        f"{view.restarts}: {view.disruptions} disruptions, ",
+        (f"{view.crashes} of {view.max_restarts} crashes", "bold yellow" if nearly else ""),
+    )
+
+
+def _saves(view: StatusView) -> str:
+    parts = [f"a snapshot every {view.snapshot_every} steps"] if view.snapshot_every else []
+    if view.deltas:
+        parts.append("a delta at every step" if view.deltas == "EveryStep" else "no deltas")
+    return ", ".join(parts)
+
+
+def _tiers(view: StatusView) -> Table:
+    table = _table()
+    table.add_column("TIER")
+    for heading in ("STEP", "BEHIND", "LOST IF USED", "COMPLETE"):
+        table.add_column(heading, justify="right")
+    for tier in view.tiers:
+        table.add_row(Text(f"● {tier.name}", style=COLOURS[tier.name]), *_tier_cells(tier))
+    return table
+
+
+def _tier_cells(tier: TierView) -> tuple[Text, ...]:
+    if tier.step is None:
+        return (Text("nothing yet", style="dim"), Text(), Text(), Text())
+    lag = tier.lag_steps or 0
+    return (
+        Text(_number(tier.step)),
+        Text("0 steps" if not lag else f"{lag:,} step{'' if lag == 1 else 's'}"),
+        Text("-" if tier.lag_seconds is None else short(tier.lag_seconds)),
+        Text("-" if tier.age_seconds is None else f"{age(tier.age_seconds)} ago"),
+    )
+
+
+def _attention(entry: Attention) -> Table:
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_column(style="bold yellow", no_wrap=True)
+    grid.add_column(ratio=1)
+    since = f"  {age(entry.since_seconds)}" if entry.since_seconds is not None else ""
+    grid.add_row("  !", Text.assemble((entry.reason, "bold yellow"), (f"  {entry.condition}{since}", "dim")))
+    grid.add_row("", Text(entry.message))
+    grid.add_row("", Text.assemble(("to do  ", "bold"), entry.advice))
+    return grid
+
+
+def _recoveries(view: StatusView, width: int) -> Group:
+    shown = view.recoveries[:_RECOVERIES]
+    longest = max(recovery.total for recovery in shown) or 1.0
+    bar = _BAR if width >= 100 else max(6, width - 68)
+    table = _table()
+    table.add_column("RECOVERY")
+    table.add_column("FROM")
+    table.add_column("STEP", justify="right")
+    table.add_column("LOST", justify="right")
+    table.add_column("TOOK", justify="right")
+    table.add_column(min_width=bar, no_wrap=True)
+    for entry in shown:
+        table.add_row(
+            Text(entry.cause),
+            Text(entry.sources),
+            Text(_number(entry.step)),
+            Text(_number(entry.lost_steps)),
+            Text(short(entry.total)),
+            recovery_bar(entry, longest, bar),
+        )
+    legend = Text("  ")
+    for phase, colour in PHASES:
+        legend.append("█ ", style=colour).append(f"{PHASE_WORDS[phase]}  ", style="dim")
+    return Group(table, legend)
+
+
+def recovery_bar(entry: PastRecovery, longest: float, columns: int) -> Text:
+    """Its phases as a bar; `longest` seconds take all the columns."""
+    bar = Text()
+    total = 0.0
+    drawn = 0
+    for (_, colour), seconds in zip(PHASES, (entry.detect, entry.restore, entry.start), strict=True):
+        total += seconds
+        end = round(total / longest * columns)
+        bar.append("█" * (end - drawn), style=colour)
+        drawn = end
+    return bar if drawn else Text("▏", style=PHASES[-1][1])
+
+
+def _workers(members: Sequence[WorkerView], levels: Sequence[str]) -> Table:
+    shown = [index for index in range(len(levels)) if any(member.domains[index] != "?" for member in members)]
+    table = _table()
+    table.add_column("WORKER", justify="right")
+    table.add_column("POD", overflow="fold")
+    table.add_column("PHASE")
+    table.add_column("NODE", overflow="fold")
+    for index in shown:
+        table.add_column(levels[index].upper(), overflow="fold")
+    table.add_column("KEPT BY", overflow="fold")
+    table.add_column("PODS", justify="right")
+    table.add_column("RESTARTS", justify="right")
+    for member in members:
+        table.add_row(
+            Text(str(member.worker)),
+            Text(member.pod),
+            Text(member.phase, style="" if member.phase == "Running" else "bold yellow"),
+            Text(member.node or "-"),
+            *(Text(member.domains[index]) for index in shown),
+            Text(", ".join(map(str, member.holders)) or "-"),
+            Text(str(member.replaced + 1)),
+            Text(str(member.container_restarts)),
+        )
+    return table
+
+
+def _table() -> Table:
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", collapse_padding=True)
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

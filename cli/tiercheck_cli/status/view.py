@@ -1,0 +1,224 @@
+"""What there is to say about a job, from the objects of the API: everything that the screen shows, and what -o json gives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tiercheck.protocol import names
+from tiercheck_cli import guide
+from tiercheck_cli.durations import moment
+from tiercheck_cli.recoveries import PastRecovery, recoveries
+from tiercheck_operator.planning.topology import Topology
+
+TIERS = ("local", "peer", "remote")
+_RESTARTS_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class TierView:
+    """One tier's newest complete version."""
+
+    name: str
+    step: int | None
+    """None: nothing is complete there yet."""
+    lag_steps: int | None
+    lag_seconds: float | None
+    """Training that would have to be done again if it had to be used now."""
+    age_seconds: float | None
+    """Since it was seen complete."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A condition that a person should do something about."""
+
+    condition: str
+    reason: str
+    message: str
+    advice: str
+    since_seconds: float | None
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """One worker's pod. `domains`: by level, widest first, the host left out; "?" where labels do not say."""
+
+    worker: int
+    pod: str
+    node: str
+    domains: tuple[str, ...]
+    phase: str
+    replaced: int
+    """Pods that this worker has had before."""
+    container_restarts: int
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StatusView:
+    """One job. Seconds are durations before the moment of looking, unless said otherwise."""
+
+    namespace: str
+    name: str
+    phase: str
+    doing: str
+    """What it is at, as a sentence; empty while it simply trains."""
+    attempt: int
+    workers: int
+    procs_per_worker: int
+    age_seconds: float | None
+    step: int | None
+    step_seconds: float | None
+    restarts: int
+    crashes: int
+    disruptions: int
+    max_restarts: int
+    tiers: tuple[TierView, ...]
+    snapshot_every: int | None
+    deltas: str
+    tolerates: tuple[str, ...]
+    spread: str
+    unprotected_workers: int
+    memory_needed: int | None
+    memory_limit: int | None
+    attention: tuple[Attention, ...]
+    recoveries: tuple[PastRecovery, ...]
+    levels: tuple[str, ...] = ()
+    """Of `domains` of the workers."""
+    members: tuple[WorkerView, ...] = ()
+    """Only where they were asked for."""
+
+    def as_json(self, now: float) -> dict[str, Any]:
+        """For programs; names are stable."""
+        answer = dataclasses.asdict(self)
+        answer["time"] = now
+        return answer
+
+
+def status_view(
+    job: Mapping[str, Any], now: float, members: Sequence[WorkerView] = (), levels: tuple[str, ...] = ()
+) -> StatusView:
+    """`now` is unix seconds."""
+    metadata, spec, status = job["metadata"], job.get("spec") or {}, job.get("status") or {}
+    progress, restarts = status.get("progress") or {}, status.get("restarts") or {}
+    placement, checkpoint = status.get("placement") or {}, status.get("checkpoint") or {}
+    memory = status.get("memory") or {}
+    step_seconds = progress.get("stepSeconds")
+    return StatusView(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        phase=str(status.get("phase") or "Pending"),
+        doing=_doing(status),
+        attempt=int(status.get("attempt") or 0),
+        workers=int(spec.get("workers") or 0),
+        procs_per_worker=int(spec.get("procsPerWorker") or 1),
+        age_seconds=_since(metadata.get("creationTimestamp"), now),
+        step=progress.get("step"),
+        step_seconds=step_seconds,
+        restarts=int(restarts.get("total") or 0),
+        crashes=int(restarts.get("crash") or 0),
+        disruptions=int(restarts.get("disruption") or 0),
+        max_restarts=int(_or((spec.get("failurePolicy") or {}).get("maxRestarts"), 10)),
+        tiers=tuple(_tier(name, status, spec, step_seconds, now) for name in TIERS),
+        snapshot_every=checkpoint.get("snapshotEverySteps"),
+        deltas=str(checkpoint.get("deltas") or ""),
+        tolerates=tuple(placement.get("tolerates") or ()),
+        spread=str(placement.get("spreadAchieved") or ""),
+        unprotected_workers=int(placement.get("unprotectedWorkers") or 0),
+        memory_needed=memory.get("neededBytes"),
+        memory_limit=memory.get("limitBytes"),
+        attention=_attention(status, now),
+        recoveries=recoveries(job),
+        levels=levels,
+        members=tuple(members),
+    )
+
+
+def worker_views(
+    pods: Sequence[Mapping[str, Any]], holders: Mapping[int, tuple[int, ...]], topology: Topology
+) -> tuple[WorkerView, ...]:
+    """One for each worker that has a pod: its newest one."""
+    newest: dict[int, Mapping[str, Any]] = {}
+    for pod in pods:
+        labels = pod["metadata"].get("labels") or {}
+        try:
+            worker = int(labels[names.LABEL_WORKER])
+        except (KeyError, ValueError):
+            continue
+        if worker not in newest or _incarnation(newest[worker]) < _incarnation(pod):
+            newest[worker] = pod
+    return tuple(_worker(worker, newest[worker], holders.get(worker, ()), topology) for worker in sorted(newest))
+
+
+def _worker(worker: int, pod: Mapping[str, Any], holders: tuple[int, ...], topology: Topology) -> WorkerView:
+    status = pod.get("status") or {}
+    node = str((pod.get("spec") or {}).get("nodeName") or "")
+    containers = [*(status.get("containerStatuses") or []), *(status.get("initContainerStatuses") or [])]
+    return WorkerView(
+        worker=worker,
+        pod=str(pod["metadata"]["name"]),
+        node=node,
+        domains=tuple((topology.domain(node, level) or "?").rsplit("/", 1)[-1] for level in topology.levels[:-1]),
+        phase="Terminating" if pod["metadata"].get("deletionTimestamp") else str(status.get("phase") or "Pending"),
+        replaced=_incarnation(pod),
+        container_restarts=sum(int(entry.get("restartCount") or 0) for entry in containers),
+        holders=holders,
+    )
+
+
+def _incarnation(pod: Mapping[str, Any]) -> int:
+    try:
+        return int((pod["metadata"].get("labels") or {}).get(names.LABEL_INCARNATION, 0))
+    except ValueError:
+        return 0
+
+
+def _tier(
+    name: str, status: Mapping[str, Any], spec: Mapping[str, Any], step_seconds: float | None, now: float
+) -> TierView:
+    found = (status.get("tiers") or {}).get(name) or {}
+    if "step" not in found:
+        return TierView(name, None, None, None, None)
+    lag = int(found.get("lagSteps") or 0)
+    return TierView(
+        name, int(found["step"]), lag, lag * step_seconds if step_seconds else None, _since(found.get("time"), now)
+    )
+
+
+def _doing(status: Mapping[str, Any]) -> str:
+    """The message of what holds the job up."""
+    found = {entry.get("type"): entry for entry in status.get("conditions") or []}
+    for kind in ("Failed", "Completed", "Suspended"):
+        if found.get(kind, {}).get("status") == "True":
+            return str(found[kind].get("message") or "")
+    restoring, running = found.get("Restoring") or {}, found.get("Running") or {}
+    if running.get("status") == "False":
+        return str(running.get("message") or "")
+    return str(restoring.get("message") or "") if restoring.get("status") == "True" else ""
+
+
+def _attention(status: Mapping[str, Any], now: float) -> tuple[Attention, ...]:
+    """One for each reason, in the order of the conditions."""
+    found: dict[str, Attention] = {}
+    for condition in status.get("conditions") or []:
+        reason = str(condition.get("reason") or "")
+        entry = guide.entry(reason)
+        since = _since(condition.get("lastTransitionTime"), now)
+        if entry is None or reason in found or not entry.calls_for_action(since or 0.0):
+            continue
+        found[reason] = Attention(
+            str(condition.get("type")), reason, str(condition.get("message") or ""), entry.to_do, since
+        )
+    return tuple(found.values())
+
+
+def _since(text: object, now: float) -> float | None:
+    at = moment(text)
+    return None if at is None else max(0.0, now - at)
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

@@ -1,0 +1,41 @@
+"""Where answers go: a person's terminal, a pipe, or a program that reads JSON or YAML."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+
+from tiercheck_cli.options import Output
+
+_PIPE_WIDTH = 120
+"""Columns where there is no terminal, unless $COLUMNS says."""
+
+
+def console() -> Console:
+    """On standard output. Colours only on a terminal, and never with NO_COLOR; what the encoding lacks becomes "?"."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    made = Console(highlight=False, soft_wrap=False)
+    if not made.is_terminal and "COLUMNS" not in made._environ:
+        return Console(highlight=False, width=_PIPE_WIDTH)
+    return made
+
+
+def remark(sentence: str) -> None:
+    """For people, beside the answer."""
+    print(sentence, file=sys.stderr)
+
+
+def write(answer: Mapping[str, Any], output: Output) -> None:
+    """As JSON or YAML on standard output."""
+    if output is Output.YAML:
+        import yaml
+
+        print(yaml.safe_dump(answer, sort_keys=False, allow_unicode=True, width=120), end="")
+    else:
+        print(json.dumps(answer, indent=2, ensure_ascii=False))

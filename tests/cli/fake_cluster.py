@@ -1,0 +1,36 @@
+"""A cluster that answers with recorded objects, for what is about showing them and not about fetching them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import recorded
+
+from tiercheck_cli.cluster import Cluster, Refused
+from tiercheck_operator.planning.saved_placement import SavedPlacement, read_placement_data
+
+
+class FakeCluster(Cluster):
+    """Of `recorded`. `may_read_nodes`: whether the user has that right."""
+
+    def __init__(self, may_read_nodes: bool = True) -> None:
+        self.namespace = recorded.NAMESPACE
+        self._may_read_nodes = may_read_nodes
+
+    def job(self, name: str) -> dict[str, Any]:
+        return recorded.job()
+
+    def pods(self, job: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return recorded.pods()
+
+    def placement(self, job: Mapping[str, Any]) -> SavedPlacement | None:
+        return read_placement_data(recorded.placement()["data"])
+
+    def nodes(self) -> list[dict[str, Any]]:
+        if not self._may_read_nodes:
+            raise Refused("nodes is forbidden")
+        return recorded.nodes()
+
+    def events(self, job: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return recorded.events()

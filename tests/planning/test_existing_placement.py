@@ -1,0 +1,70 @@
+"""A placement read back is worth what it was worth when it was made."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiercheck_operator.planning.existing import existing_placement
+from tiercheck_operator.planning.parity import ParityPolicy, place_parity
+from tiercheck_operator.planning.placement import Placement, PlacementPolicy, WorkerSite, place
+from tiercheck_operator.planning.saved_placement import SavedMember, SavedPlacement, placement_data, read_placement_data
+from tiercheck_operator.planning.topology import PRESETS, Topology
+
+
+@st.composite
+def grounds(draw: st.DrawFn) -> tuple[list[WorkerSite], Topology]:
+    racks = draw(st.lists(st.integers(0, 4), min_size=2, max_size=12))
+    labels = {
+        f"node-{index}": {
+            "kubernetes.io/hostname": f"node-{index}",
+            "topology.kubernetes.io/zone": f"zone-{rack % 2}",
+            **({} if draw(st.integers(0, 9)) == 0 else {"topology.kubernetes.io/rack": f"rack-{rack}"}),
+        }
+        for index, rack in enumerate(racks)
+    }
+    seats = draw(st.lists(st.sampled_from(sorted(labels)), min_size=2, max_size=16))
+    return [WorkerSite(worker, node) for worker, node in enumerate(seats)], Topology.build(labels, PRESETS["generic"])
+
+
+@given(ground=grounds(), copies=st.integers(0, 2), level=st.sampled_from(["zone", "rack", "host"]))
+def test_copies(ground: tuple[list[WorkerSite], Topology], copies: int, level: str) -> None:
+    sites, topology = ground
+    made = place(sites, topology, PlacementPolicy(min(copies, len(sites) - 1), level, required=False))
+    assert isinstance(made, Placement)
+    full = all(len(kept) == max(map(len, made.holders)) for kept in made.holders)
+    read = existing_placement(sites, topology, dict(enumerate(made.holders)), requested_level=level)
+    assert read.tolerates == made.tolerates
+    assert read.tolerated_levels == made.tolerated_levels
+    if full:  # how many copies were asked for is not written down
+        assert read == dataclasses.replace(made, reason="")
+
+
+@given(ground=grounds(), parity=st.integers(1, 2), level=st.sampled_from(["zone", "rack", "host"]))
+def test_parity(ground: tuple[list[WorkerSite], Topology], parity: int, level: str) -> None:
+    sites, topology = ground
+    if len(sites) < 2 + parity:
+        return
+    made = place_parity(sites, topology, ParityPolicy(2, parity, level, required=False))
+    assert isinstance(made, Placement)
+    read = existing_placement(sites, topology, {}, made.groups, level)
+    assert read.tolerates == made.tolerates
+    if all(len(group.holders) == parity for group in made.groups):
+        assert read == dataclasses.replace(made, reason="")
+
+
+@given(ground=grounds())
+def test_what_is_written_down_is_read_back(ground: tuple[list[WorkerSite], Topology]) -> None:
+    sites, topology = ground
+    made = place(sites, topology, PlacementPolicy(1, "rack", required=False))
+    assert isinstance(made, Placement)
+    saved = SavedPlacement(
+        7,
+        tuple(
+            SavedMember(s.worker, f"pod-{s.worker}", f"uid-{s.worker}", 2, s.node, made.holders[s.worker])
+            for s in sites
+        ),
+    )
+    assert read_placement_data(placement_data(saved)) == saved
