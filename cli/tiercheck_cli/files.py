@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck_cli.failure import USAGE, CannotDo
+from tiercheck_operator.planning.cluster_nodes import ClusterNode
+from tiercheck_operator.planning.cluster_nodes import read_nodes as parse_nodes
 from tiercheck_operator.planning.quantity import parse_quantity
 from tiercheck_operator.planning.topology import HOSTNAME_LABEL, ZONE_LABEL
 
@@ -21,49 +23,63 @@ _MOST = 100_000
 
 
 @dataclass(frozen=True)
-class Node:
-    """As far as placing pods goes."""
+class Nodes:
+    """A cluster on paper."""
 
-    name: str
-    labels: Mapping[str, str] = field(default_factory=dict)
-    resources: Mapping[str, str] = field(default_factory=dict)
-    """Allocatable; empty: not told."""
-    pods: int | None = None
-    """How many workers fit, where the file says so itself."""
-    unusable: str = ""
-    """Why no pod goes there; empty: pods do."""
+    nodes: tuple[ClusterNode, ...]
+    allocatable: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """By node, where the file tells."""
+
+    def for_pods(self, spec: Mapping[str, Any]) -> tuple[tuple[ClusterNode, ...], int | None]:
+        """(the nodes, those that the job's pods cannot use marked with why, and how many pods fit on each). By nodeSelector and
+        by the accelerators that the containers ask for; None where nothing tells. Raises CannotDo.
+        """
+        pod = (spec.get("template") or {}).get("spec") or {}
+        selector = {str(key): str(value) for key, value in (pod.get("nodeSelector") or {}).items()}
+        asked = _accelerators(pod)
+        marked, fits = [], []
+        for node in self.nodes:
+            why = node.unusable
+            has = self.allocatable.get(node.name)
+            if not why and any(node.labels.get(key) != value for key, value in selector.items()):
+                why = "does not match the template's nodeSelector"
+            if not why and has is not None and asked:
+                room = min(parse_quantity(has.get(name, "0")) // count for name, count in asked.items())
+                if room:
+                    fits.append(room)
+                else:
+                    why = f"lacks {' and '.join(f'{name}: {count}' for name, count in asked.items())}"
+            marked.append(replace(node, unusable=why))
+        return tuple(marked), min(fits) if fits else None
 
 
 def read_job(path: str) -> dict[str, Any]:
     """The first TierCheckJob of a YAML or JSON file; "-" is standard input. Raises CannotDo."""
     for document in _documents(path):
-        found = document.get("items") if isinstance(document.get("items"), list) else [document]
-        for entry in found or []:
+        items = document.get("items")
+        for entry in items if isinstance(items, list) else [document]:
             if isinstance(entry, dict) and entry.get("kind") == names.KIND:
                 if not isinstance(entry.get("spec"), dict):
                     raise CannotDo(f"{path}: the {names.KIND} has no spec", USAGE)
                 return entry
-    raise CannotDo(f"{path} holds no {names.KIND}; examples are in the folder examples", USAGE)
+    raise CannotDo(f"{path} holds no {names.KIND}; the folder examples has some", USAGE)
 
 
-def read_nodes(path: str) -> list[Node]:
-    """Of `kubectl get nodes -o json` (or yaml), or of a cluster file {nodes: [{name, labels, pods, resources}]}; "-" is
-    standard input. Raises CannotDo.
-    """
+def read_nodes(path: str) -> Nodes:
+    """Of `kubectl get nodes -o json` (or yaml), or of a cluster as in examples/clusters; "-" is standard input. Raises CannotDo."""
     for document in _documents(path):
-        if isinstance(document.get("items"), list):
-            nodes = [_api_node(entry) for entry in document["items"] if _is_node(entry)]
-        elif isinstance(document.get("nodes"), list):
-            nodes = [_file_node(entry, f"{path}: nodes[{index}]") for index, entry in enumerate(document["nodes"])]
-        elif _is_node(document):
-            nodes = [_api_node(document)]
-        else:
-            continue
-        return _checked(nodes, path)
+        if "items" in document or "nodes" in document:
+            try:
+                found = parse_nodes(document)
+            except (ValueError, TypeError, AttributeError, KeyError) as error:
+                raise CannotDo(f"{path} is not a list of nodes: {error}", USAGE) from error
+            if not found:
+                break
+            return Nodes(found, {name: has for name, has in map(_allocatable, document.get("items") or []) if has})
     raise CannotDo(f"{path} lists no nodes; make it with: kubectl get nodes -o json > nodes.json", USAGE)
 
 
-def made_up_nodes(shape: str) -> list[Node]:
+def made_up_nodes(shape: str) -> Nodes:
     """Of a shape such as 2x25x40: zones, racks in each, nodes in each; without zones 25x40. Raises CannotDo."""
     match = _SHAPE.fullmatch(shape)
     if match is None:
@@ -73,45 +89,26 @@ def made_up_nodes(shape: str) -> list[Node]:
     zones, racks, size = int(match[1] or 1), int(match[2]), int(match[3])
     if zones * racks * size > _MOST:
         raise CannotDo(f"{shape} is {zones * racks * size:,} nodes; {_MOST:,} are the most", USAGE)
-    return [
-        Node(name, {ZONE_LABEL: f"zone-{zone}", RACK_LABEL: f"rack-{zone * racks + rack}", HOSTNAME_LABEL: name})
-        for zone in range(zones)
-        for rack in range(racks)
-        for name in (f"node-{(zone * racks + rack) * size + seat}" for seat in range(size))
-    ]
-
-
-def rooms(nodes: Iterable[Node], spec: Mapping[str, Any], per_node: int | None = None) -> tuple[dict[str, int], str]:
-    """(how many workers fit on each usable node, what was left out and why). By the accelerators that the trainer asks for;
-    where nothing tells, one worker per node. `per_node` overrides all that.
-    """
-    pod = (spec.get("template") or {}).get("spec") or {}
-    wanted_labels = pod.get("nodeSelector") or {}
-    asked = _accelerators(pod)
-    found: dict[str, int] = {}
-    reasons: dict[str, int] = {}
-    for node in nodes:
-        why = node.unusable
-        if not why and any(node.labels.get(key) != str(value) for key, value in wanted_labels.items()):
-            why = "do not match the template's nodeSelector"
-        if why:
-            reasons[why] = reasons.get(why, 0) + 1
-            continue
-        found[node.name] = per_node if per_node is not None else _room(node, asked)
-    full = sum(1 for room in found.values() if not room)
-    if full:
-        reasons["lack the accelerators that the trainer asks for"] = full
-    return {name: room for name, room in found.items() if room}, "; ".join(
-        f"{count} {'node' if count == 1 else 'nodes'} left out: {why}" for why, count in reasons.items()
+    return Nodes(
+        tuple(
+            ClusterNode(
+                name, {ZONE_LABEL: f"zone-{zone}", RACK_LABEL: f"rack-{zone * racks + rack}", HOSTNAME_LABEL: name}
+            )
+            for zone in range(zones)
+            for rack in range(racks)
+            for name in (f"node-{(zone * racks + rack) * size + seat}" for seat in range(size))
+        )
     )
 
 
-def _room(node: Node, asked: Mapping[str, int]) -> int:
-    if node.pods is not None:
-        return node.pods
-    if not asked or not node.resources:
-        return 1
-    return min(parse_quantity(node.resources.get(name, "0")) // count for name, count in asked.items())
+def left_out(nodes: Sequence[ClusterNode]) -> str:
+    """How many nodes are not used, and why; empty: all are."""
+    reasons: dict[str, int] = {}
+    for node in nodes:
+        if node.unusable:
+            reasons[node.unusable] = reasons.get(node.unusable, 0) + 1
+    parts = [f"{count} of {len(nodes)} nodes left out: {why}" for why, count in reasons.items()]
+    return "; ".join(parts)
 
 
 def _accelerators(pod: Mapping[str, Any]) -> dict[str, int]:
@@ -129,45 +126,9 @@ def _accelerators(pod: Mapping[str, Any]) -> dict[str, int]:
     return {name: count for name, count in asked.items() if count}
 
 
-def _is_node(entry: object) -> bool:
-    return isinstance(entry, dict) and entry.get("kind", "Node") == "Node" and "metadata" in entry
-
-
-def _api_node(entry: Mapping[str, Any]) -> Node:
-    metadata, spec, status = entry["metadata"], entry.get("spec") or {}, entry.get("status") or {}
-    ready = next((c.get("status") for c in status.get("conditions") or [] if c.get("type") == "Ready"), "True")
-    unusable = "are cordoned" if spec.get("unschedulable") else "are not Ready" if ready != "True" else ""
-    return Node(
-        str(metadata.get("name") or ""),
-        {str(key): str(value) for key, value in (metadata.get("labels") or {}).items()},
-        {str(key): str(value) for key, value in (status.get("allocatable") or {}).items()},
-        unusable=unusable,
-    )
-
-
-def _file_node(entry: object, where: str) -> Node:
-    if not isinstance(entry, dict) or not entry.get("name"):
-        raise CannotDo(f"{where} has no name", USAGE)
-    pods = entry.get("pods")
-    if pods is not None and (not isinstance(pods, int) or pods < 0):
-        raise CannotDo(f"{where}: pods must be a whole number", USAGE)
-    return Node(
-        str(entry["name"]),
-        {str(key): str(value) for key, value in (entry.get("labels") or {}).items()},
-        {str(key): str(value) for key, value in (entry.get("resources") or {}).items()},
-        pods=pods,
-    )
-
-
-def _checked(nodes: list[Node], path: str) -> list[Node]:
-    known: set[str] = set()
-    for node in nodes:
-        if node.name in known:
-            raise CannotDo(f"{path} names node {node.name} twice", USAGE)
-        known.add(node.name)
-    if not nodes:
-        raise CannotDo(f"{path} lists no nodes", USAGE)
-    return nodes
+def _allocatable(entry: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    has = (entry.get("status") or {}).get("allocatable") or {}
+    return str(entry["metadata"]["name"]), {str(key): str(value) for key, value in has.items()}
 
 
 def _documents(path: str) -> Iterable[dict[str, Any]]:
@@ -180,13 +141,18 @@ def _documents(path: str) -> Iterable[dict[str, Any]]:
         try:
             loaded: list[Any] = [json.loads(text)]
         except ValueError as error:
-            raise CannotDo(f"{path} is not JSON: {error}", USAGE) from error
+            if "\n---" not in text:
+                raise CannotDo(f"{path} is not JSON: {error}", USAGE) from error
+            loaded = _yaml(path, text)
     else:
-        import yaml
-
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        try:
-            loaded = list(yaml.load_all(text, Loader=loader))
-        except yaml.YAMLError as error:
-            raise CannotDo(f"{path} is not YAML: {' '.join(str(error).split())}", USAGE) from error
+        loaded = _yaml(path, text)
     return [document for document in loaded if isinstance(document, dict)]
+
+
+def _yaml(path: str, text: str) -> list[Any]:
+    import yaml
+
+    try:
+        return list(yaml.load_all(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+    except yaml.YAMLError as error:
+        raise CannotDo(f"{path} is not YAML: {' '.join(str(error).split())}", USAGE) from error

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
+import recorded
 from fake_cluster import FakeCluster
 from golden import matches, rendered
 
@@ -79,7 +82,45 @@ def test_a_required_spread_that_cannot_be_had_says_why_the_job_would_wait() -> N
         planned(job, read_nodes(str(EXAMPLES / "clusters" / "gke-blocks.yaml")))
 
 
-def test_too_few_nodes_are_refused_with_the_numbers() -> None:
-    job = read_job(str(EXAMPLES / "parity.yaml"))
-    with pytest.raises(CannotDo, match=r"16 workers do not fit: the 6 nodes .* room for 6"):
-        planned(job, made_up_nodes("2x3"))
+def test_pods_that_take_whole_nodes_are_not_stacked_and_too_few_nodes_are_refused(tmp_path: Path) -> None:
+    found = tmp_path / "nodes.json"
+    cordoned = recorded.nodes()
+    cordoned[3]["spec"] = {"unschedulable": True}
+    found.write_text(json.dumps({"kind": "List", "items": cordoned}))
+    job = recorded.job()
+    with pytest.raises(CannotDo, match=r"8 workers do not fit on 7 nodes .*1 of 8 nodes left out: cordoned"):
+        planned(job, read_nodes(str(found)))
+    job["spec"]["workers"] = 7
+    assert len({site.node for site in planned(job, read_nodes(str(found))).sites}) == 7
+
+
+def test_nodes_without_the_accelerator_are_left_out_and_it_is_said(tmp_path: Path) -> None:
+    nodes = recorded.nodes()
+    for node in nodes[:4]:
+        del node["status"]["allocatable"]["nvidia.com/gpu"]
+    found = tmp_path / "nodes.json"
+    found.write_text(json.dumps({"kind": "List", "items": nodes}))
+    job = recorded.job()
+    job["spec"]["workers"] = 4
+    layout = planned(job, read_nodes(str(found)))
+    assert {site.node for site in layout.sites} == {"node-4", "node-5", "node-6", "node-7"}
+    assert layout.remarks == ("4 of 8 nodes left out: lacks nvidia.com/gpu: 8",)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "lists no nodes; make it with: kubectl get nodes -o json"),
+        ("nodes: [{labels: {}}]", "not a list of nodes: a node has no name"),
+        ("nodes: [{name: a}, {name: a}]", "node 'a' is listed twice"),
+        ("nodes: 7", "not a list of nodes: expected"),
+        ("nodes: [", "is not YAML"),
+        ('{"items": [', "is not JSON"),
+    ],
+)
+def test_files_that_list_no_nodes_are_refused_in_a_sentence(tmp_path: Path, text: str, complaint: str) -> None:
+    (tmp_path / "nodes").write_text(text)
+    with pytest.raises(CannotDo, match=re.escape(complaint)) as refusal:
+        read_nodes(str(tmp_path / "nodes"))
+    assert "\n" not in str(refusal.value)
+    assert refusal.value.status == 2

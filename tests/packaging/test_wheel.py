@@ -39,6 +39,10 @@ def run_isolated(code: str, *options: str) -> str:
     return done.stdout.strip()
 
 
+ADDED = {"tiercheck_cli": {"troubleshooting.md"}}
+"""From docs: `tiercheck status` gives its advice."""
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_wheel_holds_every_file_of_the_package(unpacked: Path, package: str) -> None:
     source = ROOT / PACKAGES[package]
@@ -48,7 +52,17 @@ def test_wheel_holds_every_file_of_the_package(unpacked: Path, package: str) -> 
         if path.is_file() and "__pycache__" not in path.parts
     }
     held = {str(path.relative_to(unpacked / package)) for path in (unpacked / package).rglob("*") if path.is_file()}
-    assert held == wanted
+    assert held == wanted | ADDED.get(package, set())
+
+
+def test_wheel_carries_the_troubleshooting_guide_as_it_is(unpacked: Path) -> None:
+    guide = (ROOT / "docs" / "troubleshooting.md").read_text()
+    assert (unpacked / "tiercheck_cli" / "troubleshooting.md").read_text() == guide
+    code = (
+        f"import sys; sys.path[:0] = [{str(unpacked)!r}]; from tiercheck_cli import guide; "
+        "print(guide.entry('RemoteForbidden').meaning)"
+    )
+    assert run_isolated(code).startswith("It answered")
 
 
 def test_wheel_puts_nothing_else_on_the_import_path(unpacked: Path) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.files import Node, made_up_nodes, read_job, read_nodes
+from tiercheck_cli.files import Nodes, made_up_nodes, read_job, read_nodes
 from tiercheck_cli.layout import Layout, layout_of
 from tiercheck_cli.options import Context, Kubeconfig, Namespace, Output, OutputFormat
 from tiercheck_cli.plan.screen import screen
@@ -62,7 +62,7 @@ def plan(
     terminal.print(screen(layout, terminal.width))
 
 
-def job_and_nodes(file: str | None, nodes: str | None, made_up: str | None) -> tuple[dict[str, Any], list[Node]]:
+def job_and_nodes(file: str | None, nodes: str | None, made_up: str | None) -> tuple[dict[str, Any], Nodes]:
     """What a plan without a cluster is made of. Raises CannotDo."""
     if file is None:
         raise CannotDo("give the name of a job in the cluster, or a job's file with -f and nodes with --nodes", USAGE)
