@@ -13,7 +13,7 @@ from aiohttp import web
 
 from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Phase
-from tiercheck.protocol.report import Watermarks
+from tiercheck.protocol.report import SPARE, Watermarks
 from tiercheck_sidecar import metrics
 from tiercheck_sidecar.api import ControlApi, server_context
 from tiercheck_sidecar.board import Board
@@ -63,6 +63,7 @@ class Sidecar:
         self.exchange.languages["parity"] = serving(self.board, self.vault, self.parity_holder)
         self.tiers = TierClient(self.board, self.vault, self._acknowledged, self.offloader)
         self._runners: list[web.AppRunner] = []
+        self.board.on_identity = self._identified
 
     async def run(self) -> None:
         """Until SIGTERM or SIGINT, or until new credentials ask for a new process. Raises OSError if an address or the memory volume cannot be used."""
@@ -79,7 +80,8 @@ class Sidecar:
         api = ControlApi(self.board, self.reporter).build(*routes(self.board, self.coordinator))
         await self._serve(api, self.config.control_port, secure=True)
         self._ready = True
-        log.info("sidecar of worker %d is ready on %s", self.config.worker, self.config.pod_ip)
+        who = "a spare" if self.board.config.worker == SPARE else f"worker {self.board.config.worker}"
+        log.info("sidecar of %s is ready on %s", who, self.config.pod_ip)
         renewal = asyncio.create_task(renewed(self.config.remote_credentials_dir, lambda: self.board.remote.reachable))
         renewal.add_done_callback(lambda _: stop.set())
         await stop.wait()
@@ -107,6 +109,11 @@ class Sidecar:
             ("tiers", self.tiers.run),
             ("pulse", self.pulse.run),
         ]
+
+    def _identified(self, config: SidecarConfig) -> None:
+        log.info("this spare is worker %d from now on", config.worker)
+        self.vault.ranks = config.ranks
+        self.identity.worker = config.worker
 
     def _acknowledged(self) -> list[tuple[int, frozenset[Artifact]]]:
         return [*self.replicator.acknowledged(), *self.parity.acknowledged()]

@@ -14,7 +14,15 @@ from collections.abc import Callable
 
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode, Directive, Phase
-from tiercheck.protocol.report import Counters, Problem, Quarantined, RemoteReport, RestoreReport, RestoreState
+from tiercheck.protocol.report import (
+    SPARE,
+    Counters,
+    Problem,
+    Quarantined,
+    RemoteReport,
+    RestoreReport,
+    RestoreState,
+)
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.peer_watch import PeerWatch
@@ -41,6 +49,9 @@ class Board:
 
     def __init__(self, config: SidecarConfig, clock: Callable[[], float] = time.time) -> None:
         self.config = config
+        """Its worker changes once, if this is the sidecar of a spare: with the first directive."""
+        self.on_identity: Callable[[SidecarConfig], None] = lambda _: None
+        """Called under the lock when a spare learns which worker it is, before anybody sees the directive."""
         self.clock = clock
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
@@ -137,6 +148,9 @@ class Board:
             old = self.directive
             if old == directive:
                 return
+            if self.config.worker == SPARE:
+                self.config = dataclasses.replace(self.config, worker=directive.worker)
+                self.on_identity(self.config)
             if old is None or directive.attempt > old.attempt:
                 self.saw_hold = directive.phase is Phase.HOLD
                 self.verdict, self.reached, self.declined = None, {}, {}
@@ -152,9 +166,10 @@ class Board:
         config, old = self.config, self.directive
         if directive.job_uid != config.job_uid:
             raise StrangerRefused(f"this sidecar belongs to job {config.job_uid}, not {directive.job_uid}")
-        if (directive.worker, directive.procs_per_worker) != (config.worker, config.procs_per_worker):
+        worker = directive.worker if config.worker == SPARE else config.worker
+        if (directive.worker, directive.procs_per_worker) != (worker, config.procs_per_worker):
             raise StrangerRefused(
-                f"this is worker {config.worker} with {config.procs_per_worker} ranks, "
+                f"this is worker {worker} with {config.procs_per_worker} ranks, "
                 f"not worker {directive.worker} with {directive.procs_per_worker}"
             )
         if old is None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiercheck.protocol import names
+from tiercheck.protocol.report import SPARE
 
 
 class ConfigError(ValueError):
@@ -25,6 +26,7 @@ class SidecarConfig:
     """namespace/name"""
     job_uid: str
     worker: int
+    """`SPARE` until a directive says which."""
     procs_per_worker: int
     pod_uid: str
     pod_ip: str
@@ -47,7 +49,9 @@ class SidecarConfig:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of this worker."""
+        """The ranks of this worker; a spare has none."""
+        if self.worker == SPARE:
+            return ()
         first = self.worker * self.procs_per_worker
         return tuple(range(first, first + self.procs_per_worker))
 
@@ -74,7 +78,7 @@ class SidecarConfig:
         return SidecarConfig(
             job=_text(env, names.ENV_JOB),
             job_uid=_text(env, names.ENV_JOB_UID),
-            worker=_number(env, names.ENV_WORKER),
+            worker=SPARE if env.get(names.ENV_WORKER) == names.SPARE_WORKER else _number(env, names.ENV_WORKER),
             procs_per_worker=_number(env, names.ENV_PROCS_PER_WORKER),
             pod_uid=_text(env, names.ENV_POD_UID),
             pod_ip=_text(env, names.ENV_POD_IP),

@@ -108,10 +108,10 @@ class RankSession:
 
     def _objection(self, directive: Directive | None, lost: bool, state: RestoreState) -> str:
         hello = self._hello
-        if hello.rank not in self._vault.ranks:
-            return f"rank {hello.rank} does not belong to worker {self._board.config.worker}"
         if directive is None:
             return "the controller has not told this sidecar yet what to do"
+        if hello.rank not in self._vault.ranks:
+            return f"rank {hello.rank} does not belong to worker {self._board.config.worker}"
         if hello.attempt < directive.attempt:
             self._board.count(refused_stale=1)
             return f"attempt {hello.attempt} is over, the job is at attempt {directive.attempt}"

@@ -12,6 +12,7 @@ from tiercheck.protocol.artifact import Artifact, Kind, Share
 from tiercheck.protocol.chain import chain_to
 from tiercheck.protocol.directive import DeltaMode, Directive, ParityGroup, Phase, Source, Tier
 from tiercheck.protocol.report import (
+    SPARE,
     Break,
     Counters,
     Holding,
@@ -31,11 +32,13 @@ from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.actions import (
     Action,
     CreatePod,
+    CreateSpare,
     Decision,
     DeleteJob,
     DeletePod,
     EnsureCredentials,
     EnsureService,
+    Promote,
     Push,
     SavePlacement,
 )
@@ -107,6 +110,9 @@ class Sidecar:
 
     def accept(self, directive: Directive) -> None:
         old = self.directive
+        if self.worker == SPARE:
+            self.worker = directive.worker
+        assert self.worker == directive.worker, "told to be another worker"
         if old is not None and (
             directive.attempt < old.attempt
             or (directive.attempt == old.attempt and directive.phase.order < old.phase.order)
@@ -313,9 +319,17 @@ class World:
 
     def observe(self) -> Observation:
         return Observation(
-            self.now, self.job, tuple(self.pods.values()), self.nodes, dict(self.reports), self.placement,
-            Patience(), self.have_service, self.have_credentials,
-        )  # fmt: skip
+            now=self.now,
+            job=self.job,
+            pods=tuple(pod for pod in self.pods.values() if not pod.is_spare),
+            spares=tuple(pod for pod in self.pods.values() if pod.is_spare),
+            nodes=self.nodes,
+            reports=dict(self.reports),
+            placement=self.placement,
+            patience=Patience(),
+            have_service=self.have_service,
+            have_credentials=self.have_credentials,
+        )
 
     def reconcile(self, killed_after: int | None = None) -> None:
         """One look. `killed_after`: the operator dies after so many actions (the status write counts as one)."""
@@ -342,6 +356,11 @@ class World:
             case CreatePod():
                 self.created.append(item)
                 self._create(item)
+            case CreateSpare(number, avoid):
+                self._make(f"j-spare-{number}", SPARE, 0, avoid, number)
+            case Promote(pod, worker, incarnation):
+                if self.pods.get(pod.uid) == pod:  # else the resourceVersion does not match
+                    self.pods[pod.uid] = replace(pod, worker=worker, incarnation=incarnation)
             case DeletePod():
                 self.deleted.append(item)
                 self._delete(item)
@@ -362,13 +381,16 @@ class World:
 
     def _create(self, action: CreatePod) -> None:
         name = f"j-{action.worker}-{action.incarnation}"
+        self._make(name, action.worker, action.incarnation, action.avoid)
+
+    def _make(self, name: str, worker: int, incarnation: int, avoid: tuple[str, ...], spare: int | None = None) -> None:
         if any(pod.name == name for pod in self.pods.values()):
             return
         self.uids += 1
         uid = f"pod-{self.uids}"
         self.pods[uid] = PodView(
-            name, uid, self.job.uid, action.worker, action.incarnation, None, None, "Pending", self.now,
-            avoided=frozenset(action.avoid),
+            name, uid, self.job.uid, worker, incarnation, None, None, "Pending", self.now,
+            avoided=frozenset(avoid), spare=spare, resource_version="1",
         )  # fmt: skip
 
     def _delete(self, action: DeletePod) -> None:
@@ -406,7 +428,7 @@ class World:
                 self.pods[uid] = replace(pod, node=node, unschedulable_since=None, message="")
             elif pod.ip is None and pod.node not in self.dead_nodes:
                 self.pods[uid] = replace(pod, ip=f"127.0.0.{int(uid[4:])}", phase="Running", sidecar_started=True)
-                self.sidecars[uid] = Sidecar(self, uid, pod.worker)
+                self.sidecars[uid] = Sidecar(self, uid, pod.worker)  # a spare's learns its worker from a directive
 
     def live_sidecar(self, worker: int | None) -> Sidecar | None:
         """The reachable sidecar of the worker's newest pod."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tiercheck.protocol.local import Order
-from tiercheck.protocol.names import ENV_ATTEMPT, ENV_POD_IP
+from tiercheck.protocol.names import ENV_ATTEMPT, ENV_POD_IP, ENV_WORKER
 
 
 def command_environment(base: Mapping[str, str], order: Order) -> dict[str, str]:
@@ -13,6 +13,7 @@ def command_environment(base: Mapping[str, str], order: Order) -> dict[str, str]
     environment = {
         **base,
         ENV_ATTEMPT: str(order.attempt),
+        ENV_WORKER: str(order.worker),
         "MASTER_ADDR": order.master_host,
         "MASTER_PORT": str(order.master_port),
         "PET_NNODES": str(order.workers),

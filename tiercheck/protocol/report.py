@@ -9,6 +9,9 @@ from tiercheck.protocol.artifact import Kind, Share
 from tiercheck.protocol.directive import Phase, Tier
 from tiercheck.protocol.version import Version
 
+SPARE = -1
+"""In place of a worker's index: of the sidecar of a spare, which no worker's identity was given to yet."""
+
 
 class RestoreState(str, Enum):
     IDLE = "Idle"
@@ -199,6 +202,7 @@ class Counters:
 class Report:
     job_uid: str
     worker: int
+    """`SPARE`: none yet."""
     pod_uid: str
     instance: str
     """Random, new at every start of the sidecar process."""

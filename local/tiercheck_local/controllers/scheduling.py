@@ -29,7 +29,8 @@ class Nowhere:
 
 
 def choose(pod: Object, nodes: Sequence[Object], pods: Sequence[Object]) -> Chosen | Nowhere:
-    """Of the nodes that admit `pod` the one that keeps its kind spread most evenly, then the one with the fewest pods.
+    """Of the nodes that admit `pod` those that it prefers, of them the one that keeps its kind spread most evenly, then the one with
+    the fewest pods.
 
     `pods` are all that are bound or about to be; finished ones do not count.
     """
@@ -45,9 +46,9 @@ def choose(pod: Object, nodes: Sequence[Object], pods: Sequence[Object]) -> Chos
         refusals.update(reasons)
         if not reasons:
             crowd = _crowd(pod, node, nodes, present) or [_same_job(pod, present[name])]
-            admitted.append((crowd, len(present[name]), name))
+            admitted.append((-_liking(pod, node), crowd, len(present[name]), name))
     if admitted:
-        return Chosen(min(admitted)[2])
+        return Chosen(min(admitted)[3])
     counted = ", ".join(f"{count} {reason}" for reason, count in sorted(refusals.items()))
     if not nodes:
         return Nowhere("no nodes available to schedule pods")
@@ -164,6 +165,16 @@ def _selected(pod: Object, node: Object) -> bool:
     return any(_term_holds(term, node) for term in affinity.get("nodeSelectorTerms") or [])
 
 
+def _liking(pod: Object, node: Object) -> int:
+    """Weight of the pod's preferred node affinity that holds for this node."""
+    affinity = (pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}
+    return sum(
+        int(entry["weight"])
+        for entry in affinity.get("preferredDuringSchedulingIgnoredDuringExecution") or []
+        if _term_holds(entry["preference"], node)
+    )
+
+
 def _term_holds(term: Object, node: Object) -> bool:
     labels = node["metadata"].get("labels") or {}
     fields = {"metadata.name": node["metadata"]["name"]}
@@ -200,11 +211,11 @@ def _crowd(pod: Object, node: Object, nodes: Sequence[Object], present: Mapping[
     counts = []
     for constraint in pod["spec"].get("topologySpreadConstraints") or []:
         key = constraint["topologyKey"]
-        wanted = (constraint.get("labelSelector") or {}).get("matchLabels") or {}
+        selector = constraint.get("labelSelector") or {}
         domain = (node["metadata"].get("labels") or {}).get(key)
         counts.append(
             sum(
-                wanted.items() <= (other["metadata"].get("labels") or {}).items()
+                _matches(selector, other["metadata"].get("labels") or {})
                 and other["metadata"].get("namespace") == pod["metadata"].get("namespace")
                 and not other["metadata"].get("deletionTimestamp")
                 for peer in nodes
@@ -213,6 +224,14 @@ def _crowd(pod: Object, node: Object, nodes: Sequence[Object], present: Mapping[
             )
         )
     return counts
+
+
+def _matches(selector: Object, labels: Mapping[str, str]) -> bool:
+    """Whether a labelSelector holds."""
+    wanted: Mapping[str, str] = selector.get("matchLabels") or {}
+    return wanted.items() <= labels.items() and all(
+        _holds(entry, labels) for entry in selector.get("matchExpressions") or []
+    )
 
 
 def _same_job(pod: Object, present: Sequence[Object]) -> int:

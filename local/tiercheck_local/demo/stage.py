@@ -35,7 +35,7 @@ class LaptopStage:
 
     def pod(self, worker: int) -> Object:
         """The worker's newest pod."""
-        pods = [pod for pod in self.pods() if pod["metadata"]["labels"][names.LABEL_WORKER] == str(worker)]
+        pods = [pod for pod in self.pods() if pod["metadata"]["labels"].get(names.LABEL_WORKER) == str(worker)]
         return max(pods, key=lambda pod: int(pod["metadata"]["labels"][names.LABEL_INCARNATION]))
 
     def pod_of(self, worker: int) -> str:

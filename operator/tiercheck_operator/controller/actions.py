@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiercheck.protocol.directive import Directive
+from tiercheck_operator.controller.observation import PodView
 from tiercheck_operator.controller.record import JobRecord
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
@@ -25,6 +26,23 @@ class CreatePod:
     incarnation: int
     avoid: tuple[str, ...]
     """Host names to stay away from."""
+    prefer: str = ""
+    """Host name of the node where the worker's memory lies; empty: none is better than another."""
+
+
+@dataclass(frozen=True)
+class CreateSpare:
+    number: int
+    avoid: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Promote:
+    """Give a spare the identity of a worker. Nothing happens if the pod has changed since it was seen."""
+
+    pod: PodView
+    worker: int
+    incarnation: int
 
 
 @dataclass(frozen=True)
@@ -59,7 +77,18 @@ class DeleteJob:
     pass
 
 
-Action = EnsureService | EnsureCredentials | CreatePod | DeletePod | SavePlacement | Probe | Push | DeleteJob
+Action = (
+    EnsureService
+    | EnsureCredentials
+    | CreatePod
+    | CreateSpare
+    | Promote
+    | DeletePod
+    | SavePlacement
+    | Probe
+    | Push
+    | DeleteJob
+)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ FAILED = "Failed"
 """The job was given up."""
 DELTAS_ACTIVE = "DeltasActive"
 """Every step is kept for the price of a delta."""
+SPARES_READY = "SparesReady"
+"""As many spares as wanted wait to take a lost worker's place."""
 
 # Placed
 ALL_PLACED = "AllPlaced"
@@ -61,6 +63,16 @@ DELTAS_TURNED_OFF = "TurnedOff"
 """checkpoint.delta.mode is None: snapshots only."""
 DELTAS_OFF = "DeltasOff"
 """Some worker takes no deltas although the job wants them; the message is its reason."""
+
+# SparesReady
+SPARES_WAITING = "SparesWaiting"
+"""All spares are ready."""
+SPARES_COMING = "SparesComing"
+"""Spares are being made, pulled or started; or they are made once every worker has a node."""
+SPARES_UNSCHEDULABLE = "SparesUnschedulable"
+"""The scheduler finds no node for a spare; the message is the scheduler's. The job does without it."""
+NO_SPARES = "NoSpares"
+"""None are wanted: spec.spares is 0, or the job does not train."""
 
 # Restoring
 SETTLING = "Settling"

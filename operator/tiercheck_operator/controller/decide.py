@@ -34,6 +34,7 @@ from tiercheck_operator.controller.placing import Unplaceable, place_members
 from tiercheck_operator.controller.readiness import waiting_for_pods
 from tiercheck_operator.controller.record import JobRecord
 from tiercheck_operator.controller.restart_count import forgiven
+from tiercheck_operator.controller.spares import keep_spares
 from tiercheck_operator.controller.status import Finding, Findings, derive_status, with_refusal
 from tiercheck_operator.controller.suspend import resumed, suspend
 from tiercheck_operator.controller.suspicion import checks, next_look
@@ -72,7 +73,7 @@ def refused(obs: Observation, decision: Decision, sentence: str) -> Decision:
 
 def _suspended(obs: Observation) -> Decision:
     status, before, after = suspend(obs)
-    gone = not obs.pods
+    gone = not obs.all_pods
     return _concluded(
         obs,
         status,
@@ -92,8 +93,10 @@ def _kept_running(obs: Observation) -> Decision:
         refusal = Finding(conditions.MEMORY_TOO_SMALL, crowded)
         return _concluded(obs, obs.job.status, Findings(unplaced=refusal, waiting=refusal))
     membership = find_members(obs)
-    before, put_off = replacements(obs, membership)
-    before = [*_belongings(obs), *before]
+    spares = keep_spares(obs, membership)
+    pods, put_off = replacements(obs, membership, spares.taken)
+    before: list[Action] = [*_belongings(obs), *spares.takeovers, *pods, *spares.actions]
+    put_off = min((entry for entry in (put_off, spares.wake) if entry is not None), default=None)
     after: list[Action] = []
     recovery = resumed(obs) or update_recovery(obs, find_trigger(obs, membership))
     status = replace(obs.job.status, recovery=recovery)

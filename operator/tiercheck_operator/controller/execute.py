@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tiercheck.protocol import names
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.actions import (
     Action,
     CreatePod,
+    CreateSpare,
     DeleteJob,
     DeletePod,
     EnsureCredentials,
     EnsureService,
     Probe,
+    Promote,
     Push,
     SavePlacement,
 )
 from tiercheck_operator.controller.belongings import Belongings
 from tiercheck_operator.controller.observation import JobView
 from tiercheck_operator.kube import CORE, JOBS, ApiFailure, Kube
-from tiercheck_operator.manifests.pod import build_pod
+from tiercheck_operator.manifests.pod import build_pod, build_spare
 from tiercheck_operator.sidecars import JobSidecars, SidecarError
 
 log = logging.getLogger(__name__)
@@ -51,7 +54,7 @@ class Executor:
         async def one(action: Action) -> None:
             nonlocal refused
             async with gate:
-                if refused and isinstance(action, CreatePod):
+                if refused and isinstance(action, (CreatePod, CreateSpare)):
                     return
                 try:
                     await self._one(job, action, sidecars)
@@ -83,8 +86,13 @@ class Executor:
                 await self._belongings.ensure_service(job)
             case SavePlacement(placement):
                 await self._belongings.save_placement(job, placement)
-            case CreatePod():
-                await self._create_pod(job, action)
+            case CreatePod(worker, incarnation, avoid, prefer):
+                image = self._config.sidecar_image
+                await self._create_pod(job, build_pod(job, worker, incarnation, avoid, image, prefer=prefer))
+            case CreateSpare(number, avoid):
+                await self._create_pod(job, build_spare(job, number, avoid, self._config.sidecar_image))
+            case Promote():
+                await self._promote(job, action)
             case DeletePod():
                 await self._delete_pod(job, action)
             case DeleteJob():
@@ -106,8 +114,7 @@ class Executor:
                             "%s/%s: directive for worker %s: %s", job.namespace, job.name, directive.worker, error
                         )
 
-    async def _create_pod(self, job: JobView, action: CreatePod) -> None:
-        pod = build_pod(job, action.worker, action.incarnation, action.avoid, self._config.sidecar_image)
+    async def _create_pod(self, job: JobView, pod: Mapping[str, Any]) -> None:
         try:
             await self._kube.create(_PODS_STRICTLY, pod, namespace=job.namespace)
         except ApiFailure as error:
@@ -116,6 +123,21 @@ class Executor:
                 raise
         else:
             log.info("%s/%s: created pod %s", job.namespace, job.name, pod["metadata"]["name"])
+
+    async def _promote(self, job: JobView, action: Promote) -> None:
+        pod = action.pod
+        labels = {names.LABEL_WORKER: str(action.worker), names.LABEL_INCARNATION: str(action.incarnation)}
+        metadata = {"uid": pod.uid, "resourceVersion": pod.resource_version, "labels": labels}
+        try:
+            await self._kube.merge(
+                CORE + "/pods/{name}", {"metadata": metadata}, namespace=job.namespace, name=pod.name
+            )
+        except ApiFailure as error:
+            # It changed, perhaps by our own hand, or is gone: the next look will show it.
+            if not (error.conflict or error.not_found):
+                raise
+        else:
+            log.info("%s/%s: spare %s is worker %d now", job.namespace, job.name, pod.name, action.worker)
 
     async def _delete_pod(self, job: JobView, action: DeletePod) -> None:
         options = _only(action.uid, gracePeriodSeconds=0) if action.force else _only(action.uid)

@@ -6,6 +6,7 @@ from tiercheck.protocol.directive import Phase
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.actions import Action, Decision, DeleteJob, DeletePod
 from tiercheck_operator.controller.barrier import pushes
+from tiercheck_operator.controller.membership import removal
 from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.parsing import parse_time
 from tiercheck_operator.controller.record import JobRecord
@@ -16,11 +17,11 @@ def finished(status: JobRecord) -> bool:
 
 
 def after_finish(obs: Observation) -> Decision:
-    """Pods that ended by themselves stay, for their logs."""
+    """Pods that ended by themselves stay, for their logs. Spares have none."""
     status, now = obs.job.status, obs.now
     ended = parse_time(status.completed) or now
     live = [pod for pod in obs.pods if not pod.terminal]
-    before: list[Action] = []
+    before: list[Action] = [action for pod in obs.spares for action in removal(obs, pod)]
     wake: float | None = None
     # A pod that was told to finish and does not is removed; after success it may still owe a version to the remote tier.
     limit = finishing_time(obs) if status.holds(conditions.COMPLETED) else obs.patience.suspend

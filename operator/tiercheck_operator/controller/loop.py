@@ -181,7 +181,8 @@ class JobLoop:
         return Observation(
             now=around.clock(),
             job=job,
-            pods=pods,
+            pods=tuple(pod for pod in pods if not pod.is_spare),
+            spares=tuple(pod for pod in pods if pod.is_spare),
             nodes=around.nodes(),
             reports=self._sidecars.reports if self._sidecars is not None else {},
             placement=self._belongings.placement,

@@ -6,7 +6,7 @@ once, without waiting for the old one to be confirmed dead: the attempt fences i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiercheck_operator.controller.actions import Action, CreatePod, DeletePod
@@ -55,7 +55,7 @@ def find_members(obs: Observation) -> Membership:
     for pod in sorted(obs.pods, key=lambda pod: (pod.worker, -pod.incarnation, -pod.created)):
         if pod.worker in members or pod.worker >= obs.job.spec.workers:
             continue
-        loss = _judge(obs, pod, doubted)
+        loss = judge(obs, pod, doubted)
         if loss is None:
             members[pod.worker] = pod
         else:
@@ -66,14 +66,18 @@ def find_members(obs: Observation) -> Membership:
     return Membership(members, tuple(losses), frozenset(lost_nodes | suspected))
 
 
-def replacements(obs: Observation, membership: Membership) -> tuple[list[Action], float | None]:
-    """Pods to create and delete, and how long to wait if a replacement is put off."""
+def replacements(
+    obs: Observation, membership: Membership, taken: Collection[int] = ()
+) -> tuple[list[Action], float | None]:
+    """Pods to create and delete, and how long to wait if a replacement is put off. Workers in `taken` get a spare instead."""
     actions: list[Action] = []
     wait: float | None = None
-    avoid = tuple(sorted(obs.nodes[name].hostname if name in obs.nodes else name for name in membership.suspects))
+    avoid = avoided(obs, membership)
     for worker in range(obs.job.spec.workers):
+        if worker in taken:
+            continue
         pod = membership.members.get(worker)
-        if pod is not None and not _stuck(obs, pod):
+        if pod is not None and not stuck(obs, pod):
             continue
         if pod is not None:
             actions.append(DeletePod(pod.name, pod.uid, force=False))
@@ -81,11 +85,16 @@ def replacements(obs: Observation, membership: Membership) -> tuple[list[Action]
         if pause > 0:
             wait = pause if wait is None else min(wait, pause)
             continue
-        actions.append(CreatePod(worker, _next_incarnation(obs, worker), avoid))
+        actions.append(CreatePod(worker, next_incarnation(obs, worker), avoid))
     return actions + _removals(obs, membership), wait
 
 
-def _judge(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -> Loss | None:
+def avoided(obs: Observation, membership: Membership) -> tuple[str, ...]:
+    """Host names that new pods stay away from."""
+    return tuple(sorted(obs.nodes[name].hostname if name in obs.nodes else name for name in membership.suspects))
+
+
+def judge(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -> Loss | None:
     """Why the pod is lost; None: it is not."""
 
     def lost(cause: Cause, why: str, *, node: str | None = None, at: float | None = None) -> Loss:
@@ -149,7 +158,7 @@ def _vanished(obs: Observation, members: Mapping[int, PodView], losses: Sequence
     return found
 
 
-def _stuck(obs: Observation, pod: PodView) -> bool:
+def stuck(obs: Observation, pod: PodView) -> bool:
     """A pod that waits for a node only because it avoids nodes that are well again."""
     if pod.node is not None or pod.unschedulable_since is None or not pod.avoided:
         return False
@@ -169,7 +178,7 @@ def _pause(obs: Observation, worker: int) -> float:
     return newest.created + obs.patience.retry - obs.now
 
 
-def _next_incarnation(obs: Observation, worker: int) -> int:
+def next_incarnation(obs: Observation, worker: int) -> int:
     seen = [pod.incarnation for pod in obs.pods if pod.worker == worker]
     if obs.placement is not None:
         seen += [saved.incarnation for saved in obs.placement.members if saved.worker == worker]
@@ -183,8 +192,12 @@ def _removals(obs: Observation, membership: Membership) -> list[Action]:
     for pod in obs.pods:
         if pod.uid in keep or (_pause(obs, pod.worker) > 0 and not pod.deleting):
             continue
-        node = obs.nodes.get(pod.node) if pod.node else None
-        gone = pod.node is not None and bool(obs.nodes) and (node is None or bool(node.lost))
-        if gone or not pod.deleting:
-            actions.append(DeletePod(pod.name, pod.uid, force=gone))
+        actions += removal(obs, pod)
     return actions
+
+
+def removal(obs: Observation, pod: PodView) -> list[Action]:
+    """To delete a pod, if that has not been asked for: without waiting for its node if that is lost."""
+    node = obs.nodes.get(pod.node) if pod.node else None
+    gone = pod.node is not None and bool(obs.nodes) and (node is None or bool(node.lost))
+    return [DeletePod(pod.name, pod.uid, force=gone)] if gone or not pod.deleting else []

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiercheck.protocol.directive import DeltaMode
-from tiercheck.protocol.report import Report
+from tiercheck.protocol.report import SPARE, Report
 from tiercheck_operator.controller.failure_spec import DEFAULT_RESET_SECONDS, FailureRule
 from tiercheck_operator.controller.record import JobRecord
 from tiercheck_operator.planning.saved_placement import SavedPlacement
@@ -35,6 +35,8 @@ class Patience:
     """For a node whose sidecars answer us while nobody else can reach them."""
     unschedulable: float = 30.0
     """For a pod without a node, before the nodes it avoids are looked at again."""
+    capacity: float = 300.0
+    """For a node that takes a pod, before the job is said to lack capacity (`failurePolicy.capacityTimeoutSeconds`)."""
     suspend: float = 30.0
     """For pods that were told to finish to end by themselves, before they are deleted."""
     flush: float = 600.0
@@ -72,6 +74,14 @@ class JobSpec:
     """Of training beyond the last crash after which restarts are counted anew."""
     active_deadline: float | None = None
     """Seconds that the job may be active; None: as long as it takes."""
+    spares: int = 0
+    """Warm pods beside the workers' own."""
+    min_workers: int | None = None
+    """`spec.elastic.minWorkers`; None: the job never goes on smaller."""
+    capacity_timeout: float | None = None
+    """Seconds; None: the operator's default."""
+    node_memory: bool = False
+    """`spec.tiers.local.medium` is NodeMemory."""
     parity: tuple[int, int] | None = None
     """`spec.tiers.peer.parity` as (data, parity), in place of copies; None: copies."""
     peer_bandwidth: int | None = None
@@ -118,6 +128,7 @@ class PodView:
     uid: str
     job_uid: str
     worker: int
+    """SPARE: the pod is a spare that has no worker's identity yet."""
     incarnation: int
     node: str | None
     ip: str | None
@@ -135,10 +146,17 @@ class PodView:
     avoided: frozenset[str] = frozenset()
     trainer: ContainerView = ContainerView()
     sidecar: ContainerView = ContainerView()
+    spare: int | None = None
+    """Its number, if it was made as a spare, whether it is one still or not."""
+    resource_version: str = ""
 
     @property
     def terminal(self) -> bool:
         return self.phase in ("Failed", "Succeeded")
+
+    @property
+    def is_spare(self) -> bool:
+        return self.worker == SPARE
 
 
 @dataclass(frozen=True)
@@ -171,13 +189,20 @@ class Observation:
     now: float
     job: JobView
     pods: tuple[PodView, ...]
+    """Of workers."""
     nodes: Mapping[str, NodeView]
     reports: Mapping[str, WorkerReport]
     """By pod UID."""
     placement: SavedPlacement | None
+    spares: tuple[PodView, ...] = ()
+    """Pods that are no worker's yet."""
     patience: Patience = Patience()
     have_service: bool = True
     have_credentials: bool = True
+
+    @property
+    def all_pods(self) -> tuple[PodView, ...]:
+        return (*self.pods, *self.spares)
 
     def report(self, pod: PodView) -> Report | None:
         """The newest report of the pod's sidecar."""

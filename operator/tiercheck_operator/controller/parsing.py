@@ -8,6 +8,7 @@ from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.report import SPARE
 from tiercheck_operator.controller.failure_spec import DEFAULT_RESET_SECONDS, parse_rules
 from tiercheck_operator.controller.observation import (
     ANNOTATION_AVOIDED,
@@ -84,6 +85,10 @@ def _spec(raw: Mapping[str, Any]) -> JobSpec:
         reset_seconds=float(_or(policy.get("resetAfterSeconds"), DEFAULT_RESET_SECONDS)),
         active_deadline=_float(raw.get("activeDeadlineSeconds")),
         ttl_seconds=None if ttl is None else float(ttl),
+        spares=int(raw.get("spares") or 0),
+        min_workers=_int((raw.get("elastic") or {}).get("minWorkers")),
+        capacity_timeout=_float(policy.get("capacityTimeoutSeconds")),
+        node_memory=local.get("medium") == "NodeMemory",
         parity=(int(parity["data"]), int(parity["parity"])) if parity else None,
         peer_bandwidth=_bytes(peer.get("bandwidth")),
         delta=DeltaMode((checkpoint.get("delta") or {}).get("mode") or DeltaMode.AUTO),
@@ -114,7 +119,9 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
     metadata, spec, status = raw.get("metadata") or {}, raw.get("spec") or {}, raw.get("status") or {}
     labels = metadata.get("labels") or {}
     try:
-        worker, incarnation = int(labels[names.LABEL_WORKER]), int(labels.get(names.LABEL_INCARNATION, 0))
+        spare = int(labels[names.LABEL_SPARE]) if names.LABEL_SPARE in labels else None
+        worker = SPARE if spare is not None and names.LABEL_WORKER not in labels else int(labels[names.LABEL_WORKER])
+        incarnation = int(labels.get(names.LABEL_INCARNATION, 0))
         job_uid = str(labels[names.LABEL_JOB_UID])
     except (KeyError, ValueError):
         return None
@@ -150,6 +157,8 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
             name for name in ((metadata.get("annotations") or {}).get(ANNOTATION_AVOIDED) or "").split(",") if name
         ),
         trainer=_container(spec.get("containers"), status.get("containerStatuses"), names.TRAINER_CONTAINER),
+        spare=spare,
+        resource_version=str(metadata.get("resourceVersion") or ""),
         sidecar=_container(spec.get("initContainers"), status.get("initContainerStatuses"), names.SIDECAR_CONTAINER),
     )
 

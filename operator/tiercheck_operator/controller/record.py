@@ -109,6 +109,12 @@ class MemoryRecord:
 
 
 @dataclass(frozen=True)
+class SparesRecord:
+    wanted: int
+    ready: int
+
+
+@dataclass(frozen=True)
 class JobRecord:
     observed_generation: int = 0
     attempt: int = 0
@@ -125,6 +131,7 @@ class JobRecord:
     step_seconds: float | None = None
     tiers: Mapping[str, TierRecord] = field(default_factory=dict)
     placement: PlacementRecord | None = None
+    spares: SparesRecord | None = None
     checkpoint: CheckpointRecord | None = None
     memory: MemoryRecord | None = None
     recovery: Recovery | None = None
@@ -185,6 +192,9 @@ def parse_record(raw: Mapping[str, Any]) -> JobRecord:
             tolerates=tuple(placement.get("tolerates") or ()),
             unprotected_workers=int(placement.get("unprotectedWorkers") or 0),
         ),
+        spares=None if not raw.get("spares") else SparesRecord(
+            *(int(raw["spares"].get(name) or 0) for name in ("wanted", "ready"))
+        ),
         checkpoint=None if not checkpoint else CheckpointRecord(
             snapshot_every=int(checkpoint.get("snapshotEverySteps") or 0),
             deltas=str(checkpoint.get("deltas") or ""),
@@ -225,6 +235,7 @@ def render_record(record: JobRecord) -> dict[str, Any]:
             "tolerance": ", ".join(record.placement.tolerates) or "nothing",
             "unprotectedWorkers": record.placement.unprotected_workers,
         },
+        "spares": None if record.spares is None else {"wanted": record.spares.wanted, "ready": record.spares.ready},
         "checkpoint": None if record.checkpoint is None else _present({
             "snapshotEverySteps": record.checkpoint.snapshot_every or None,
             "deltas": record.checkpoint.deltas or None,

@@ -13,6 +13,7 @@ from tiercheck_operator.controller.memory import equal_share, forecast, largest_
 from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.record import Condition, JobRecord, MemoryRecord, TierRecord, rfc3339
 from tiercheck_operator.controller.saving import EVERY_STEP, TURNED_OFF, saved
+from tiercheck_operator.controller.spares import SparesStanding, spares_standing
 from tiercheck_operator.controller.suspend import resumed
 
 
@@ -56,10 +57,14 @@ def derive_status(obs: Observation, record: JobRecord, findings: Findings, repor
     if over or findings.suspended:  # the memory went with the pods
         remote = {name: tier for name, tier in record.tiers.items() if name == "remote"}
         record = replace(record, placement=None, tiers=remote)
+    idle = over or findings.suspended or findings.suspending
+    spares = None if idle else spares_standing(obs)
+    record = replace(record, spares=spares.record if spares else None)
     wanted = [
         _placed(obs, findings),
         _ended_protection(record, findings) or _protected(obs, record, reports),
         _deltas_active(record, findings),
+        _spares_ready(obs, spares),
         *_restoring_and_running(record, findings),
         _suspended(obs, findings),
         _outcome(conditions.COMPLETED, Finding(conditions.ALL_SUCCEEDED, "training succeeded on every worker"))
@@ -207,6 +212,14 @@ def _deltas_active(record: JobRecord, findings: Findings) -> Condition | None:
     off = known.deltas_reason == TURNED_OFF
     reason = conditions.DELTAS_TURNED_OFF if off else conditions.DELTAS_OFF
     return _condition(conditions.DELTAS_ACTIVE, False, Finding(reason, known.deltas_reason))
+
+
+def _spares_ready(obs: Observation, standing: SparesStanding | None) -> Condition | None:
+    if standing is not None:
+        return _condition(conditions.SPARES_READY, standing.enough, Finding(standing.reason, standing.message))
+    if obs.job.status.condition(conditions.SPARES_READY) is None:
+        return None
+    return _condition(conditions.SPARES_READY, False, Finding(conditions.NO_SPARES, "no spares are wanted now"))
 
 
 def _restoring_and_running(record: JobRecord, findings: Findings) -> list[Condition]:

@@ -10,6 +10,7 @@ from tiercheck_operator.controller.actions import Action, DeletePod
 from tiercheck_operator.controller.barrier import pushes
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.finish import finishing_time
+from tiercheck_operator.controller.membership import removal
 from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.record import JobRecord, Recovery
 
@@ -18,7 +19,7 @@ def suspend(obs: Observation) -> tuple[JobRecord, list[Action], list[Action]]:
     """The next status, and what to do before and after it is written."""
     status = obs.job.status
     left = [pod for pod in obs.pods if not pod.terminal]
-    if not obs.pods:
+    if not obs.all_pods:
         return replace(status, recovery=None, members="", placement=None), [], []
     recovery = status.recovery
     if recovery is None or Cause.parse(recovery.cause) is not Cause.SUSPENDING:
@@ -26,7 +27,7 @@ def suspend(obs: Observation) -> tuple[JobRecord, list[Action], list[Action]]:
         status = replace(status, recovery=recovery)
     patience = finishing_time(obs) if status.attempt else 0.0
     late = obs.now - recovery.detected_at > patience
-    before: list[Action] = []
+    before: list[Action] = [action for pod in obs.spares for action in removal(obs, pod)]
     if not left or late or not status.attempt:
         for pod in obs.pods:
             node = obs.nodes.get(pod.node) if pod.node else None

@@ -43,5 +43,10 @@ def placement_name(job: JobView) -> str:
     return saved_placement.placement_name(job.name)
 
 
+def spare_name(job: JobView, number: int) -> str:
+    """No worker's pod has such a name, because their second part is a number."""
+    return f"{job.name}-spare-{number}"
+
+
 def pod_name(job: JobView, worker: int, incarnation: int) -> str:
     return f"{job.name}-{worker}-{incarnation}"

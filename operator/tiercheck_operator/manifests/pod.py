@@ -1,4 +1,4 @@
-"""One worker's pod: the user's template, with the sidecar that keeps its state and the launcher that starts its command.
+"""One worker's pod, or a spare's: the user's template, with the sidecar that keeps its state and the launcher that starts its command.
 
 The sidecar is a native one (init container with restartPolicy Always): it is up before the trainer, outlives it, and its
 restart does not restart the trainer. The trainer's image is left as it is: the library comes by a volume.
@@ -38,18 +38,41 @@ _RESTRICTED: dict[str, Any] = {
 
 
 def build_pod(
-    job: JobView, worker: int, incarnation: int, avoid_nodes: Sequence[str], sidecar_image: str
+    job: JobView, worker: int, incarnation: int, avoid_nodes: Sequence[str], sidecar_image: str, *, prefer: str = ""
 ) -> dict[str, Any]:
-    """The pod of `worker`; it is not scheduled onto `avoid_nodes` (host names)."""
+    """The pod of `worker`; it is not scheduled onto `avoid_nodes`, and onto `prefer` if that is possible (host names)."""
+    labels = {names.LABEL_WORKER: str(worker), names.LABEL_INCARNATION: str(incarnation)}
+    name = owned.pod_name(job, worker, incarnation)
+    return _build(job, name, labels, worker=str(worker), avoid_nodes=avoid_nodes, image=sidecar_image, prefer=prefer)
+
+
+def build_spare(job: JobView, number: int, avoid_nodes: Sequence[str], sidecar_image: str) -> dict[str, Any]:
+    """A pod like a worker's, but for the identity, which it is given later."""
+    labels = {names.LABEL_SPARE: str(number)}
+    name = owned.spare_name(job, number)
+    return _build(job, name, labels, worker=names.SPARE_WORKER, avoid_nodes=avoid_nodes, image=sidecar_image)
+
+
+def _build(
+    job: JobView,
+    name: str,
+    labels: Mapping[str, str],
+    *,
+    worker: str,
+    avoid_nodes: Sequence[str],
+    image: str,
+    prefer: str = "",
+) -> dict[str, Any]:
+    """`worker`: what the containers find in their environment."""
     spec: dict[str, Any] = copy.deepcopy(dict(job.spec.template.get("spec") or {}))
-    metadata = owned.metadata(job, owned.pod_name(job, worker, incarnation))
+    metadata = owned.metadata(job, name)
     template_metadata = job.spec.template.get("metadata") or {}
-    metadata["labels"] = {
-        **(template_metadata.get("labels") or {}),
-        **metadata["labels"],
-        names.LABEL_WORKER: str(worker),
-        names.LABEL_INCARNATION: str(incarnation),
+    theirs = {
+        key: value
+        for key, value in (template_metadata.get("labels") or {}).items()
+        if key not in (names.LABEL_WORKER, names.LABEL_INCARNATION, names.LABEL_SPARE)
     }
+    metadata["labels"] = {**theirs, **metadata["labels"], **labels}
     metadata["annotations"] = dict(template_metadata.get("annotations") or {})
     if avoid_nodes:
         metadata["annotations"][ANNOTATION_AVOIDED] = ",".join(sorted(avoid_nodes))
@@ -61,8 +84,8 @@ def build_pod(
         spec["terminationGracePeriodSeconds"] = _GRACE if job.spec.remote is None else _GRACE_WITH_REMOTE
     spec["securityContext"] = _pod_security(spec)
     spec["initContainers"] = [
-        _library(spec, sidecar_image),
-        _sidecar(job, worker, spec, sidecar_image),
+        _library(spec, image),
+        _sidecar(job, worker, spec, image),
         *(spec.get("initContainers") or []),
     ]
     spec["containers"] = [
@@ -70,9 +93,11 @@ def build_pod(
         for entry in spec.get("containers") or []
     ]
     spec["volumes"] = [*(spec.get("volumes") or []), *_volumes(job)]
-    spec.setdefault("topologySpreadConstraints", _soft_spread(job))
+    spec.setdefault("topologySpreadConstraints", _soft_spread(job, spare=worker == names.SPARE_WORKER))
     if avoid_nodes:
         _avoid(spec, sorted(avoid_nodes))
+    if prefer:
+        _prefer(spec, prefer)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
@@ -87,7 +112,7 @@ def _library(spec: Mapping[str, Any], image: str) -> dict[str, Any]:
     }
 
 
-def _sidecar(job: JobView, worker: int, spec: Mapping[str, Any], image: str) -> dict[str, Any]:
+def _sidecar(job: JobView, worker: str, spec: Mapping[str, Any], image: str) -> dict[str, Any]:
     size = parse_quantity(job.spec.size_limit)
     env = [
         *_identity(job, worker),
@@ -135,7 +160,7 @@ def _sidecar(job: JobView, worker: int, spec: Mapping[str, Any], image: str) -> 
     return container
 
 
-def _trainer(job: JobView, worker: int, container: Mapping[str, Any]) -> dict[str, Any]:
+def _trainer(job: JobView, worker: str, container: Mapping[str, Any]) -> dict[str, Any]:
     wrapped = dict(container)
     wrapped["command"] = [
         "python3", "-m", "tiercheck.launcher", "--",
@@ -154,7 +179,7 @@ def _trainer(job: JobView, worker: int, container: Mapping[str, Any]) -> dict[st
 
 def _trainer_environment(job: JobView, theirs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The user's variables, in their order because they may refer to one another, with the library first on PYTHONPATH."""
-    ours = {entry["name"] for entry in _identity(job, 0)}
+    ours = {entry["name"] for entry in _identity(job, "0")}
     env: list[dict[str, Any]] = []
     found = False
     for entry in theirs:
@@ -174,11 +199,11 @@ def _trainer_environment(job: JobView, theirs: Sequence[Mapping[str, Any]]) -> l
     return env if found else [{"name": "PYTHONPATH", "value": names.LIBRARY_DIR}, *env]
 
 
-def _identity(job: JobView, worker: int) -> list[dict[str, Any]]:
+def _identity(job: JobView, worker: str) -> list[dict[str, Any]]:
     return [
         {"name": names.ENV_JOB, "value": f"{job.namespace}/{job.name}"},
         {"name": names.ENV_JOB_UID, "value": job.uid},
-        {"name": names.ENV_WORKER, "value": str(worker)},
+        {"name": names.ENV_WORKER, "value": worker},
         {"name": names.ENV_PROCS_PER_WORKER, "value": str(job.spec.procs_per_worker)},
         {"name": names.ENV_POD_UID, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
         {"name": names.ENV_POD_IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
@@ -229,11 +254,15 @@ def _probe(path: str, period: int, failures: int) -> dict[str, Any]:
     }
 
 
-def _soft_spread(job: JobView) -> list[dict[str, Any]]:
+def _soft_spread(job: JobView, spare: bool) -> list[dict[str, Any]]:
     """Workers in equal numbers over the spread level's domains and over nodes, as far as there is room.
 
-    A domain with more than half of the workers could not be matched, so a replacement belongs where the lost pod was.
+    A domain with more than half of the workers could not be matched, so a replacement belongs where the lost pod was, and
+    spares are not counted. A spare counts both, so that it stands where workers and other spares are fewest.
     """
+    selector: dict[str, Any] = {"matchLabels": {names.LABEL_JOB_UID: job.uid}}
+    if not spare:
+        selector["matchExpressions"] = [{"key": names.LABEL_WORKER, "operator": "Exists"}]
     try:
         levels = levels_from_spec(job.spec.topology_preset, job.spec.topology_levels)
         wanted = spread_level(levels, job.spec.spread_level).label
@@ -244,10 +273,18 @@ def _soft_spread(job: JobView) -> list[dict[str, Any]]:
             "maxSkew": 1,
             "topologyKey": label,
             "whenUnsatisfiable": "ScheduleAnyway",
-            "labelSelector": {"matchLabels": {names.LABEL_JOB_UID: job.uid}},
+            "labelSelector": selector,
         }
         for label in dict.fromkeys((wanted, HOSTNAME))
     ]
+
+
+def _prefer(spec: dict[str, Any], node: str) -> None:
+    affinity = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
+    wanted = {"matchExpressions": [{"key": HOSTNAME, "operator": "In", "values": [node]}]}
+    affinity.setdefault("preferredDuringSchedulingIgnoredDuringExecution", []).append(
+        {"weight": 100, "preference": wanted}
+    )
 
 
 def _avoid(spec: dict[str, Any], nodes: list[str]) -> None:

@@ -50,12 +50,13 @@ class Proof:
     proof: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Identity:
     """This sidecar, as it presents itself."""
 
     job_uid: str
     worker: int
+    """Set once more when a spare learns which worker it is."""
     token: str
     host: str
     """Connections start here, so that network rules can tell pods apart."""

@@ -39,6 +39,7 @@ class Vault:
     ) -> None:
         self.limit = limit
         self.ranks = tuple(ranks)
+        """The worker's own; none while this is a spare."""
         self._directory = directory
         self._on_change = on_change
         self._lock = threading.RLock()
