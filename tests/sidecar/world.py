@@ -92,6 +92,8 @@ class World:
         self.network = f"127.{os.getpid() % 200 + 20}.{next(_HOSTS) % 250}"
         self.token = write_credentials(root / "credentials")
         self.remote: str | None = None
+        self.spares: set[int] = set()
+        """Workers whose sidecar is started as a spare, which learns who it is."""
         self.history = History()
         self.base: Version | None = None
         self.attempt = 0
@@ -117,7 +119,7 @@ class World:
         env = {
             names.ENV_JOB: "default/gpt",
             names.ENV_JOB_UID: JOB_UID,
-            names.ENV_WORKER: str(worker),
+            names.ENV_WORKER: names.SPARE_WORKER if worker in self.spares else str(worker),
             names.ENV_PROCS_PER_WORKER: str(self.procs),
             names.ENV_POD_UID: f"pod-{worker}",
             names.ENV_POD_IP: self.host(worker),

@@ -25,7 +25,7 @@
   verbs: [update]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch, create, delete]
+  verbs: [list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [services]
   verbs: [get, create]
