@@ -17,6 +17,7 @@ from tiercheck_operator.controller.record import (
     JobRecord,
     PlacementRecord,
     Recovery,
+    SparesRecord,
     TierRecord,
     parse_record,
     render_record,
@@ -56,10 +57,11 @@ def test_defaults_are_filled_in_by_the_server(api: Api) -> None:
         "managedBy": "tiercheck.io/controller",
         "workers": 4,
         "procsPerWorker": 1,
+        "spares": 0,
         "topology": {"preset": "generic"},
         "checkpoint": {"snapshot": {}, "delta": {"mode": "Auto"}, "sanityGate": "Finite"},
-        "tiers": {"local": {"sizeLimit": "8Gi"}, "peer": {"spread": {"mode": "Preferred"}}},
         "failurePolicy": {"maxRestarts": 10, "resetAfterSeconds": 3600},
+        "tiers": {"local": {"medium": "PodMemory", "sizeLimit": "8Gi"}, "peer": {"spread": {"mode": "Preferred"}}},
     }
 
 
@@ -106,7 +108,7 @@ def test_host_is_a_level_of_every_preset(api: Api, preset: str) -> None:
     api.create(raw, dryRun="All")
 
 
-@pytest.mark.parametrize("path", ["spec.spares", "spec.checkpoint.deltas", "spec.tiers.local.medium", "spec.worker"])
+@pytest.mark.parametrize("path", ["spec.spare", "spec.checkpoint.deltas", "spec.tiers.local.mode", "spec.worker"])
 def test_unknown_field_is_named_and_refused_by_kubectls_validation(api: Api, path: str) -> None:
     with pytest.raises(Refused) as refused:
         api.create(changed(job(), path, {}), dryRun="All", fieldValidation="Strict")
@@ -154,6 +156,7 @@ def full_status() -> dict[str, Any]:
             step_seconds=0.25,
             tiers={tier: TierRecord(step, NOW, 57 - step) for tier, step in (("local", 55), ("peer", 50), ("remote", 40))},
             placement=PlacementRecord("hash", "rack", ("any one rack", "any one host"), 0),
+            spares=SparesRecord(2, 1),
             recovery=Recovery("PodLost", "pod j-2-0 is gone", 1.5, 2.5, 3, "because", 40, 1, 3, 3.5, 4.5, 5.5),
             last_recovery={
                 "attempt": 3, "cause": "NodeLost", "message": "node n-1 is lost", "reason": "because",

@@ -18,6 +18,7 @@ from tiercheck_operator.controller.record import (
     MemoryRecord,
     PlacementRecord,
     Recovery,
+    SparesRecord,
     TierRecord,
     render_record,
 )
@@ -153,6 +154,7 @@ def test_controller_writes_no_field_that_would_be_pruned(name: str) -> None:
             rule="r",
             tries=1,
         ),
+        spares=SparesRecord(2, 1),
         checkpoint=CheckpointRecord(3, "Off", "why"),
         memory=MemoryRecord(4, 3, 2, 1),
         last_recovery={"rule": "r", "deltas": 3, "rebuilt": 1, "tiers": {"local": 1, "peer": 2, "remote": 0}},
