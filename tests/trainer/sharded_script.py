@@ -1,4 +1,7 @@
-"""A training script of several ranks, for tests: `python sharded_script.py fsdp|ddp STEPS`. Prints what a test compares."""
+"""A training script of several ranks, for tests: `python sharded_script.py KIND STEPS`. Prints what a test compares.
+
+KIND: fsdp, ddp, hybrid (replicated FSDP on half of the ranks each), tensor (tensor parallel), fsdp-tensor (both), pipeline.
+"""
 
 from __future__ import annotations
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tiercheck.protocol.pieces import Piece
+
 _PLAIN = {Tensor, nn.Parameter}
 
 
@@ -33,6 +35,8 @@ class Entry(NamedTuple):
     """A parameter, or what the optimizer keeps of it."""
     origin: Tensor | None = None
     """What `tensor` is the local shard of, if it is sharded."""
+    piece: Piece | None = None
+    """What `tensor` is of the whole; None: this rank's own affair."""
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ from tiercheck.trainer.inventories import Inventories
 from tiercheck.trainer.load import load_all
 from tiercheck.trainer.ranks import rank_and_world
 from tiercheck.trainer.replay import Mismatch, Replay
+from tiercheck.trainer.replicas import Shares
 from tiercheck.trainer.saver import Saver
 from tiercheck.trainer.sidecar_backend import SidecarBackend
 from tiercheck.trainer.slot_file import SlotReader
@@ -92,9 +93,10 @@ class Checkpointer:
             else FolderBackend(Path(folder or "checkpoints"), self.rank, self.world_size, keep)
         )
         self._inventories = Inventories(model, self._optimizers)
+        self._shares = Shares(model)
         self._sanity_gate = sanity_gate
         self._saver = Saver(self._backend, self.rank, self.world_size, gate=lambda: self.sanity_gate)
-        self._deltas = Deltas(model, self._optimizers, self._backend, self._saver)
+        self._deltas = Deltas(model, self._optimizers, self._shares, self._backend, self._saver)
         self.step_number = 0
         """Optimizer steps done, restored ones included."""
         self._ready: torch.cuda.Event | None = None
@@ -227,9 +229,9 @@ class Checkpointer:
     def _load(self, offer: Offer) -> int:
         """Bring back what is offered; the bytes of the largest delta in it. Raises RestoreError or DifferentState."""
         slot, content = self._open(offer.path, offer.version if not offer.deltas else None, Kind.SNAPSHOT)
-        load_all(self._model, self._optimizers, slot.tensors(), content["facts"])
+        load_all(self._model, self._optimizers, self._shares, slot, content["facts"])
         step, room = slot.header.version.step, 0
-        replay = Replay(self._model, self._optimizers) if offer.deltas else None
+        replay = Replay(self._model, self._optimizers, self._shares) if offer.deltas else None
         for path in offer.deltas:
             last = path == offer.deltas[-1]
             slot, content = self._open(path, offer.version if last else None, Kind.DELTA)
@@ -273,7 +275,7 @@ class Checkpointer:
         """List the state; copy at once what changes before the next update (buffers, the user blob)."""
         inventory = self._inventories.take()
         blob = user_state.Packed(self._state, inventory.facts, inventory.fixed)
-        entries = [self._at_once(entry) for entry in inventory.entries]
+        entries = [self._at_once(entry) for entry in self._shares.own(inventory.entries)]
         device = on_cuda(entries)
         ready = None if device is None else self._final(device)
         return Snapshot(step=self.step_number, entries=entries, blob=blob, device=device, ready=ready)
@@ -295,7 +297,7 @@ class Checkpointer:
         try:
             inventory = self._inventories.take()
             blob_bytes = len(user_state.pack(self._state, inventory.facts))
-            self._saver.layouts.plan(inventory.entries, blob_bytes, delta_room)
+            self._saver.layouts.plan(self._shares.own(inventory.entries), blob_bytes, delta_room)
         except NotCapturable as error:
             self._saver.warn("NotCapturable", str(error))
 

@@ -22,6 +22,7 @@ from tiercheck.trainer.copying import Pending
 from tiercheck.trainer.dtypes import dtype_name
 from tiercheck.trainer.encoding import decode, encode, look_sparse, may_be_sparse
 from tiercheck.trainer.gradients import Event
+from tiercheck.trainer.replicas import Replicas, cut, share_of
 from tiercheck.trainer.slot_file import USER_BLOB, SlotReader
 from tiercheck.trainer.user_state import Packed
 
@@ -80,9 +81,9 @@ class Plan:
 class Planner:
     """Chooses forms and layouts; both rarely change from step to step, so it remembers them."""
 
-    def __init__(self, names: Sequence[Sequence[str]]) -> None:
-        """`names`: of each optimizer's parameters, in its order."""
-        self._names = names
+    def __init__(self, names: Sequence[Sequence[str]], replicas: Sequence[Sequence[Replicas | None]]) -> None:
+        """Of each optimizer's parameters, in its order: their names, and who else consumes the same gradient."""
+        self._names, self._replicas = names, replicas
         self._dense_at: dict[tuple[int, int], int] = {}
         self._layout: SlotLayout | None = None
         self._signature: tuple[Any, ...] = ()
@@ -100,9 +101,14 @@ class Planner:
             for index, gradient in enumerate(event.gradients):
                 if gradient is None:
                     continue
-                encoded = encode(gradient, (number, index) in sparse)
-                if encoded.about is not None:
+                span = self._share(event, index, gradient)
+                stored = gradient if span is None else cut(gradient, span)
+                encoded = encode(stored, (number, index) in sparse)
+                if span is not None:
+                    forms[str(index)] = {"form": "share", "shape": list(gradient.shape), "of": encoded.about}
+                elif encoded.about is not None:
                     forms[str(index)] = encoded.about
+                if encoded.about is not None:
                     self._dense_at.pop((number, index), None)
                 items += (
                     Item(f"gradient{number}/{names[index]}{suffix}", part, event, index, not skipped)
@@ -132,6 +138,22 @@ class Planner:
             self._signature = signature
         return self._layout
 
+    def dense_bytes(self, delta: Delta) -> int:
+        """Bytes of its tensors if none were sparse."""
+        size = sum(tensor.nbytes for _, tensor in delta.buffers)
+        for event in delta.events:
+            for index, gradient in enumerate(event.gradients):
+                if gradient is not None:
+                    span = self._share(event, index, gradient)
+                    count = gradient.numel() if span is None else span[1] - span[0]
+                    size += count * gradient.element_size()
+        return size
+
+    def _share(self, event: Event, index: int, gradient: Tensor) -> tuple[int, int] | None:
+        """The elements that this rank stores of it; None: all."""
+        replicas = self._replicas[event.optimizer][index]
+        return None if replicas is None else share_of(gradient, replicas)
+
     def _look(self, delta: Delta) -> set[tuple[int, int]]:
         """Which gradients are worth a closer look, by event and parameter. One that was dense is left alone for a while."""
         asked: dict[torch.device, list[tuple[int, int]]] = {}
@@ -153,14 +175,6 @@ class Planner:
         return sparse
 
 
-def dense_bytes(delta: Delta) -> int:
-    """Bytes of its tensors if none were sparse."""
-    gradients = [gradient for event in delta.events for gradient in event.gradients if gradient is not None]
-    return sum(gradient.numel() * gradient.element_size() for gradient in gradients) + sum(
-        tensor.nbytes for _, tensor in delta.buffers
-    )
-
-
 def replay_blob(plan: Plan, hashes: Sequence[str], threads: int) -> bytes:
     """`threads`: of torch on the CPU; kernels may round differently at the edges of each thread's part."""
     return json.dumps({"events": plan.about, "hashes": hashes, "threads": threads}, separators=(",", ":")).encode()
@@ -174,10 +188,31 @@ class StoredEvent:
     forms: Mapping[str, Any]
     number: int
 
-    def gradient(self, tensors: Mapping[str, Tensor], index: int, name: str, device: torch.device) -> Tensor | None:
-        """The gradient of the parameter at `index`, on `device`."""
-        prefix = f"gradient{self.number}/{name}"
-        return decode(lambda suffix: tensors.get(prefix + suffix), self.forms.get(str(index)), device)
+    def gradient(
+        self,
+        tensors: Mapping[str, Tensor],
+        index: int,
+        name: str,
+        device: torch.device,
+        replicas: Replicas | None = None,
+    ) -> Tensor | None:
+        """The gradient of the parameter at `index`, on `device`; of one that is shared (`is_shared`) the own share is in place."""
+        prefix, form = f"gradient{self.number}/{name}", self.forms.get(str(index))
+        shared = self.is_shared(index)
+        stored = decode(lambda suffix: tensors.get(prefix + suffix), form["of"] if shared and form else form, device)
+        if stored is None or not shared or form is None:
+            return stored
+        whole = torch.empty(form["shape"], dtype=stored.dtype, device=device)
+        assert replicas is not None, f"{name} was saved in shares"
+        own = share_of(whole, replicas)
+        assert own is not None
+        whole.view(-1)[own[0] : own[1]].copy_(stored.view(-1))
+        return whole
+
+    def is_shared(self, index: int) -> bool:
+        """Whether every replica stored a part of it."""
+        form = self.forms.get(str(index))
+        return form is not None and form["form"] == "share"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tiercheck.protocol.slot import SlotLayout
 from tiercheck.trainer import copying, state_hash
 from tiercheck.trainer.backend import Skipped
 from tiercheck.trainer.capture import NotCapturable
-from tiercheck.trainer.delta import REPLAY_BLOB, REPLAY_BYTES, Delta, Item, Plan, Planner, dense_bytes, replay_blob
+from tiercheck.trainer.delta import REPLAY_BLOB, REPLAY_BYTES, Delta, Item, Plan, Planner, replay_blob
 from tiercheck.trainer.desk import Cancelled, Desk
 from tiercheck.trainer.slot_file import USER_BLOB, USER_BYTES, bytes_into
 
@@ -81,7 +81,7 @@ class DeltaJob:
             return
         outgrew = self._desk.delta_room > 0
         tensors = sum(item.tensor.nbytes for item in self._plan.items)
-        dense = size - tensors + dense_bytes(self._delta) + _UNIT
+        dense = size - tensors + self._script.planner.dense_bytes(self._delta) + _UNIT
         room = max(size, min(dense, size + size // 4))
         self._desk.delta_room = -(-room // _UNIT) * _UNIT
         self._desk.backend.reserve(self._desk.snapshot_room, self._desk.delta_room)

@@ -23,6 +23,7 @@ from tiercheck.trainer.delta_job import Script
 from tiercheck.trainer.gradients import Event, Recorder, hyper_parameters
 from tiercheck.trainer.probe import Probe, Refused
 from tiercheck.trainer.replayable import hindrance, is_known
+from tiercheck.trainer.replicas import Shares
 from tiercheck.trainer.saver import Saver
 from tiercheck.trainer.watch import Watch
 
@@ -35,8 +36,11 @@ _PATIENCE = 3
 class Deltas:
     """Hooks of the optimizers report here; `end_step` makes a delta of what they said."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], backend: Backend, saver: Saver) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], shares: Shares, backend: Backend, saver: Saver
+    ) -> None:
         self._model = model
+        self._shares = shares
         self._optimizers = optimizers
         self._backend = backend
         self._saver = saver
@@ -215,7 +219,8 @@ class Deltas:
         self._named = [list(named_parameters_of(optimizer, self._model)) for optimizer in self._optimizers]
         self._sizes = [len(named) for named in self._named]
         names = [[name for name, _ in named] for named in self._named]
-        self._saver.script = Script(self._optimizers, Planner(names), self._recorder.copy_at_once)
+        replicas = [[self._shares.replicas_of(f"model/{name}", p) for name, p in named] for named in self._named]
+        self._saver.script = Script(self._optimizers, Planner(names, replicas), self._recorder.copy_at_once)
 
 
 def innermost(optimizer: Optimizer, before: int, after: int) -> None:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.protocol.slot import SlotLayout
 from tiercheck.trainer import user_state
 from tiercheck.trainer.capture import Entry, NotCapturable
 from tiercheck.trainer.dtypes import dtype_name
-from tiercheck.trainer.slot_file import USER_BLOB
+from tiercheck.trainer.slot_file import PIECES, USER_BLOB, pieces_table
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A snapshot's layout, and the table of its pieces, which goes into it as it is."""
+
+    slot: SlotLayout
+    pieces: bytes
 
 
 class Layouts:
@@ -20,7 +29,7 @@ class Layouts:
         """`reserve` is told the size of each new layout, and the room for deltas as `plan` was."""
         self._reserve = reserve
         self._lock = threading.Lock()
-        self._layout: SlotLayout | None = None
+        self._layout: Planned | None = None
         self._signature: tuple[Any, ...] = ()
         self._capacity = 0
 
@@ -29,25 +38,33 @@ class Layouts:
         """Whether there is one yet."""
         return self._layout is not None
 
-    def plan(self, entries: Sequence[Entry], blob_bytes: int, delta_room: int | None = None) -> SlotLayout:
+    def plan(self, entries: Sequence[Entry], blob_bytes: int, delta_room: int | None = None) -> Planned:
         """The layout for these tensors; the same object until the set of tensors changes or the blob outgrows its place.
 
         Raises NotCapturable.
         """
         with self._lock:
             self._capacity = user_state.capacity_for(blob_bytes, self._capacity)
-            signature = (self._capacity, *((entry.name, entry.tensor.dtype, entry.tensor.shape) for entry in entries))
+            signature = (
+                self._capacity,
+                *((entry.name, entry.tensor.dtype, entry.tensor.shape, entry.piece) for entry in entries),
+            )
             if self._layout is None or signature != self._signature:
+                pieces = pieces_table({entry.name: entry.piece for entry in entries if entry.piece is not None})
+                stored = [
+                    (entry.name, dtype_name(entry.tensor.dtype), tuple(entry.tensor.shape), entry.tensor.nbytes)
+                    for entry in entries
+                ]
                 try:
-                    self._layout = SlotLayout.plan(
+                    slot = SlotLayout.plan(
                         [
-                            (entry.name, dtype_name(entry.tensor.dtype), tuple(entry.tensor.shape), entry.tensor.nbytes)
-                            for entry in entries
+                            (PIECES, "U8", (len(pieces),), len(pieces)),
+                            *stored,
+                            (USER_BLOB, "U8", (self._capacity,), self._capacity),
                         ]
-                        + [(USER_BLOB, "U8", (self._capacity,), self._capacity)]
                     )
                 except (TypeError, ValueError) as error:
                     raise NotCapturable(str(error)) from error
-                self._signature = signature
-                self._reserve(self._layout.size, delta_room)
+                self._layout, self._signature = Planned(slot, pieces), signature
+                self._reserve(slot.size, delta_room)
             return self._layout

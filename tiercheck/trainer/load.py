@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tiercheck.trainer.capture import is_extra, local_shard, model_items, named_parameters_of
+from tiercheck.protocol.pieces import Piece
+from tiercheck.trainer.capture import Entry, is_extra, local_shard, model_items, named_parameters_of
 from tiercheck.trainer.gradients import set_hyper_parameters
+from tiercheck.trainer.replicas import Replicas, Shares, cut, exchange, share_of
+from tiercheck.trainer.slot_file import SlotReader
 from tiercheck.trainer.stored import StoredTensors
 
 
@@ -20,27 +23,53 @@ class DifferentState(ValueError):
 
 @torch.no_grad()
 def load_all(
-    model: nn.Module, optimizers: Sequence[Optimizer], tensors: StoredTensors, facts: Mapping[str, Any]
+    model: nn.Module, optimizers: Sequence[Optimizer], shares: Shares, slot: SlotReader, facts: Mapping[str, Any]
 ) -> None:
-    """Write `tensors` into the model's own storage and rebuild the optimizers' state. Raises DifferentState, RestoreError.
+    """Write the slot's tensors into the model's own storage and rebuild the optimizers' state. Raises DifferentState, RestoreError.
 
-    Everything is checked before anything is written, so a refused checkpoint leaves the state as it was.
+    Everything is checked before anything is written, so a refused checkpoint leaves the state as it was. Collective if
+    replicas have saved it in shares.
     """
+    tensors, pieces = slot.tensors(), slot.pieces()
     if len(optimizers) != len(facts["optimizers"]):
         raise DifferentState(f"the checkpoint has {len(facts['optimizers'])} optimizers, here are {len(optimizers)}")
-    targets = _model_targets(model, tensors)
+    targets = _model_targets(model, shares, tensors, pieces)
     for index, (optimizer, saved) in enumerate(zip(optimizers, facts["optimizers"], strict=True)):
         _check_optimizer(index, optimizer, model, saved, tensors)
-    tensors.read_into(list(targets.items()))
+    wanted = [(name, value, local) for name, (value, local) in targets.items()]
     if facts["model_extra"]:
         model.load_state_dict(facts["model_extra"], strict=False)
     for index, (optimizer, saved) in enumerate(zip(optimizers, facts["optimizers"], strict=True)):
-        _load_optimizer(index, optimizer, model, saved, tensors)
+        wanted += _load_optimizer(index, optimizer, model, saved, slot)
+    _fill(wanted, shares, tensors, pieces)
 
 
-def _model_targets(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _fill(
+    wanted: Sequence[tuple[str, Tensor, Tensor]], shares: Shares, tensors: StoredTensors, pieces: Mapping[str, Piece]
+) -> None:
+    """Read each tensor (its name, itself, its local shard); what was saved in shares is completed by its replicas."""
+    shared: list[tuple[Replicas, Tensor]] = []
+    places: list[tuple[str, Tensor]] = []
+    for name, value, local in wanted:
+        piece = pieces.get(name)
+        if piece is None or piece.span is None:
+            places.append((name, local))
+            continue
+        replicas = shares.replicas_of(name, value)
+        if replicas is None or share_of(local, replicas) != piece.span:
+            raise DifferentState(f"{name} was saved in shares by other ranks than hold it now")
+        places.append((name, cut(local, piece.span)))
+        shared.append((replicas, local))
+    tensors.read_into(places)
+    exchange(shared)
+
+
+def _model_targets(
+    model: nn.Module, shares: Shares, tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of each tensor of the model the tensor itself and its local shard."""
     targets = {
-        f"model/{key}": local_shard(value)
+        f"model/{key}": (value, local_shard(value))
         for key, value, _ in model_items(model)
         if isinstance(value, Tensor) and not is_extra(key)
     }
@@ -49,17 +78,20 @@ def _model_targets(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
         name = min(different)
         where = "the checkpoint" if name in saved else "the model"
         raise DifferentState(f"{name} is only in {where}")
-    for name, target in targets.items():
-        _check_same(name, tensors[name], target)
+    for name, (value, local) in targets.items():
+        stored, piece = tensors[name], pieces.get(name)
+        shape = tuple(stored.shape) if piece is None else piece.box.shape
+        if shape != tuple(local.shape) or stored.dtype != local.dtype:
+            raise DifferentState(
+                f"{name} is {shape} {stored.dtype} in the checkpoint, here it is {tuple(local.shape)} {local.dtype}"
+            )
+        now = shares.describe(Entry(name, local, lazy=True, origin=value)).piece
+        if piece is not None and now is not None and (piece.shape, piece.box) != (now.shape, now.box):
+            raise DifferentState(
+                f"{name} is indices {piece.box.offset} and on of {piece.shape} in the checkpoint, "
+                f"here {now.box.offset} and on of {now.shape}"
+            )
     return targets
-
-
-def _check_same(name: str, saved: Tensor, target: Tensor) -> None:
-    if saved.shape != target.shape or saved.dtype != target.dtype:
-        raise DifferentState(
-            f"{name} is {tuple(saved.shape)} {saved.dtype} in the checkpoint, "
-            f"here it is {tuple(target.shape)} {target.dtype}"
-        )
 
 
 def _check_optimizer(
@@ -79,15 +111,22 @@ def _check_optimizer(
 
 
 def _load_optimizer(
-    index: int, optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any], tensors: StoredTensors
-) -> None:
+    index: int,
+    optimizer: Optimizer,
+    model: nn.Module,
+    saved: Mapping[str, Any],
+    slot: SlotReader,
+) -> list[tuple[str, Tensor, Tensor]]:
+    """Rebuild its state, empty; the tensors to fill: name, the tensor itself, its local shard."""
     set_hyper_parameters(optimizer, saved["groups"])
     optimizer.state.clear()
-    wanted: list[tuple[str, Tensor]] = []
+    tensors, pieces = slot.tensors(), slot.pieces()
+    wanted: list[tuple[str, Tensor, Tensor]] = []
 
     def rebuilt(name: str, described: Mapping[str, Any], parameter: Tensor) -> Tensor:
-        local, value = room_for(tensors[name], described, parameter)
-        wanted.append((name, local))
+        shape = pieces[name].box.shape if name in pieces else tuple(tensors[name].shape)
+        local, value = room_for(shape, tensors[name].dtype, described, parameter)
+        wanted.append((name, value, local))
         return value
 
     for name, parameter in named_parameters_of(optimizer, model):
@@ -99,20 +138,22 @@ def _load_optimizer(
         }
         if state:
             optimizer.state[parameter] = state
-    tensors.read_into(wanted)
+    return wanted
 
 
-def room_for(saved: Tensor, described: Mapping[str, Any], parameter: Tensor) -> tuple[Tensor, Tensor]:
+def room_for(
+    shape: tuple[int, ...], dtype: torch.dtype, described: Mapping[str, Any], parameter: Tensor
+) -> tuple[Tensor, Tensor]:
     """The optimizer's tensor as `capture.describe` found it: same device kind, memory order, and sharding.
 
-    What is to be filled with `saved`, and the tensor that it is the local shard of (or itself).
+    What is to be filled, of local `shape`, and the tensor that it is the local shard of (or itself).
     """
     shard = local_shard(parameter)
     device = shard.device if described["device"] == shard.device.type else torch.device(described["device"])
-    if saved.shape == shard.shape:
-        local = torch.empty_like(shard, dtype=saved.dtype, device=device)
+    if shape == tuple(shard.shape):
+        local = torch.empty_like(shard, dtype=dtype, device=device)
     else:
-        local = torch.empty(saved.shape, dtype=saved.dtype, device=device)
+        local = torch.empty(shape, dtype=dtype, device=device)
     sharded = described.get("sharded")
     if sharded is None:
         return local, local

@@ -15,6 +15,7 @@ from tiercheck.trainer.capture import local_shard, named_parameters_of
 from tiercheck.trainer.delta import StoredDelta, StoredEvent
 from tiercheck.trainer.gradients import SCALING, set_hyper_parameters
 from tiercheck.trainer.replayable import plain_step
+from tiercheck.trainer.replicas import Shares, exchange
 
 
 class Mismatch(Exception):
@@ -24,9 +25,10 @@ class Mismatch(Exception):
 class Replay:
     """Replays deltas, one after the other, on a model and its optimizers as a snapshot left them."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], shares: Shares) -> None:
         self._optimizers = optimizers
         self._named = [list(named_parameters_of(optimizer, model)) for optimizer in optimizers]
+        self._replicas = [[shares.replicas_of(f"model/{name}", p) for name, p in named] for named in self._named]
         self._buffers = Buffers(model)
 
     @torch.no_grad()
@@ -53,9 +55,20 @@ class Replay:
             raise Mismatch(f"{self._spelled(where)} differs")
 
     def _update(self, delta: StoredDelta, event: StoredEvent, consumed: Mapping[str, Any]) -> None:
-        optimizer = self._optimizers[event.optimizer]
-        for index, (name, parameter) in enumerate(self._named[event.optimizer]):
-            gradient = event.gradient(delta.tensors, index, name, local_shard(parameter).device)
+        optimizer, named = self._optimizers[event.optimizer], self._named[event.optimizer]
+        replicas = self._replicas[event.optimizer]
+        gradients = [
+            event.gradient(delta.tensors, index, name, local_shard(parameter).device, replicas[index])
+            for index, (name, parameter) in enumerate(named)
+        ]
+        exchange(
+            [
+                (alike, gradient)
+                for index, (alike, gradient) in enumerate(zip(replicas, gradients, strict=True))
+                if gradient is not None and alike is not None and event.is_shared(index)
+            ]
+        )
+        for gradient, (_, parameter) in zip(gradients, named, strict=True):
             parameter.grad = None if gradient is None else _like(gradient, parameter)
         set_hyper_parameters(optimizer, consumed["groups"])
         device = next((p.device for _, p in self._named[event.optimizer]), None)

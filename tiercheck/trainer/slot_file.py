@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.pieces import Box, Piece
 from tiercheck.protocol.slot import SlotHeader, SlotLayout, read_header
 from tiercheck.protocol.slot import Tensor as SlotTensor
 from tiercheck.protocol.version import Version
@@ -19,6 +21,34 @@ from tiercheck.trainer.stored import StoredTensors
 
 USER_BLOB = "user"
 USER_BYTES = "user_bytes"
+PIECES = "pieces"
+"""The table of pieces, before all tensors: what each is of the whole."""
+
+
+def pieces_table(pieces: Mapping[str, Piece]) -> bytes:
+    """JSON, by tensor name: shape of the whole tensor, offset and extent of the shard, and the span that is stored of it."""
+    table = {
+        name: {
+            "shape": piece.shape,
+            "offset": piece.box.offset,
+            "extent": piece.box.shape,
+            **({} if piece.span is None else {"span": piece.span}),
+        }
+        for name, piece in pieces.items()
+    }
+    return json.dumps(table, separators=(",", ":")).encode()
+
+
+def read_pieces(table: bytes) -> dict[str, Piece]:
+    """Inverse of `pieces_table`. Raises ValueError, KeyError or TypeError if it is none."""
+    return {
+        name: Piece(
+            tuple(entry["shape"]),
+            Box(tuple(entry["offset"]), tuple(entry["extent"])),
+            (entry["span"][0], entry["span"][1]) if "span" in entry else None,
+        )
+        for name, entry in json.loads(table).items()
+    }
 
 
 def view_of(buffer: mmap.mmap, tensor: SlotTensor) -> Tensor:
@@ -111,7 +141,7 @@ class SlotReader:
             buffer = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
             with memoryview(buffer) as view:
                 header = read_header(view)
-            places = [tensor for tensor in header.tensors if tensor.name != USER_BLOB]
+            places = [tensor for tensor in header.tensors if tensor.name not in (USER_BLOB, PIECES)]
             views = {tensor.name: view_of(buffer, tensor) for tensor in places}
         except BaseException:
             os.close(descriptor)
@@ -120,8 +150,13 @@ class SlotReader:
         return SlotReader(header, buffer, StoredTensors(descriptor, header.size, views, begins))
 
     def tensors(self) -> StoredTensors:
-        """All but the user blob."""
+        """All but the user blob and the table of pieces."""
         return self.stored
+
+    def pieces(self) -> dict[str, Piece]:
+        """What its tensors are of the whole, by name. Raises ValueError, KeyError or TypeError if the table is broken."""
+        place = next((tensor for tensor in self.header.tensors if tensor.name == PIECES), None)
+        return {} if place is None else read_pieces(self.buffer[place.begin : place.end])
 
     def user_blob(self) -> bytes:
         return self.blob(USER_BLOB, USER_BYTES)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from tiercheck.protocol.artifact import Kind
-from tiercheck.protocol.slot import SlotLayout
 from tiercheck.trainer import copying
 from tiercheck.trainer.backend import Skipped
 from tiercheck.trainer.capture import NotCapturable
 from tiercheck.trainer.copying import Snapshot
 from tiercheck.trainer.crew import Crew
 from tiercheck.trainer.desk import Cancelled, Desk
-from tiercheck.trainer.slot_file import USER_BLOB, USER_BYTES, bytes_into
+from tiercheck.trainer.layouts import Planned
+from tiercheck.trainer.slot_file import PIECES, USER_BLOB, USER_BYTES, bytes_into
 
 
 class SnapshotJob:
@@ -24,27 +24,27 @@ class SnapshotJob:
         self._desk = desk
         self._mutating = mutating
         self._path = ""
-        self._layout: SlotLayout
+        self._planned: Planned
         self._views: dict[str, torch.Tensor] = {}
 
     def copy(self) -> None:
         snapshot, backend = self._snapshot, self._desk.backend
         try:
-            self._layout = self._desk.layouts.plan(snapshot.entries, len(snapshot.blob.written()))
+            self._planned = self._desk.layouts.plan(snapshot.entries, len(snapshot.blob.written()))
         except NotCapturable as error:
             backend.pass_over(snapshot.step)
             raise Skipped("NotCapturable", str(error)) from error
-        self._path = backend.begin(snapshot.step, self._layout.size, self.kind)
+        self._path = backend.begin(snapshot.step, self._planned.slot.size, self.kind)
         self._desk.abandoning(self._snapshot, self.kind, self._path, self._copy)
 
     def finish(self) -> None:
         self._desk.abandoning(self._snapshot, self.kind, self._path, self._finish)
-        self._desk.backend.complete(self._path, self._snapshot.step, self._layout.size, self.kind)
+        self._desk.backend.complete(self._path, self._snapshot.step, self._planned.slot.size, self.kind)
 
     def _copy(self) -> None:
         snapshot = self._snapshot
         writer = self._desk.open(self._path)
-        self._views = writer.begin(self._layout)
+        self._views = writer.begin(self._planned.slot)
         items = [(entry.name, entry.tensor) for entry in snapshot.entries]
         if snapshot.device is None:
             snapshot.crew = Crew(copying.pieces(items, self._views), copying.copy_tensor)
@@ -65,6 +65,7 @@ class SnapshotJob:
 
     def _finish(self) -> None:
         snapshot = self._snapshot
+        bytes_into(self._views[PIECES], self._planned.pieces)
         bytes_into(self._views[USER_BLOB], snapshot.blob.written())
         if self._desk.gate():
             # Buffers may hold infinities: masks do.
@@ -74,7 +75,7 @@ class SnapshotJob:
                 raise Skipped("NotFinite", f"{name} holds an infinity or a NaN")
             self._desk.sanity.good(snapshot.step)
         self._desk.open(self._path).finish(
-            self._layout,
+            self._planned.slot,
             self._desk.rank,
             self._desk.version(snapshot.step),
             self._desk.world_size,

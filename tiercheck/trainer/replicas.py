@@ -1,0 +1,196 @@
+"""What several ranks hold alike is saved by each of them in part, and put together again among them.
+
+Of a shard with R replicas each one stores an equal share of its elements, so that capture, network and memory fall with the
+data-parallel degree (REFT, arXiv 2310.12670). After a restore the replicas give each other their shares, with collectives
+of the process group that binds them: no way between them is faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tiercheck.protocol.pieces import Piece, fair_span
+from tiercheck.trainer.capture import Entry, local_shard
+from tiercheck.trainer.sharding import shard_of
+
+SMALLEST = 64 * 1024
+"""Bytes; a smaller tensor is stored whole by every replica, because a share of it would cost more than it saves."""
+_BUCKET = 64 * 1024 * 1024
+"""Bytes that one rank contributes to one exchange."""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The ranks that hold the same shard. `groups`: process groups whose product they are, the outermost first."""
+
+    groups: tuple[dist.ProcessGroup, ...]
+
+    @cached_property
+    def count(self) -> int:
+        return math.prod(group.size() for group in self.groups)
+
+    @cached_property
+    def index(self) -> int:
+        """Of this rank among them."""
+        index = 0
+        for group in self.groups:
+            index = index * group.size() + group.rank()
+        return index
+
+    def gather(self, own: Tensor) -> Tensor:
+        """What every replica contributes, as rows in their order. `own`: flat, and of the same length everywhere."""
+        rows = own
+        for group in reversed(self.groups):
+            whole = rows.new_empty(group.size() * rows.numel())
+            dist.all_gather_into_tensor(whole, rows, group=group)  # type: ignore[no-untyped-call,unused-ignore]
+            rows = whole
+        return rows.view(self.count, -1)
+
+
+class Shares:
+    """Which part of each tensor of a state this rank stores."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._of_name: dict[str, Replicas] = {}
+        for prefix, module in model.named_modules():
+            if isinstance(module, nn.parallel.DistributedDataParallel) and module.process_group.size() > 1:
+                replicas = Replicas((module.process_group,))
+                path = f"{prefix}." if prefix else ""
+                for name, _ in module.module.named_parameters(remove_duplicate=False):
+                    if name not in module.parameters_to_ignore:
+                        self._of_name[f"{path}module.{name}"] = replicas
+        self._alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self._of_mesh: dict[tuple[object, tuple[int, ...]], Replicas] = {}
+
+    def describe(self, entry: Entry) -> Entry:
+        """The entry as this rank stores it: with the piece that it is, and cut to this rank's share."""
+        tensor, origin = entry.tensor, entry.origin if entry.origin is not None else entry.tensor
+        whole, replicas = self._place(entry.name, origin, tensor)
+        if whole is None:
+            return entry
+        span = None if replicas is None else share_of(tensor, replicas)
+        if span is None:
+            return entry._replace(piece=whole)
+        return entry._replace(tensor=cut(tensor, span), piece=Piece(whole.shape, whole.box, span))
+
+    def own(self, entries: Sequence[Entry]) -> list[Entry]:
+        return [self.describe(entry) for entry in entries]
+
+    def replicas_of(self, name: str, value: Tensor) -> Replicas | None:
+        """The ranks that hold the same as this one of a tensor with that name in a slot; None: there are none."""
+        return self._place(name, value, local_shard(value))[1]
+
+    def _place(self, name: str, value: Tensor, shard: Tensor) -> tuple[Piece | None, Replicas | None]:
+        found = shard_of(value, shard)
+        if found is not None:
+            mesh, dims = found.replicated
+            if not dims:
+                return found.piece, None
+            key = (mesh, dims)
+            if key not in self._of_mesh:
+                self._of_mesh[key] = Replicas(tuple(mesh.get_group(dim) for dim in dims))
+            return found.piece, self._of_mesh[key]
+        replicas = self._of_name.get(parameter_of(name))
+        if replicas is None and not self._alone:
+            return None, None
+        return Piece.whole(shard.shape), replicas
+
+
+def parameter_of(name: str) -> str:
+    """The parameter that a stored tensor belongs to: itself for `model/<parameter>`, of `optimizer<i>/<parameter>/<key>` its middle."""
+    kind, _, rest = name.partition("/")
+    return rest if kind == "model" else rest.rpartition("/")[0]
+
+
+def share_of(shard: Tensor, replicas: Replicas) -> tuple[int, int] | None:
+    """The elements that this rank stores; None: all. The same rule at every replica, whole rows where there are enough."""
+    if shard.nbytes < SMALLEST or shard.layout is not torch.strided or not shard.is_contiguous():
+        return None
+    return fair_span(shard.numel(), replicas.index, replicas.count, _grain(shard, replicas.count))
+
+
+def cut(shard: Tensor, span: tuple[int, int]) -> Tensor:
+    """A view of these elements; as rows, if they are whole ones."""
+    flat = shard.detach().view(-1)[span[0] : span[1]]
+    width = shard.shape[-1] if shard.dim() > 1 else 1
+    return flat.view(-1, width) if width > 1 and span[0] % width == 0 and flat.numel() % width == 0 else flat
+
+
+def _grain(shard: Tensor, count: int) -> int:
+    width = int(shard.shape[-1]) if shard.dim() > 1 else 1
+    return width if shard.numel() // width >= count else 1
+
+
+@torch.no_grad()
+def exchange(wanted: Sequence[tuple[Replicas, Tensor]]) -> None:
+    """Complete each tensor, of which this rank has its own share in place, with the shares of its replicas.
+
+    A collective call: all replicas give the same tensors in the same order.
+    """
+    for replicas, tensors in _buckets(wanted):
+        shares = [-(-_longest(tensor, replicas) * tensor.element_size() // 8) * 8 for tensor in tensors]
+        place = _device(replicas, tensors[0])
+        own = torch.zeros(sum(shares), dtype=torch.uint8, device=place)
+        for tensor, at in zip(tensors, _starts(shares), strict=True):
+            mine = _bytes(tensor, replicas, replicas.index)
+            own[at : at + mine.numel()].copy_(mine)
+        rows = replicas.gather(own)
+        for tensor, at in zip(tensors, _starts(shares), strict=True):
+            for index in range(replicas.count):
+                if index != replicas.index:
+                    theirs = _bytes(tensor, replicas, index)
+                    theirs.copy_(rows[index, at : at + theirs.numel()])
+
+
+def _buckets(wanted: Sequence[tuple[Replicas, Tensor]]) -> Iterator[tuple[Replicas, list[Tensor]]]:
+    by_group: dict[Replicas, list[Tensor]] = {}
+    for replicas, tensor in wanted:
+        by_group.setdefault(replicas, []).append(tensor)
+    for replicas, tensors in by_group.items():
+        bucket: list[Tensor] = []
+        size = 0
+        for tensor in tensors:
+            if bucket and size + tensor.nbytes // replicas.count > _BUCKET:
+                yield replicas, bucket
+                bucket, size = [], 0
+            bucket.append(tensor)
+            size += tensor.nbytes // replicas.count
+        yield replicas, bucket
+
+
+def _starts(lengths: Sequence[int]) -> Iterator[int]:
+    at = 0
+    for length in lengths:
+        yield at
+        at += length
+
+
+def _span(tensor: Tensor, replicas: Replicas, index: int) -> tuple[int, int]:
+    return fair_span(tensor.numel(), index, replicas.count, _grain(tensor, replicas.count))
+
+
+def _longest(tensor: Tensor, replicas: Replicas) -> int:
+    begin, end = _span(tensor, replicas, 0)
+    return end - begin
+
+
+def _bytes(tensor: Tensor, replicas: Replicas, index: int) -> Tensor:
+    """The bytes of one replica's share, in place."""
+    begin, end = _span(tensor, replicas, index)
+    flat = tensor.detach().view(-1)[begin:end]
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device=tensor.device)
+
+
+def _device(replicas: Replicas, tensor: Tensor) -> torch.device:
+    """Where the group can exchange: on the tensor's own device, or on the GPU if it is a group of GPUs."""
+    devices = {device.type for group in replicas.groups for device in group._device_types}
+    if tensor.device.type in devices or "cuda" not in devices:
+        return tensor.device
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,34 @@
+"""Where a rank's shard lies in the whole tensor, as torch's DTensor tells it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from tiercheck.protocol.pieces import Box, Piece
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Shard:
+    piece: Piece
+    replicated: tuple[DeviceMesh, tuple[int, ...]]
+    """The dimensions of the mesh along which other ranks hold the same."""
+
+
+def shard_of(value: Tensor, local: Tensor) -> Shard | None:
+    """Of a DTensor, whose local shard is `local`; None for other tensors, and where torch's own account does not fit the shard."""
+    mesh, placements = getattr(value, "device_mesh", None), getattr(value, "placements", None)
+    if mesh is None or placements is None or any(placement.is_partial() for placement in placements):
+        return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    extent, offset = compute_local_shape_and_global_offset(value.shape, mesh, placements)
+    if tuple(extent) != tuple(local.shape) or len(offset) != len(extent):
+        return None
+    dims = tuple(dim for dim, placement in enumerate(placements) if placement.is_replicate() and mesh.size(dim) > 1)
+    return Shard(Piece(tuple(value.shape), Box(tuple(offset), tuple(extent))), (mesh, dims))
