@@ -1,54 +1,128 @@
 """A training script of several ranks, for tests: `python sharded_script.py KIND STEPS`. Prints what a test compares.
 
-KIND: fsdp, ddp, hybrid (replicated FSDP on half of the ranks each), tensor (tensor parallel), fsdp-tensor (both), pipeline.
+KIND: ddp, zero (ZeroRedundancyOptimizer), fsdp, hybrid (FSDP on each half of the ranks, replicated between them), tensor
+(tensor parallel), fsdp-tensor (both), pipeline (a stage per rank).
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tiercheck import Checkpointer
 from tiercheck.trainer.capture import local_shard, take_inventory
 from tiercheck.trainer.state_hash import fingerprints
 
+WIDE = 1021
+"""Wide enough for replicas to store shares of a layer, and no multiple of anything."""
 
-def wrap(kind: str, model: nn.Module) -> nn.Module:
+
+def make_model() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(9, 34), nn.ReLU(), nn.Linear(34, WIDE), nn.ReLU(), nn.Linear(WIDE, 30), nn.ReLU(), nn.Linear(30, 5)
+    )
+
+
+def shard(model: nn.Sequential, mesh: Any) -> nn.Sequential:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def split(model: nn.Sequential, mesh: Any) -> nn.Sequential:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(), "6": RowwiseParallel()}
+    return parallelize_module(model, mesh, plan)  # type: ignore[return-value]
+
+
+def wrap(kind: str, model: nn.Sequential) -> nn.Module:
+    world = dist.get_world_size()
     if kind == "fsdp":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for layer in model:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        return model
+        return shard(model, init_device_mesh("cpu", (world,)))
+    if kind == "hybrid":
+        return shard(model, init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")))
+    if kind == "tensor":
+        return split(model, init_device_mesh("cpu", (world,)))
+    if kind == "fsdp-tensor":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "tensor"))
+        return shard(split(model, mesh["tensor"]), mesh["data"])
+    if kind == "pipeline":
+        half = len(model) // 2
+        return model[:half] if dist.get_rank() == 0 else model[half:]
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    if kind == "zero":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def trainer(kind: str, model: nn.Module) -> Callable[[], Tensor]:
+    """One forward and backward pass; the loss."""
+    if kind == "pipeline":
+        return lambda: through_stages(model)
+
+    def whole() -> Tensor:
+        loss = model(torch.randn(6, 9)).square().mean()
+        loss.backward()
+        return loss
+
+    return whole
+
+
+def through_stages(stage: nn.Module) -> Tensor:
+    batch = torch.randn(6, 9)
+    if dist.get_rank() == 0:
+        out = stage(batch)
+        dist.send(out.detach(), 1)
+        gradient = torch.empty_like(out)
+        dist.recv(gradient, 1)
+        out.backward(gradient)
+        loss = torch.zeros(())
+    else:
+        arrived = torch.empty(6, WIDE)
+        dist.recv(arrived, 0)
+        arrived.requires_grad_()
+        loss = stage(arrived).square().mean()
+        loss.backward()
+        assert arrived.grad is not None
+        dist.send(arrived.grad, 0)
+    return loss
 
 
 def main(kind: str, steps: int) -> None:
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
     torch.manual_seed(0)
-    model = wrap(kind, nn.Sequential(nn.Linear(9, 33), nn.ReLU(), nn.Linear(33, 7), nn.ReLU(), nn.Linear(7, 5)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = wrap(kind, make_model())
+    optimizer = make_optimizer(kind, model)
     said: dict[str, Any] = {"losses": []}
-    torch.manual_seed(rank)
+    # Ranks that split a layer see the same batch; all others see their own.
+    torch.manual_seed(0 if "tensor" in kind else dist.get_rank())
+    forward_backward = trainer(kind, model)
     with Checkpointer(model, optimizer) as checkpointer:
         first = checkpointer.restore()
         if first:
             said["restored"] = digest(model, optimizer)
         for step in range(first + 1, steps + 1):
-            loss = model(torch.randn(6, 9)).square().mean()
             optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            loss = forward_backward()
+            if kind != "pipeline":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
             optimizer.step()
             checkpointer.step(loss.item())
             said["losses"].append(loss.item().hex())
@@ -62,7 +136,8 @@ def main(kind: str, steps: int) -> None:
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    return fingerprints([local_shard(entry.tensor) for entry in take_inventory(model, [optimizer]).entries])
+    inner = getattr(optimizer, "optim", optimizer)
+    return fingerprints([local_shard(entry.tensor) for entry in take_inventory(model, [inner]).entries])
 
 
 if __name__ == "__main__":

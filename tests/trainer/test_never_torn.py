@@ -19,7 +19,11 @@ DEADLINE = 30.0
 
 def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:
     tensors = load_file(folder / "rank-0-of-1" / f"{step:012d}-0.safetensors")
-    return {name: value for name, value in tensors.items() if name not in ("user", "pieces") and not name.startswith("__pad")}
+    return {
+        name: value
+        for name, value in tensors.items()
+        if name not in ("user", "pieces") and not name.startswith("__pad")
+    }
 
 
 def without_ties(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -17,15 +18,23 @@ from scripted_sidecar import ScriptedSidecar
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.local import Welcome
+from tiercheck.protocol.pieces import Box, Piece, cover
+from tiercheck.trainer.slot_file import SlotReader
 
 SCRIPT = Path(__file__).parent / "sharded_script.py"
-RANKS = 2
+KINDS = {"ddp": 2, "zero": 2, "fsdp": 2, "hybrid": 4, "tensor": 2, "fsdp-tensor": 4, "pipeline": 2}
+"""Ways to be parallel, and how many ranks each is run on."""
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture
-def sidecars(tmp_path: Path) -> Iterator[list[ScriptedSidecar]]:
+def sidecars(tmp_path: Path, kind: str) -> Iterator[list[ScriptedSidecar]]:
     found = []
-    for rank in range(RANKS):
+    for rank in range(KINDS[kind]):
         run_dir = tmp_path / str(rank)
         run_dir.mkdir()
         found.append(ScriptedSidecar(run_dir, Welcome(attempt=1, snapshot_every=4, delta=DeltaMode.AUTO)))
@@ -35,6 +44,7 @@ def sidecars(tmp_path: Path) -> Iterator[list[ScriptedSidecar]]:
 
 
 def run(tmp_path: Path, kind: str, steps: int) -> list[dict[str, Any]]:
+    ranks = KINDS[kind]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -44,7 +54,7 @@ def run(tmp_path: Path, kind: str, steps: int) -> list[dict[str, Any]]:
             env={
                 **os.environ,
                 "RANK": str(rank),
-                "WORLD_SIZE": str(RANKS),
+                "WORLD_SIZE": str(ranks),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
                 "OMP_NUM_THREADS": "1",
@@ -54,14 +64,13 @@ def run(tmp_path: Path, kind: str, steps: int) -> list[dict[str, Any]]:
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(RANKS)
+        for rank in range(ranks)
     ]
     said = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * RANKS
+    assert [process.returncode for process in processes] == [0] * ranks
     return [json.loads(text.splitlines()[-1]) for text in said]
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 def test_every_rank_replays_its_shard(sidecars: list[ScriptedSidecar], tmp_path: Path, kind: str) -> None:
     whole = run(tmp_path, kind, 13)
     for sidecar in sidecars:
@@ -73,3 +82,22 @@ def test_every_rank_replays_its_shard(sidecars: list[ScriptedSidecar], tmp_path:
         assert (one["deltas"], one["skipped"]) == (9, 0)
         assert other["restored"] == one["at"]
         assert other["losses"] == one["losses"][9:]
+
+
+def test_ranks_store_the_whole_state_together_and_replicas_a_share_each(
+    sidecars: list[ScriptedSidecar], tmp_path: Path, kind: str
+) -> None:
+    run(tmp_path, kind, 4)
+    slots = [SlotReader.open(sidecar.completed(Kind.SNAPSHOT)[4]) for sidecar in sidecars]
+    held: dict[str, list[tuple[int, Piece]]] = {}
+    for rank, slot in enumerate(slots):
+        for name, piece in slot.pieces().items():
+            assert slot.tensors()[name].numel() == piece.count
+            held.setdefault(name, []).append((rank, piece))
+    for pieces in held.values():
+        cover(Box.whole(pieces[0][1].shape), pieces)
+    if kind != "pipeline":  # each stage has layers of its own, as plain tensors
+        assert len(held) == 8 + 3 * 8
+    stored = sum(tensor.nbytes for slot in slots for tensor in slot.tensors().values())
+    once = sum(4 * math.prod(pieces[0][1].shape) for pieces in held.values())
+    assert stored <= 1.1 * once or kind == "pipeline"

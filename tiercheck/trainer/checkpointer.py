@@ -39,6 +39,7 @@ from tiercheck.trainer.deltas import Deltas, innermost
 from tiercheck.trainer.folder_backend import FolderBackend
 from tiercheck.trainer.inventories import Inventories
 from tiercheck.trainer.load import load_all
+from tiercheck.trainer.partitioned import Partitions
 from tiercheck.trainer.ranks import rank_and_world
 from tiercheck.trainer.replay import Mismatch, Replay
 from tiercheck.trainer.replicas import Shares
@@ -81,7 +82,8 @@ class Checkpointer:
         if every is not None and every < 1:
             raise ValueError(f"every must be at least 1, not {every}")
         self._model = model
-        self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self._partitions = Partitions([optimizer] if isinstance(optimizer, Optimizer) else list(optimizer))
+        self._optimizers = self._partitions.inner
         self._state: user_state.State = state or {}
         self._every = every
         self.rank, self.world_size = rank_and_world()
@@ -93,7 +95,7 @@ class Checkpointer:
             else FolderBackend(Path(folder or "checkpoints"), self.rank, self.world_size, keep)
         )
         self._inventories = Inventories(model, self._optimizers)
-        self._shares = Shares(model)
+        self._shares = Shares(model, self._partitions)
         self._sanity_gate = sanity_gate
         self._saver = Saver(self._backend, self.rank, self.world_size, gate=lambda: self.sanity_gate)
         self._deltas = Deltas(model, self._optimizers, self._shares, self._backend, self._saver)
@@ -246,6 +248,7 @@ class Checkpointer:
                 message = f"replaying step {step} did not give the state that it was taken from: {mismatch}"
                 self._backend.mismatch(step, message)
                 raise RestoreError(message) from mismatch
+        self._partitions.loaded()
         user_state.put_back(self._state, content)
         return room
 

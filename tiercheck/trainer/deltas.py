@@ -219,7 +219,10 @@ class Deltas:
         self._named = [list(named_parameters_of(optimizer, self._model)) for optimizer in self._optimizers]
         self._sizes = [len(named) for named in self._named]
         names = [[name for name, _ in named] for named in self._named]
-        replicas = [[self._shares.replicas_of(f"model/{name}", p) for name, p in named] for named in self._named]
+        replicas = [
+            [self._shares.consumers_of(index, name, parameter) for name, parameter in named]
+            for index, named in enumerate(self._named)
+        ]
         self._saver.script = Script(self._optimizers, Planner(names, replicas), self._recorder.copy_at_once)
 
 

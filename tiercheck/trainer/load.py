@@ -31,6 +31,7 @@ def load_all(
     replicas have saved it in shares.
     """
     tensors, pieces = slot.tensors(), slot.pieces()
+    tensors.ensure_whole()
     if len(optimizers) != len(facts["optimizers"]):
         raise DifferentState(f"the checkpoint has {len(facts['optimizers'])} optimizers, here are {len(optimizers)}")
     targets = _model_targets(model, shares, tensors, pieces)

@@ -28,7 +28,10 @@ class Replay:
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], shares: Shares) -> None:
         self._optimizers = optimizers
         self._named = [list(named_parameters_of(optimizer, model)) for optimizer in optimizers]
-        self._replicas = [[shares.replicas_of(f"model/{name}", p) for name, p in named] for named in self._named]
+        self._replicas = [
+            [shares.consumers_of(index, name, parameter) for name, parameter in named]
+            for index, named in enumerate(self._named)
+        ]
         self._buffers = Buffers(model)
 
     @torch.no_grad()

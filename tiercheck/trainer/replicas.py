@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tiercheck.protocol.pieces import Piece, fair_span
 from tiercheck.trainer.capture import Entry, local_shard
+from tiercheck.trainer.partitioned import Partitions
 from tiercheck.trainer.sharding import shard_of
 
 SMALLEST = 64 * 1024
@@ -57,7 +58,8 @@ class Replicas:
 class Shares:
     """Which part of each tensor of a state this rank stores."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, partitions: Partitions) -> None:
+        self._partitions = partitions
         self._of_name: dict[str, Replicas] = {}
         for prefix, module in model.named_modules():
             if isinstance(module, nn.parallel.DistributedDataParallel) and module.process_group.size() > 1:
@@ -87,6 +89,10 @@ class Shares:
         """The ranks that hold the same as this one of a tensor with that name in a slot; None: there are none."""
         return self._place(name, value, local_shard(value))[1]
 
+    def consumers_of(self, optimizer: int, name: str, parameter: Tensor) -> Replicas | None:
+        """The ranks whose optimizer with this number consumes the same gradient of the parameter; None: only this one."""
+        return None if optimizer in self._partitions else self.replicas_of(f"model/{name}", parameter)
+
     def _place(self, name: str, value: Tensor, shard: Tensor) -> tuple[Piece | None, Replicas | None]:
         found = shard_of(value, shard)
         if found is not None:
@@ -97,16 +103,18 @@ class Shares:
             if key not in self._of_mesh:
                 self._of_mesh[key] = Replicas(tuple(mesh.get_group(dim) for dim in dims))
             return found.piece, self._of_mesh[key]
-        replicas = self._of_name.get(parameter_of(name))
-        if replicas is None and not self._alone:
+        optimizer, parameter = owner_of(name)
+        replicas = self._of_name.get(parameter)
+        counts = optimizer >= 0 and not shard.dim()  # how often a parameter was updated: the same wherever it is
+        if replicas is None and not self._alone and not counts:
             return None, None
-        return Piece.whole(shard.shape), replicas
+        return Piece.whole(shard.shape), None if optimizer in self._partitions else replicas
 
 
-def parameter_of(name: str) -> str:
-    """The parameter that a stored tensor belongs to: itself for `model/<parameter>`, of `optimizer<i>/<parameter>/<key>` its middle."""
+def owner_of(name: str) -> tuple[int, str]:
+    """Optimizer (-1: the model itself) and parameter that a stored tensor, `model/<parameter>` or `optimizer<i>/<parameter>/<key>`, belongs to."""
     kind, _, rest = name.partition("/")
-    return rest if kind == "model" else rest.rpartition("/")[0]
+    return (-1, rest) if kind == "model" else (int(kind.removeprefix("optimizer")), rest.rpartition("/")[0])
 
 
 def share_of(shard: Tensor, replicas: Replicas) -> tuple[int, int] | None:

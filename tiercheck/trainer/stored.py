@@ -42,15 +42,19 @@ class StoredTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._views)
 
+    def ensure_whole(self) -> None:
+        """Raises RestoreError if the file is too short."""
+        found = os.fstat(self._descriptor).st_size
+        if found < self._size:
+            raise RestoreError(f"the checkpoint is cut off: {found} of {self._size} bytes are there")
+
     @torch.no_grad()
     def read_into(self, wanted: Sequence[tuple[str, Tensor]]) -> None:
         """Fill each tensor with what is stored under its name; shapes and dtypes must be the same.
 
         Raises RestoreError if bytes are missing or cannot be read: before anything is written, if the file is too short already.
         """
-        found = os.fstat(self._descriptor).st_size
-        if found < self._size:
-            raise RestoreError(f"the checkpoint is cut off: {found} of {self._size} bytes are there")
+        self.ensure_whole()
         pieces: list[tuple[memoryview, int]] = []
         for name, target in wanted:
             stored = self._views[name]
