@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from tiercheck_local import api, markers, remains
+from tiercheck_local import api, links, markers, remains
 from tiercheck_local.addresses import Octet, free_ports
 from tiercheck_local.api import Api
 from tiercheck_local.client import CRDS, NODES, PODS, ApiFailure, Object
@@ -37,7 +37,8 @@ class LocalCluster:
     """Use as a context manager, or `start` and `stop`, from the main thread.
 
     `control_plane`: "embedded", "real" or "existing". `image_paths`: folders of this machine that stand for paths inside images.
-    `lease_grace`: seconds after which a silent node is unreachable.
+    `lease_grace`: seconds after which a silent node is unreachable. `cuttable`: links may be cut (`Faults.cut_links`), which every
+    Python process in the cluster pays for with a thread.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class LocalCluster:
         *,
         image_paths: Mapping[str, str] | None = None,
         lease_grace: float = 2.0,
+        cuttable: bool = False,
     ) -> None:
         self.directory = directory.absolute()
         self.nodes = {node.name: node for node in nodes}
@@ -55,6 +57,8 @@ class LocalCluster:
         self.metrics_address = ""
         """host:port of the operator's metrics, once it was started."""
         self._kind, self._image_paths, self._lease_grace = control_plane, dict(image_paths or {}), lease_grace
+        self.cuts = self.directory / "cut-links" if cuttable else None
+        """The file that names the links that are cut."""
         self._numbers = {node.name: number for number, node in enumerate(nodes, start=1)}
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
         self._controllers: subprocess.Popen[bytes] | None = None
@@ -150,6 +154,7 @@ class LocalCluster:
             "--address-prefix", f"127.{self._octet.value}.{self._numbers[name]}", "--labels", _pairs(node.labels),
             "--pods", str(node.pods), "--resources", _pairs(node.resources), "--image-paths", _pairs(self._image_paths),
             "--cluster", self.id, "--memory", str(memory), "--scratch", str(scratch), "--lifeline",
+            *(["--cuts", str(self.cuts)] if self.cuts is not None else []),
         ]  # fmt: skip
         self._agents[name] = self._start(f"node-{name}", ["-m", "tiercheck_local.node", *arguments], lifeline=True)
 
@@ -164,6 +169,8 @@ class LocalCluster:
             "TIERCHECK_METRICS_ADDRESS": self.metrics_address,
             **(env or {}),
         }
+        if self.cuts is not None:
+            environment = links.hooked({**os.environ, **environment}, str(self.cuts))
         self.operator = self._start("operator", ["-m", "tiercheck_operator"], environment)
         return self.operator
 

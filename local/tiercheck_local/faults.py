@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiercheck.protocol.slot import NotASlot, SlotHeader, read_header
-from tiercheck_local import markers
+from tiercheck_local import links, markers
 from tiercheck_local.client import NODES, PODS, Object
 from tiercheck_local.node.agent import LOSE_EVERY_POD
 from tiercheck_local.nodespec import RACK
@@ -32,6 +32,7 @@ class Faults:
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._cluster = cluster
+        self._cut: set[frozenset[str]] = set()
 
     # Processes of a pod.
 
@@ -126,6 +127,29 @@ class Faults:
     def cordon_node(self, name: str, cordoned: bool = True) -> None:
         """As `kubectl cordon` / `uncordon`."""
         self._cluster.api.patch(NODES, None, name, {"spec": {"unschedulable": cordoned or None}})
+
+    # Links.
+
+    def cut_links(self, pod: str, others: Iterable[str], *, operator: bool = False, namespace: str = "default") -> None:
+        """Nothing gets through any more between the pod and each of `others` (pods), and the operator if so wished. Kubernetes
+        notices nothing: the node's agent has its own line. Raises NothingToHit if the cluster was not made `cuttable`."""
+        here = self._pod(pod, namespace)["status"]["podIP"]
+        there = {self._pod(other, namespace)["status"]["podIP"] for other in others}
+        self._cut |= {
+            frozenset((here, address)) for address in (there | ({links.OPERATOR} if operator else set())) - {here}
+        }
+        self._write_cuts()
+
+    def mend_links(self) -> None:
+        """All of them. What was connected before the cut stays dead until its owner gives it up."""
+        self._cut.clear()
+        if self._cluster.cuts is not None:
+            self._write_cuts()
+
+    def _write_cuts(self) -> None:
+        if self._cluster.cuts is None:
+            raise NothingToHit("links can be cut in a cluster that was made with cuttable=True only")
+        links.write(self._cluster.cuts, self._cut)
 
     def nodes_with(self, label: str, value: str) -> list[str]:
         return [name for name, node in self._cluster.nodes.items() if node.labels.get(label) == value]

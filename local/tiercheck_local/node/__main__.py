@@ -30,6 +30,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Settings, bool]:
     parser.add_argument("--scratch", type=Path, help="folder for other volumes; keep it short, sockets live there")
     parser.add_argument("--claims", type=Path, help="folder that stands for persistent volumes")
     parser.add_argument("--lease-seconds", type=float, default=0.5)
+    parser.add_argument("--cuts", help="file that names the links that are cut")
     parser.add_argument("--lifeline", action="store_true", help="end when standard input ends")
     given = parser.parse_args(arguments)
     memory, scratch = remains.folders(given.cluster)
@@ -50,6 +51,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Settings, bool]:
         resources=given.resources,
         image_paths=given.image_paths,
         lease_seconds=given.lease_seconds,
+        cuts=given.cuts,
     )
     return settings, given.lifeline
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiercheck_local import clock, markers
+from tiercheck_local import clock, links, markers
 from tiercheck_local.client import PODS, Client
 from tiercheck_local.node import environment, references, volumes
 from tiercheck_local.node.container import NO_IMAGE, Container, Kind, Recipe
@@ -221,6 +221,7 @@ class Pod:
                 f"workingDir {container.spec['workingDir']!r} is in no volume and not a folder of this machine"
             )
         logs = self._settings.directory / "logs" / self.name / f"{container.name}.log"
+        env = links.hooked(env, self._settings.cuts)
         return Recipe([translate(word) for word in argv], env, cwd or str(home), logs, last_words, translate)
 
 

@@ -26,6 +26,8 @@ class Settings:
     image_paths: Mapping[str, str] = field(default_factory=dict)
     """Paths inside the images that stand for folders of the host, as if every container mounted them."""
     lease_seconds: float = 0.5
+    cuts: str | None = None
+    """File that names the links that are cut; None: none can be."""
 
     @property
     def address(self) -> str:
