@@ -51,6 +51,8 @@ class Offloader:
         self._listed_at: float | None = None
         self._listed_for: Version | None = None
         self._manifests: dict[Version, Manifest] = {}
+        self._announced = 0
+        """The attempt that this worker has made known in the remote tier."""
 
     def uploaded(self, rank: int, verdict: Verdict | None) -> tuple[RankArtifact, ...]:
         """The rank's upload of the version that is wanted now, if it is done."""
@@ -96,6 +98,9 @@ class Offloader:
             directive, verdict = self._board.directive, self._board.verdict
             ready = self._board.restore.state is RestoreState.READY
         self._list_when_due(store, verdict)
+        if directive is not None and self._board.config.worker == 0 and self._announced != directive.attempt:
+            store.begin_attempt(directive.job_uid, directive.attempt)
+            self._announced = directive.attempt
         if directive is None or not ready or self._board.overtaken:
             return
         lonely = self._board.isolated(_ISOLATED)
@@ -105,8 +110,14 @@ class Offloader:
         if verdict is not None and verdict.upload is not None:
             self._upload(store, directive, verdict.upload)
         manifest = self._coordinator.manifest()
-        if manifest is not None:
+        if manifest is not None and self._is_ours(store, directive):
             self._commit(store, directive, manifest)
+
+    def _is_ours(self, store: RemoteStore, directive: Directive) -> bool:
+        """Whether no newer attempt has announced itself. Asked before anything that readers could see is made or deleted: the
+        versions of the next attempt must not be pushed out by ours, which nobody will read."""
+        self._board.learn(store.newest_attempt(directive.job_uid))
+        return not self._board.overtaken and self._board.attempt == directive.attempt
 
     def _list_when_due(self, store: RemoteStore, verdict: Verdict | None) -> None:
         now = time.monotonic()
@@ -119,6 +130,7 @@ class Offloader:
         if self._listed_at is None:
             store.check()
         versions = tuple(store.versions())
+        self._board.learn(store.newest_attempt(self._board.config.job_uid))
         self._listed_at, self._listed_for = now, mark
         self._publish(True, "", versions)
         self._coordinator.stored(versions)
@@ -142,6 +154,8 @@ class Offloader:
             done = self._uploaded.get(rank)
             if done is not None and done.version == version:
                 continue
+            if not self._is_ours(store, directive):
+                return
             try:
                 with self._vault.pin(rank, version, Tier.LOCAL) as slot, slot.mapped() as view:
                     assert slot.seal is not None
@@ -164,6 +178,8 @@ class Offloader:
         self._coordinator.stored(versions)
         self._board.bump()
         policy = directive.policy
+        if not self._is_ours(store, directive):
+            return
         store.retain(policy.remote_keep, {manifest.version}, policy.remote_keep_seconds)
 
     def listed(self, rank: int, version: Version) -> dict[Artifact, int]:

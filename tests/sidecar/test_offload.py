@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from test_cluster import save_everywhere
-from world import World, until
+from world import JOB_UID, FakeLauncher, World, until
 
+from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Policy, Source, Tier
 from tiercheck.protocol.version import Version
+from tiercheck_sidecar.remote import open_store
 
 MakeWorld = Callable[..., World]
 
@@ -104,3 +106,43 @@ def test_remote_copy_that_rotted_is_refused(make_world: MakeWorld) -> None:
     until(lambda: world.report(0).restore.state.value == "Failed", "refused")
     assert world.report(0).restore.ranks[0].failures
     assert world.report(0).holdings == ()
+
+
+def test_workers_that_nobody_can_reach_learn_from_the_store_that_the_job_went_on(make_world: MakeWorld) -> None:
+    """All of them cut off from the controller, with each other and the store in reach: only the store can tell them."""
+    world = make_world(workers=2)
+    store = with_directory(world, every=10, keep=1)
+    world.start()
+    world.begin()
+    save_everywhere(world, 10)
+    until(lambda: world.report(0).watermarks.remote == Version(10, 1), "uploaded")
+    launcher = FakeLauncher(world.run_dir(1) / names.SOCKET_NAME)
+    while launcher.order().phase is not Phase.RELEASE:
+        pass
+    elsewhere = open_store(world.remote, "default/gpt")
+    elsewhere.begin_attempt(JOB_UID, 2)
+    save_everywhere(world, 20, 30, 40)
+    order = launcher.order()
+    assert (order.attempt, order.phase) == (2, Phase.HOLD), "worker 0 read it, worker 1 felt its pulse"
+    until(lambda: world.report(0).watermarks.local == Version(40, 1), "local copies go on")
+    assert elsewhere.versions() == [Version(10, 1)], (
+        "attempt 2 began there: it is not pushed out by what nobody will read"
+    )
+    assert not list(store.rglob("*000000000020-1*")), "not even its bytes"
+    launcher.close()
+    elsewhere.close()
+
+
+def test_attempts_of_a_job_of_the_same_name_before_ours_stop_nobody(make_world: MakeWorld) -> None:
+    world = make_world()
+    with_directory(world)
+    earlier = open_store(world.remote, "default/gpt")
+    earlier.begin_attempt("uid-of-a-deleted-job", 99)
+    world.start()
+    world.begin()
+    with world.ranks() as (rank,):
+        rank.save(10)
+        until(lambda: world.report(0).watermarks.remote == Version(10, 1), "uploaded")
+    assert earlier.newest_attempt("uid-of-a-deleted-job") == 0, "forgotten when the new job began"
+    assert earlier.newest_attempt(JOB_UID) == 1
+    earlier.close()

@@ -10,6 +10,8 @@ from tiercheck.protocol.version import Version
 
 ARTIFACTS = "artifacts/"
 MANIFESTS = "manifests/"
+ATTEMPTS = "attempts/"
+"""An empty object per job and attempt that has begun, so that workers of an older one learn of it even if nobody else reaches them."""
 PROBE = "probe"
 """A tiny object, written to learn whether writing is allowed."""
 
@@ -37,6 +39,16 @@ def digests_key(version: Version, rank: int) -> str:
 
 def manifest_key(version: Version) -> str:
     return f"{MANIFESTS}{version_name(version)}.json"
+
+
+def attempt_key(job_uid: str, attempt: int) -> str:
+    return f"{ATTEMPTS}{job_uid}/{attempt:010d}"
+
+
+def attempt_of(key: str, job_uid: str) -> int:
+    """The attempt of this job that a key announces; 0 for any other key."""
+    number = key.removeprefix(f"{ATTEMPTS}{job_uid}/")
+    return int(number) if number != key and number.isdigit() else 0
 
 
 def version_of(key: str) -> Version | None:

@@ -132,6 +132,18 @@ class RemoteStore:
                 raise
         return _content(self.read_manifest(manifest.version)) == _content(manifest)
 
+    def begin_attempt(self, job_uid: str, attempt: int) -> None:
+        """Announce an attempt to whoever still writes here for an older one; what was announced before it is forgotten."""
+        key = keys.attempt_key(job_uid, attempt)
+        self._objects.create(key, b"")
+        known = [stored.key for stored in self._objects.list(keys.ATTEMPTS)]
+        self._objects.delete([each for each in known if keys.attempt_of(each, job_uid) < attempt])
+
+    def newest_attempt(self, job_uid: str) -> int:
+        """The newest that the job's workers have announced; 0: none was."""
+        listed = self._objects.list(keys.ATTEMPTS)
+        return max((keys.attempt_of(stored.key, job_uid) for stored in listed), default=0)
+
     def versions(self) -> list[Version]:
         """Complete versions, oldest (lowest step) first."""
         return sorted(self._committed())

@@ -412,3 +412,14 @@ def test_closed_store_refuses(store: RemoteStore, slots: Slots) -> None:
     with pytest.raises(RemoteClosed):
         fetched(store, manifest.artifacts[0])
     store.close()
+
+
+def test_attempts_are_announced_once_and_only_the_newest_stays(store: RemoteStore, place: Place) -> None:
+    assert store.newest_attempt("uid") == 0
+    for attempt in (3, 12, 12, 7):
+        store.begin_attempt("uid", attempt)
+    assert store.newest_attempt("uid") == 12, "one that was cut off and announces itself late changes nothing"
+    assert store.newest_attempt("other") == 0
+    store.begin_attempt("other", 1)
+    assert (store.newest_attempt("uid"), store.newest_attempt("other")) == (0, 1)
+    assert store.versions() == []
