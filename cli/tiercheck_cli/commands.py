@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from tiercheck.about import __version__
 from tiercheck_cli.events.command import events
+from tiercheck_cli.explain.command import explain
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.plan.command import plan
 from tiercheck_cli.status.command import status
@@ -40,6 +41,7 @@ _JOBS, _OTHERS = "A job in the cluster", "Others"
 
 app.command(rich_help_panel=_JOBS)(status)
 app.command(rich_help_panel=_JOBS)(plan)
+app.command(rich_help_panel=_JOBS)(explain)
 app.command(rich_help_panel=_JOBS)(events)
 
 

@@ -15,7 +15,7 @@ from tiercheck_operator.planning.placement import Placement, PlacementPolicy, Un
 from tiercheck_operator.planning.recovery import RestoreSeconds
 from tiercheck_operator.planning.topology import Topology
 
-__all__ = ["FailureRates", "RecoveryTimes", "Saving", "Scenario"]
+__all__ = ["FailureRates", "Held", "RecoveryTimes", "Saving", "Scenario"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,24 @@ class Saving:
 
 
 @dataclass(frozen=True)
+class Held(Saving):
+    """What a running job holds now: the newest complete version of each tier, 0 where there is none."""
+
+    local_step: int = 0
+    peer_step: int = 0
+    remote_step: int = 0
+
+    def local(self, step: int) -> int:
+        return min(step, self.local_step)
+
+    def peer(self, step: int) -> int:
+        return min(step, self.peer_step)
+
+    def remote(self, step: int) -> int:
+        return 0 if self.remote_every is None else min(step, self.remote_step)
+
+
+@dataclass(frozen=True)
 class Scenario:
     """One job on one cluster."""
 
@@ -100,10 +118,14 @@ class Scenario:
     saving: Saving = field(default_factory=Saving)
     times: RecoveryTimes = field(default_factory=RecoveryTimes)
     rates: FailureRates = field(default_factory=FailureRates)
+    existing: Placement | None = None
+    """Of a job that runs; None: it is made."""
 
     @cached_property
     def placement(self) -> Placement | Unplaceable:
         """As the operator would place the job. Raises ValueError for a policy that does not fit the topology."""
+        if self.existing is not None:
+            return self.existing
         if isinstance(self.policy, ParityPolicy):
             return place_parity(self.sites, self.topology, self.policy)
         return place(self.sites, self.topology, self.policy)

@@ -1,0 +1,100 @@
+"""What would happen if something died now, put together from what the job holds and what the operator would decide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tiercheck.protocol.directive import Tier
+from tiercheck_cli.explain.losses import Loss
+from tiercheck_cli.layout import Layout
+from tiercheck_cli.recoveries import PastRecovery
+from tiercheck_operator.planning.recovery import RestoreSeconds
+from tiercheck_operator.planning.scenario import Held, RecoveryTimes, Saving, Scenario
+from tiercheck_operator.planning.what_if import Consequence, what_if
+
+_NO_DELTAS_EVERY, _DELTAS_EVERY = 50, 10
+"""Steps between snapshots where neither the spec nor the status says."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """To one question."""
+
+    loss: Loss
+    consequence: Consequence
+    step: int | None
+    """The newest step trained; None: the job is only a plan, taken in the midst of its life."""
+    lost_seconds: float | None
+    """Training that has to be done again; None: not known."""
+    seconds: float
+    """Without training."""
+    measured: str
+    """Whose time `seconds` is; empty: an estimate."""
+    from_whom: Mapping[int, tuple[int, ...]]
+    """By worker that needs a peer: who would be left to give it its state."""
+
+
+def scenario_of(layout: Layout, job: Mapping[str, Any] | None) -> tuple[Scenario, int | None]:
+    """(the job as it is now, its newest step). A job that does not run is taken in the midst of its life: None."""
+    status = (job or {}).get("status") or {}
+    step = (status.get("progress") or {}).get("step")
+    wanted = layout.wanted
+    checkpoint = status.get("checkpoint") or {}
+    deltas = checkpoint.get("deltas") == "EveryStep" if checkpoint.get("deltas") else wanted.deltas
+    every = (
+        checkpoint.get("snapshotEverySteps") or wanted.snapshot_every or (_DELTAS_EVERY if deltas else _NO_DELTAS_EVERY)
+    )
+    if step is None:
+        saving = Saving(every, deltas, remote_every=wanted.remote_every)
+    else:
+        held = {
+            name: int((status.get("tiers") or {}).get(name, {}).get("step") or 0)
+            for name in ("local", "peer", "remote")
+        }
+        saving = Held(
+            every, deltas, remote_every=wanted.remote_every,
+            local_step=held["local"], peer_step=held["peer"], remote_step=held["remote"],
+        )  # fmt: skip
+    pace = (status.get("progress") or {}).get("stepSeconds")
+    scenario = Scenario(
+        sites=layout.sites,
+        topology=layout.topology,
+        policy=wanted.policy,
+        procs_per_worker=wanted.procs_per_worker,
+        spares=wanted.spares,
+        step_seconds=float(pace or 1.0),
+        saving=saving,
+        times=RecoveryTimes(restore=RestoreSeconds()),
+        existing=layout.placement,
+    )
+    return scenario, None if step is None else int(step)
+
+
+def answer(
+    loss: Loss, layout: Layout, scenario: Scenario, *, step: int | None, past: tuple[PastRecovery, ...]
+) -> Answer:
+    """`step`: the newest one; None: the job is only a plan. `past`: the job's recoveries, newest first."""
+    found = what_if(scenario, loss.workers, step)
+    alike = [entry for entry in past if _farthest(entry) is found.farthest and found.farthest is not None]
+    return Answer(
+        loss=loss,
+        consequence=found,
+        step=step,
+        lost_seconds=None if step is None else found.lost_steps * scenario.step_seconds,
+        seconds=alike[0].total if alike else found.seconds,
+        measured=f"as after {alike[0].cause} in attempt {alike[0].attempt}" if alike else "",
+        from_whom={worker: _left(worker, loss, layout) for worker in found.workers.get(Tier.PEER, ())},
+    )
+
+
+def _farthest(entry: PastRecovery) -> Tier | None:
+    return next((tier for tier in (Tier.REMOTE, Tier.PEER, Tier.LOCAL) if entry.tiers.get(tier.value)), None)
+
+
+def _left(worker: int, loss: Loss, layout: Layout) -> tuple[int, ...]:
+    for group in layout.placement.groups:
+        if worker in group.members:
+            return tuple(other for other in group.workers if other != worker and other not in loss.workers)
+    return tuple(holder for holder in layout.placement.holders[worker] if holder not in loss.workers)

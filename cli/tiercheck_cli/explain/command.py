@@ -1,0 +1,122 @@
+"""`explain`: why the last recovery took what it took, and what the next one would."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Annotated, Any
+
+import typer
+
+from tiercheck.protocol import names
+from tiercheck_cli.cluster import Cluster
+from tiercheck_cli.explain.answer import Answer, answer, scenario_of
+from tiercheck_cli.explain.losses import losses
+from tiercheck_cli.explain.screen import what_if_screen, why
+from tiercheck_cli.failure import USAGE, CannotDo
+from tiercheck_cli.layout import Layout, layout_of
+from tiercheck_cli.options import Context, Kubeconfig, Namespace, Output, OutputFormat
+from tiercheck_cli.plan.command import JobFile, NodesFile, PerNode, Shape, job_and_nodes
+from tiercheck_cli.planned import planned
+from tiercheck_cli.recoveries import recoveries
+from tiercheck_cli.terminal import console, remark, write
+
+
+def explain(
+    job: Annotated[str | None, typer.Argument(help="The job in the cluster.")] = None,
+    *,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--if",
+            help="What if this died now: node=NAME, rack=NAME (or any level), pod=NAME, worker=N, all, crash. "
+            "Several: at once. A level alone, such as rack: each of its domains by itself.",
+        ),
+    ] = None,
+    file: JobFile = None,
+    nodes: NodesFile = None,
+    made_up: Shape = None,
+    workers_per_node: PerNode = None,
+    output: OutputFormat = Output.TABLE,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Why the last restore took that version from there; with --if, what would happen if something died now."""
+    found: dict[str, Any] | None = None
+    pods: dict[str, int] = {}
+    if job is not None:
+        if file or nodes or made_up:
+            raise CannotDo("give either a job of the cluster, or -f with --nodes; not both", USAGE)
+        cluster = Cluster.connect(kubeconfig, context, namespace)
+        found = cluster.job(job)
+        if not what_if:
+            _why(found, output)
+            return
+        layout = layout_of(cluster, found)
+        if any(entry.startswith("pod=") for entry in what_if):
+            pods = _workers_by_pod(cluster, found)
+    else:
+        described, listed = job_and_nodes(file, nodes, made_up)
+        if not what_if:
+            raise CannotDo("of a job that is only a file there is nothing to explain but --if: say what dies", USAGE)
+        layout = planned(described, listed, workers_per_node)
+    _what_if(what_if, layout, found, pods, output)
+
+
+def _why(found: dict[str, Any], output: Output) -> None:
+    past = recoveries(found)
+    if output is not Output.TABLE:
+        status = found.get("status") or {}
+        write(
+            {
+                "job": found["metadata"]["name"],
+                "recovery": status.get("recovery"),
+                "recoveries": [dataclasses.asdict(entry) for entry in past],
+                "history": status.get("history") or [],
+            },
+            output,
+        )
+        return
+    terminal = console()
+    terminal.print(why(found, past, time.time(), terminal.width))
+
+
+def _what_if(
+    asked: list[str], layout: Layout, job: dict[str, Any] | None, pods: dict[str, int], output: Output
+) -> None:
+    for sentence in layout.remarks:
+        remark(sentence)
+    scenario, step = scenario_of(layout, job)
+    past = recoveries(job) if job is not None else ()
+    answers = [answer(loss, layout, scenario, step=step, past=past) for loss in losses(asked, layout, pods)]
+    if output is not Output.TABLE:
+        write({"job": layout.name, "answers": [_as_json(entry) for entry in answers]}, output)
+        return
+    console().print(what_if_screen(answers, layout))
+
+
+def _as_json(entry: Answer) -> dict[str, Any]:
+    found = entry.consequence
+    return {
+        "loss": entry.loss.name,
+        "lostWorkers": list(found.lost_workers),
+        "step": found.step,
+        "lostSteps": found.lost_steps,
+        "lostSeconds": entry.lost_seconds,
+        "ranks": {tier.value: count for tier, count in found.tiers.items()},
+        "remoteNeeded": found.farthest is not None and found.farthest.value == "remote",
+        "fromScratch": not found.tiers,
+        "seconds": entry.seconds,
+        "estimated": not entry.measured,
+        "from": {str(worker): list(givers) for worker, givers in entry.from_whom.items()},
+    }
+
+
+def _workers_by_pod(cluster: Cluster, job: dict[str, Any]) -> dict[str, int]:
+    found = {}
+    for pod in cluster.pods(job):
+        worker = (pod["metadata"].get("labels") or {}).get(names.LABEL_WORKER, "")
+        if worker.isdigit():
+            found[pod["metadata"]["name"]] = int(worker)
+    return found

@@ -1,0 +1,248 @@
+"""Why the last recovery took what it took, and what the next one would take, in sentences and small pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tiercheck.protocol.directive import Tier
+from tiercheck_cli.durations import age, clock, short
+from tiercheck_cli.explain.answer import Answer
+from tiercheck_cli.explain.losses import hit
+from tiercheck_cli.layout import Layout
+from tiercheck_cli.recoveries import TIERS, PastRecovery
+from tiercheck_cli.report.colours import PHASES
+from tiercheck_cli.report.colours import TIERS as COLOURS
+from tiercheck_cli.report.words import plural
+
+_WHENCE = {
+    "local": "from their own pod's memory",
+    "peer": "from the memory of other workers",
+    "remote": "from the remote tier",
+}
+_BAR = 28
+_PEERS_NAMED = 8
+
+
+def why(job: Mapping[str, Any], past: Sequence[PastRecovery], now: float, width: int) -> Group:
+    """Of the newest recovery, and how the job came to where it is. `past`: newest first."""
+    status, metadata = job.get("status") or {}, job["metadata"]
+    name = f"{metadata['namespace']}/{metadata['name']}"
+    parts: list[RenderableType] = []
+    under_way = status.get("recovery")
+    if under_way:
+        parts += [_under_way(under_way, name, now), Text()]
+    if not past:
+        parts.append(Text(f"{name} has not had to come back from anything yet."))
+    else:
+        parts += [*_recovery(past[0], name, now, width)]
+    history = status.get("history") or []
+    if history:
+        parts += [Text(), _history(history, status, width)]
+    return Group(*parts)
+
+
+def _under_way(recovery: Mapping[str, Any], name: str, now: float) -> Group:
+    since = recovery.get("failedAt") or recovery.get("detectedAt")
+    lines = [Text.assemble((name, "bold"), " is on its way back now", f", for {short(now - since)}" if since else "")]
+    lines.append(Text(f"  what failed   {recovery.get('message') or recovery.get('cause')}"))
+    if recovery.get("reason"):
+        lines.append(Text(f"  comes back to {recovery['reason']}"))
+    return Group(*lines)
+
+
+def _recovery(entry: PastRecovery, name: str, now: float, width: int) -> list[RenderableType]:
+    ago = f", {age(now - entry.ended)} ago" if entry.ended is not None else ""
+    when = f" ({clock(entry.ended)} UTC{ago})" if entry.ended is not None else ""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(ratio=1)
+    head, *rest = (part.strip() for part in entry.reason.split(";"))
+    grid.add_row("  what failed", Text.assemble((entry.cause, "bold yellow"), f"  {entry.message}"))
+    grid.add_row("  back to", Text.assemble((head or f"step {entry.step}", "bold")))
+    for clause in rest:
+        grid.add_row("", Text(f"· {clause}"))
+    for sentence in _how(entry):
+        grid.add_row("", Text(f"· {sentence}"))
+    grid.add_row(
+        "  cost", Text(f"{plural(entry.lost_steps, 'step')} trained again, {short(entry.total)} without training")
+    )
+    return [
+        Text.assemble((name, "bold"), f": why attempt {entry.attempt} began at step {entry.step:,}", (when, "dim")),
+        Text(),
+        grid,
+        Text(),
+        _where_from(entry),
+        Text(),
+        *_time_line(entry, min(width, 100) - 4),
+    ]
+
+
+def _how(entry: PastRecovery) -> list[str]:
+    sentences = []
+    if entry.rebuilt:
+        sentences.append(f"{plural(entry.rebuilt, 'rank')} of those from peers had to be rebuilt from parity")
+    if entry.deltas:
+        sentences.append(f"up to {plural(entry.deltas, 'delta')} were replayed on the newest snapshot")
+    if not any(entry.tiers.values()):
+        sentences.append("nothing was left to come back to: training began from scratch")
+    elif not entry.tiers.get("remote"):
+        sentences.append("the remote tier was not needed")
+    return sentences
+
+
+def _where_from(entry: PastRecovery) -> Table:
+    total = sum(entry.tiers.values()) or 1
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1)
+    for tier in TIERS:
+        count = entry.tiers.get(tier) or 0
+        if count:
+            bar = "█" * max(1, round(count / total * _BAR))
+            table.add_row(f"  {plural(count, 'rank')}", Text(bar, style=COLOURS[tier]), _WHENCE[tier])
+    return table
+
+
+def _time_line(entry: PastRecovery, columns: int) -> list[Text]:
+    """The phases to scale, with their names and how long each took below."""
+    parts = [
+        (word, seconds, colour)
+        for (word, seconds), (_, colour) in zip(
+            (("noticed", entry.detect), ("restored", entry.restore), ("first step", entry.start)), PHASES, strict=True
+        )
+    ]
+    bar, labels = Text("  "), Text("  ")
+    drawn, elapsed = 0, 0.0
+    for word, seconds, colour in parts:
+        elapsed += seconds
+        end = round(elapsed / (entry.total or 1.0) * columns)
+        wide = max(0, end - drawn)
+        bar.append("━" * wide, style=colour)
+        drawn = max(drawn, end)
+        labels.append(f"{word} {short(seconds)}   ", style=colour)
+    return [bar, labels]
+
+
+def _history(history: Sequence[Mapping[str, Any]], status: Mapping[str, Any], width: int) -> Group:
+    """Which attempt owns which steps, on the axis of steps."""
+    newest = int((status.get("progress") or {}).get("step") or 0)
+    starts = [int(branch["baseStep"]) for branch in history]
+    ends = [*starts[1:], max(newest, starts[-1])]
+    columns = min(width, 100) - 4
+    bar, drawn = Text("  "), 0
+    shades = ("#0072B2", "#56B4E9")
+    for index, end in enumerate(ends):
+        at = round(end / (ends[-1] or 1) * columns)
+        wide = max(0, at - drawn)
+        label = str(history[index]["attempt"])
+        text = f"{label:^{wide}}" if wide >= len(label) + 2 else " " * wide
+        bar.append(text, style=f"#ffffff on {shades[index % 2]}")
+        drawn = max(drawn, at)
+    last = list(zip(history, starts, ends, strict=True))[-4:]
+    told = "  ".join(f"attempt {branch['attempt']}: {start:,} → {end:,}" for branch, start, end in last)
+    earlier = f"{len(history) - len(last)} earlier  " if len(history) > len(last) else ""
+    return Group(
+        Text("steps, and the attempts whose work they are", style="dim"), bar, Text(f"  {earlier}{told}", style="dim")
+    )
+
+
+def what_if_screen(answers: Sequence[Answer], layout: Layout) -> Group:
+    """One answer in full, several as a table."""
+    if len(answers) == 1:
+        return _full(answers[0], layout)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("IF THIS DIED NOW")
+    table.add_column("HIT")
+    table.add_column("BACK TO", justify="right")
+    table.add_column("LOST", justify="right")
+    table.add_column("FARTHEST TIER")
+    table.add_column("WITHOUT TRAINING", justify="right")
+    for entry in answers:
+        found = entry.consequence
+        table.add_row(
+            Text(entry.loss.name),
+            Text(plural(len(entry.loss.workers), "worker")),
+            _back(entry),
+            Text(f"{found.lost_steps:,}" if found.tiers else "all"),
+            _tier(found.farthest),
+            Text(f"{'' if entry.measured else 'about '}{short(entry.seconds)}"),
+        )
+    return Group(Text.assemble((layout.name, "bold"), _moment(answers[0])), Text(), table)
+
+
+def _full(entry: Answer, layout: Layout) -> Group:
+    found = entry.consequence
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(ratio=1)
+    again = f" ({short(entry.lost_seconds)} of training)" if entry.lost_seconds else ""
+    if not found.tiers:
+        grid.add_row(
+            "  back to", Text("the beginning: nothing that is left holds every rank's state", style="bold red")
+        )
+        hint = "a remote tier (spec.tiers.remote), more copies, or copies farther apart would change that"
+        grid.add_row("", Text(hint))
+        grid.add_row(
+            "  lost",
+            Text("all that was trained" if entry.step is None else f"{plural(found.lost_steps, 'step')}{again}"),
+        )
+    else:
+        grid.add_row(
+            "  back to",
+            Text.assemble(
+                (f"step {found.step:,}, " if entry.step is not None else "", "bold"),
+                f"{plural(found.lost_steps, 'step')} lost{again}",
+            ),
+        )
+        for tier, count in found.tiers.items():
+            line = Text.assemble((f"{plural(count, 'rank')}", COLOURS[tier.value]), f" {_WHENCE[tier.value]}")
+            if tier is Tier.PEER:
+                line.append(_peers(entry, layout), style="dim")
+            grid.add_row("  from" if tier is next(iter(found.tiers)) else "", line)
+        needed = found.farthest is Tier.REMOTE
+        grid.add_row(
+            "  remote tier", Text("needed", style="bold yellow") if needed else Text("not needed", style="green")
+        )
+    source = entry.measured or "an estimate: this job has not come back from there yet"
+    grid.add_row("  time", Text.assemble(f"about {short(entry.seconds)} without training", (f"  ({source})", "dim")))
+    head = Text.assemble(
+        (layout.name, "bold"), f"{_moment(entry)}, if ", (entry.loss.name, "bold yellow"),
+        f" {'crashed' if not entry.loss.workers else 'died'} now", (f"  ({hit(entry.loss, layout)})", "dim"),
+    )  # fmt: skip
+    return Group(head, Text(), grid)
+
+
+def _peers(entry: Answer, layout: Layout) -> str:
+    shown = list(entry.from_whom.items())[:_PEERS_NAMED]
+    coded = bool(layout.placement.groups)
+    told = ", ".join(
+        f"worker {worker} rebuilt from {len(givers)} workers" if coded else f"worker {worker} from {_either(givers)}"
+        for worker, givers in shown
+        if givers
+    )
+    more = len(entry.from_whom) - len(shown)
+    return f": {told}{f' and {more} more' if more > 0 else ''}" if told else ""
+
+
+def _either(workers: Sequence[int]) -> str:
+    return " or ".join(str(worker) for worker in workers)
+
+
+def _moment(entry: Answer) -> str:
+    return f" at step {entry.step:,}" if entry.step is not None else " in the midst of training"
+
+
+def _back(entry: Answer) -> Text:
+    if not entry.consequence.tiers:
+        return Text("scratch", style="bold red")
+    return Text(f"{entry.consequence.step:,}" if entry.step is not None else "-")
+
+
+def _tier(tier: Tier | None) -> Text:
+    return Text("none", style="bold red") if tier is None else Text(tier.value, style=COLOURS[tier.value])

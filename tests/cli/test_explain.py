@@ -1,0 +1,135 @@
+"""`explain` says why the last recovery took what it took, and what the next one would, by the operator's own decision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import recorded
+from fake_cluster import FakeCluster
+from golden import matches, rendered
+
+from tiercheck.protocol.directive import Tier
+from tiercheck_cli.explain.answer import Answer, answer, scenario_of
+from tiercheck_cli.explain.losses import losses
+from tiercheck_cli.explain.screen import what_if_screen, why
+from tiercheck_cli.failure import CannotDo
+from tiercheck_cli.files import made_up_nodes, read_job
+from tiercheck_cli.layout import layout_of
+from tiercheck_cli.planned import planned
+from tiercheck_cli.recoveries import recoveries
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def answers(*asked: str, job: dict[str, Any] | None = None) -> list[Answer]:
+    job = job or recorded.job()
+    layout = layout_of(FakeCluster(), job)
+    scenario, step = scenario_of(layout, job)
+    pods = {pod["metadata"]["name"]: int(pod["metadata"]["labels"]["tiercheck.io/worker"]) for pod in recorded.pods()}
+    found = losses(asked, layout, pods)
+    return [answer(loss, layout, scenario, step=step, past=recoveries(job)) for loss in found]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_why_the_last_recovery_took_that_version_from_there(width: int) -> None:
+    job = recorded.job()
+    shown = rendered(why(job, recoveries(job), recorded.NOW, width), width)
+    assert max(map(len, shown.splitlines())) <= width
+    matches(f"explain-{width}", shown)
+
+
+def test_a_job_that_never_had_to_come_back_says_so() -> None:
+    job = recorded.job()
+    del job["status"]["lastRecovery"]
+    assert "has not had to come back from anything" in rendered(why(job, recoveries(job), recorded.NOW, 80), 80)
+
+
+def test_a_recovery_under_way_is_told_before_the_last_one() -> None:
+    job = recorded.job()
+    job["status"]["recovery"] = {
+        "cause": "PodEvicted",
+        "message": "pod gpt-large-1-0 was evicted",
+        "failedAt": recorded.NOW - 12,
+    }
+    shown = rendered(why(job, recoveries(job), recorded.NOW, 80), 80)
+    assert shown.startswith(
+        "team-a/gpt-large is on its way back now, for 12s\n  what failed   pod gpt-large-1-0 was evicted"
+    )
+
+
+def test_all_recoveries_that_the_status_keeps_are_known_newest_first() -> None:
+    job = recorded.job()
+    job["status"]["recoveries"] = [recorded.recovery(2, "TrainerCrash", 9000), recorded.recovery(3, "PodEvicted", 5000)]
+    assert [entry.attempt for entry in recoveries(job)] == [5, 3, 2]
+
+
+def test_a_lost_rack_comes_from_peers_and_loses_what_they_lag_behind() -> None:
+    (found,) = answers("rack=rack-1")
+    assert found.consequence.farthest is Tier.PEER
+    assert (found.consequence.step, found.consequence.lost_steps) == (12479, 1)
+    assert found.from_whom == {1: (0,), 5: (4,)}
+    assert (found.seconds, found.measured) == (47.3, "as after NodeLost in attempt 5")
+
+
+@pytest.mark.parametrize("asked", ["worker=2", "pod=gpt-large-2-1", "node=node-2", "host=node-2"])
+def test_a_worker_can_be_named_by_its_pod_and_by_its_node(asked: str) -> None:
+    (found,) = answers(asked)
+    assert found.consequence.lost_workers == (2,)
+
+
+def test_a_worker_and_its_only_holder_at_once_need_the_remote_tier() -> None:
+    (found,) = answers("node=node-0", "worker=1")
+    assert found.consequence.farthest is Tier.REMOTE
+    assert (found.consequence.step, found.consequence.lost_steps) == (12000, 480)
+    assert found.loss.name == "node node-0 and worker 1"
+
+
+def test_without_anything_in_the_remote_tier_that_would_be_the_end() -> None:
+    job = recorded.job()
+    del job["status"]["tiers"]["remote"]
+    (found,) = answers("zone=zone-a", job=job)
+    assert found.consequence.farthest is None
+    shown = rendered(what_if_screen([found], layout_of(FakeCluster(), job)), 80)
+    assert "back to  the beginning" in shown
+    assert "12480 steps" in shown
+
+
+def test_a_crash_costs_no_step() -> None:
+    (found,) = answers("crash")
+    assert (found.consequence.farthest, found.consequence.lost_steps) == (Tier.LOCAL, 0)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("asked", ["rack=rack-1", "zone", "all"])
+def test_what_if_on_the_screen(asked: str, width: int) -> None:
+    layout = layout_of(FakeCluster(), recorded.job())
+    matches(f"explain-if-{asked.replace('=', '-')}-{width}", rendered(what_if_screen(answers(asked), layout), width))
+
+
+def test_a_job_that_is_only_a_file_is_asked_about_in_the_midst_of_its_life() -> None:
+    layout = planned(read_job(str(EXAMPLES / "parity.yaml")), made_up_nodes("4x4"))
+    scenario, step = scenario_of(layout, None)
+    found = [answer(loss, layout, scenario, step=step, past=()) for loss in losses(["rack"], layout)]
+    assert {entry.consequence.farthest for entry in found} == {Tier.PEER}
+    matches("explain-if-planned", rendered(what_if_screen(found, layout), 80))
+    (one,) = losses(["rack=rack-2"], layout)
+    assert "rebuilt from" in rendered(what_if_screen([answer(one, layout, scenario, step=None, past=())], layout), 80)
+
+
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        ("rack=r9", 'no worker is in a rack "r9": there are rack-0, rack-1, rack-2, rack-3'),
+        ("worker=8", "there is no worker 8: workers are 0 to 7"),
+        ("worker=x", "there is no worker x"),
+        ("node=node-77", 'no worker is on a node "node-77"; see: tiercheck plan gpt-large'),
+        ("pod=gpt-large-2-0", 'the job has no pod "gpt-large-2-0"'),
+        ("lunch", '"lunch" is nothing that can be lost'),
+    ],
+)
+def test_what_cannot_be_lost_is_refused_with_what_can(asked: str, complaint: str) -> None:
+    with pytest.raises(CannotDo, match=complaint) as refusal:
+        answers(asked)
+    assert refusal.value.status == 2
