@@ -20,7 +20,7 @@ from tiercheck import Checkpointer
 from tiercheck.trainer.capture import local_shard, take_inventory
 from tiercheck.trainer.state_hash import fingerprints
 
-WIDE = 1021
+WIDE = 1301
 """Wide enough for replicas to store shares of a layer, and no multiple of anything."""
 
 
