@@ -63,6 +63,8 @@ class RankSession:
             finally:
                 for path in self._writing:
                     self._vault.lose(path)
+                with self._board.lock:
+                    self._board.trainer.rank_left(self._hello.rank, self._hello.attempt)
                 self._board.bump()
 
     def _send(self, message: Welcome | Reply) -> None:
@@ -153,12 +155,13 @@ class RankSession:
             return
         with board.lock:
             before = board.trainer.report
-            board.trainer.progress(request.step, request.step_seconds, board.clock())
+            board.trainer.progress(self._hello.rank, request.step, request.step_seconds, board.clock())
             refused = board.trainer.not_finite(self._hello.rank, request.not_finite)
             after = board.trainer.report
         if refused:
             board.count(not_finite=refused)
-        if before.first_step_at is None or before.not_finite != after.not_finite:
+        known = (before.first_step_at is not None, before.not_finite, before.stalled_since)
+        if known != (True, after.not_finite, after.stalled_since):
             board.bump()
 
     def _act(self, request: Request) -> Reply:

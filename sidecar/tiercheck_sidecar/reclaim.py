@@ -31,10 +31,12 @@ class Reclaimer:
                 directive = self._board.directive
                 # At the end of a job the launcher is meant to go, and says nothing about it.
                 if directive is not None and directive.phase is Phase.RELEASE:
-                    lost = self._board.trainer.tick(self._board.clock())
+                    now, trainer = self._board.clock(), self._board.trainer
+                    news = trainer.tick(now)
+                    news |= trainer.look_for_stall(now, directive.policy.hang)
                 else:
-                    lost = False
-            if lost:
+                    news = False
+            if news:
                 self._board.bump()
             self._host()
             self.step()

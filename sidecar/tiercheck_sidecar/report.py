@@ -85,7 +85,7 @@ class Reporter:
 
 
 def _essence(report: Report) -> Report:
-    trainer = dataclasses.replace(report.trainer, step=None, step_seconds=None)
+    trainer = dataclasses.replace(report.trainer, step=None, step_seconds=None, slowest_rank=None, slowest_step=None)
     memory = dataclasses.replace(report.memory, used=0)
     marks = report.watermarks
     told = Watermarks(

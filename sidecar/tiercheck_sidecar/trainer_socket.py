@@ -143,4 +143,5 @@ class TrainerSocket:
             procs_per_worker=directive.procs_per_worker,
             master_host=directive.master_host,
             master_port=directive.master_port,
+            dump_stacks=self._board.trainer.report.stalled_since is not None,
         )

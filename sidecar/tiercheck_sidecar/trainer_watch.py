@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from tiercheck.protocol.directive import HangLimits
 from tiercheck.protocol.local import LauncherEvent
 from tiercheck.protocol.report import TrainerReport, TrainerState
+from tiercheck_sidecar.stall_watch import StallWatch
 
 CONTAINER_RESTARTED = "ContainerRestarted"
 COME_BACK_SECONDS = 3.0
@@ -28,6 +30,7 @@ class TrainerWatch:
         self._last: tuple[LauncherEvent, float] | None = None
         self._silent_since: float | None = None
         self._not_finite: dict[int, int] = {}
+        self._stall = StallWatch()
 
     @property
     def report(self) -> TrainerReport:
@@ -45,7 +48,9 @@ class TrainerWatch:
         self._report = TrainerReport(state)
         self._silent_since = None
         self._not_finite = {}
+        self._stall = StallWatch()
         if resumed:
+            self._stall.started(now)
             self._report = TrainerReport(TrainerState.RUNNING)
             self._silent_since = now
         if self._last is not None and self._last[0].attempt == attempt:
@@ -73,6 +78,7 @@ class TrainerWatch:
             self._silent_since = None
             if self._report.state is not TrainerState.RUNNING:
                 self._report = TrainerReport(TrainerState.RUNNING, started_at=now)
+                self._stall.started(now)
             elif self._report.started_at is None:
                 self._report = dataclasses.replace(self._report, started_at=now)
         elif event.event == "exited":
@@ -96,9 +102,24 @@ class TrainerWatch:
         self._lost(now)
         return True
 
-    def progress(self, step: int, step_seconds: float | None, now: float) -> None:
-        """A rank reached `step`."""
+    def look_for_stall(self, now: float, limits: HangLimits | None) -> bool:
+        """Whether it has just become known that a rank has hung, or that none has any more."""
         report = self._report
+        running = report.state is TrainerState.RUNNING
+        since = self._stall.stalled_since(now, limits, report.step_seconds) if running else None
+        self._report = dataclasses.replace(report, stalled_since=since)
+        return since != report.stalled_since
+
+    def rank_left(self, rank: int, attempt: int) -> None:
+        """Its connection is closed."""
+        if attempt == self.attempt:
+            self._stall.left(rank)
+
+    def progress(self, rank: int, step: int, step_seconds: float | None, now: float) -> None:
+        """A rank reached `step`, or is still there after it."""
+        report = self._report
+        self._stall.progress(rank, step, now)
+        slowest = self._stall.slowest() or (None, None)
         average = report.step_seconds
         if step_seconds is not None:
             average = step_seconds if average is None else average + _SMOOTHING * (step_seconds - average)
@@ -107,6 +128,9 @@ class TrainerWatch:
             step=max(step, report.step or 0),
             step_seconds=average,
             first_step_at=now if report.first_step_at is None else report.first_step_at,
+            stalled_since=None,
+            slowest_rank=slowest[0],
+            slowest_step=slowest[1],
         )
 
     def not_finite(self, rank: int, steps: int) -> int:

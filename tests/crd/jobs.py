@@ -125,6 +125,10 @@ REFUSED_AT_CREATION: list[tuple[str, Any, str]] = [
     ("spec.failurePolicy.maxRestarts", -1, "greater than or equal to 0"),
     ("spec.failurePolicy.rollbackAfterNonFinite", 0, "greater than or equal to 1"),
     ("spec.failurePolicy.resetAfterSeconds", 0, "greater than or equal to 1"),
+    ("spec.failurePolicy.hang.mode", "Never", "Restart"),
+    ("spec.failurePolicy.hang.stepFactor", 1, "greater than or equal to 2"),
+    ("spec.failurePolicy.hang.minSeconds", 0, "greater than or equal to 1"),
+    ("spec.failurePolicy.hang.firstStepSeconds", 0, "greater than or equal to 1"),
     ("spec.failurePolicy.rules", [_RULE, _RULE], "names of failurePolicy.rules must differ"),
     ("spec.failurePolicy.rules", [{**_RULE, "name": f"r{n}"} for n in range(21)], "at most 20 items"),
     ("spec.failurePolicy.rules", [{**_RULE, "name": "1st"}], "the name of a rule must be"),
@@ -168,6 +172,8 @@ ACCEPTED: list[tuple[str, Any]] = [
     ("spec.tiers.remote", {"s3": _S3, "keepFor": "7d12h"}),
     ("spec.failurePolicy.rollbackAfterNonFinite", 5),
     ("spec.failurePolicy.resetAfterSeconds", 2147483647),
+    ("spec.failurePolicy.hang", {"mode": "Off"}),
+    ("spec.failurePolicy.hang", {"stepFactor": 50, "minSeconds": 60, "firstStepSeconds": 7200}),
     (
         "spec.failurePolicy.rules",
         [
@@ -222,5 +228,6 @@ ACCEPTED_AS_CHANGE: list[tuple[str, Any]] = [
     ("spec.tiers.peer.parity", {"data": 2, "parity": 1}),
     ("spec.failurePolicy.maxRestarts", 3),
     ("spec.failurePolicy.rules", [_RULE]),
+    ("spec.failurePolicy.hang.mode", "Off"),
     ("spec.activeDeadlineSeconds", 60),
 ]

@@ -60,8 +60,12 @@ def test_defaults_are_filled_in_by_the_server(api: Api) -> None:
         "spares": 0,
         "topology": {"preset": "generic"},
         "checkpoint": {"snapshot": {}, "delta": {"mode": "Auto"}, "sanityGate": "Finite"},
-        "failurePolicy": {"maxRestarts": 10, "resetAfterSeconds": 3600},
         "tiers": {"local": {"medium": "PodMemory", "sizeLimit": "8Gi"}, "peer": {"spread": {"mode": "Preferred"}}},
+        "failurePolicy": {
+            "maxRestarts": 10,
+            "resetAfterSeconds": 3600,
+            "hang": {"mode": "Restart", "stepFactor": 20, "minSeconds": 1800},
+        },
     }
 
 

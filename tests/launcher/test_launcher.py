@@ -249,3 +249,71 @@ def test_both_spellings_of_the_command_line_are_understood(tmp_path: Path) -> No
     assert os.system(f"{sys.executable} -m tiercheck.launcher 2>/dev/null") >> 8 == 2
     assert os.system(f"{sys.executable} -m tiercheck launch 2>/dev/null") >> 8 == 2
     assert os.system(f"{sys.executable} -m tiercheck 2>/dev/null") >> 8 == 1
+
+
+def cgroup(folder: Path, kills: int, **files: str) -> Path:
+    """What a container sees of its cgroup (v2)."""
+    folder.mkdir(exist_ok=True)
+    (folder / "memory.events").write_text(f"low 0\nhigh 0\nmax 7\noom 3\noom_kill {kills}\noom_group_kill 0\n")
+    for name, text in files.items():
+        (folder / name.replace("_", ".")).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("script", ["kill -9 $$", "exit 1"])
+def test_kill_for_want_of_memory_is_told_from_others_with_numbers(launch: Launch, tmp_path: Path, script: str) -> None:
+    seen = cgroup(tmp_path / "cgroup", kills=2, memory_max="68719476736\n", memory_peak="68719476000\n")
+    launched = launch(shell(f"echo oom_kill 3 > {seen}/memory.events; {script}"), TIERCHECK_CGROUP_DIR=str(seen))
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    event = launched.sidecar.hears("exited", 1)
+    assert event.reason == "OOMKilled"
+    assert "ended 1 of its processes" in event.message
+    assert "limit is 64.0 GiB" in event.message
+
+
+def test_kill_of_an_earlier_command_is_not_that_of_the_next(launch: Launch, tmp_path: Path) -> None:
+    seen = cgroup(tmp_path / "cgroup", kills=0, memory_max="max\n")
+    launched = launch(
+        shell(f"[ $TIERCHECK_ATTEMPT = 1 ] && echo oom_kill 1 > {seen}/memory.events; kill -9 $$"),
+        TIERCHECK_CGROUP_DIR=str(seen),
+    )
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    assert launched.sidecar.hears("exited", 1).reason == "OOMKilled"
+    launched.sidecar.say(order(2, Phase.RELEASE))
+    assert launched.sidecar.hears("exited", 2).reason == "Signalled"
+
+
+HANGING = """
+import sys, time
+from tiercheck.trainer.stacks import answer_with_stacks
+assert answer_with_stacks()
+sys.stdout.write("ready\\n"); sys.stdout.flush()
+def stuck_in_a_collective():
+    time.sleep(600)
+stuck_in_a_collective()
+"""
+
+
+def test_hung_command_is_asked_for_its_stacks_once_and_lives_on(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "hang.py").write_text(HANGING.replace("\\\\n", "\\n"))
+    log = tmp_path / "stderr"
+    launched = launch(shell(f"{sys.executable} {tmp_path}/hang.py 2> {log}"))
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    assert launched.line() == "ready"
+    for _ in range(2):
+        launched.sidecar.say(order(1, Phase.RELEASE, dump_stacks=True))
+    until(lambda: "stuck_in_a_collective" in log.read_text(), "the stack is in the log")
+    launched.sidecar.say(order(2, Phase.HOLD))
+    launched.sidecar.hears("idle", 2)
+    assert log.read_text().count("in stuck_in_a_collective") == 1
+    assert not [event for event in launched.sidecar.events if event.event == "exited"]
+
+
+def test_process_that_does_not_know_the_question_is_not_asked(launch: Launch) -> None:
+    launched = launch(shell("echo here; exec sleep 600"))
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    launched.line()
+    launched.sidecar.say(order(1, Phase.RELEASE, dump_stacks=True))
+    launched.sidecar.say(order(2, Phase.HOLD))
+    launched.sidecar.hears("idle", 2)
+    assert not [event for event in launched.sidecar.events if event.event == "exited"], "the signal would have ended it"

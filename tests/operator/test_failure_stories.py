@@ -12,9 +12,10 @@ from world_in_memory import REMOTE, World, make_spec
 from tiercheck.protocol.report import TrainerState
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.failure_rules import first_match
-from tiercheck_operator.controller.failure_spec import ExitCodes, FailureRule, RuleAction, parse_rules
+from tiercheck_operator.controller.failure_spec import ExitCodes, FailureRule, HangSpec, RuleAction, parse_rules
 from tiercheck_operator.controller.observation import ContainerView
-from tiercheck_operator.controller.record import Facts
+from tiercheck_operator.controller.record import Facts, Recovery
+from tiercheck_operator.controller.trigger import update_recovery
 
 
 def running_world(**changes: object) -> World:
@@ -267,6 +268,99 @@ def test_command_that_never_makes_a_step_is_held_back_even_if_no_limit_counts() 
     world.train(120)
     assert 3 <= world.status.attempt <= 9, "1, 2, 4, 8 ... seconds between them"
     assert world.status.counted == 0
+
+
+# Hangs.
+
+
+def hanging_world(worker: int | None, **changes: object) -> World:
+    world = running_world(hang=HangSpec(factor=2, least=20.0), **changes)
+    world.hung = (1, worker)
+    return world
+
+
+def test_job_that_makes_no_step_is_restarted_in_place_and_the_one_behind_is_named() -> None:
+    world = hanging_world(2)
+    pods = set(world.pods)
+    world.train(15)
+    assert world.status.attempt == 1, "not before its time"
+    summary = recovered(world)
+    assert summary["cause"] == "Hung"
+    assert "worker 2 (rank 2) is at step" in summary["message"]
+    assert summary["tiers"] == {"local": 4, "peer": 0, "remote": 0}
+    assert summary["detectSeconds"] >= 20
+    assert set(world.pods) == pods
+    assert world.status.counted == 1
+    assert "Hung" in world.notices
+
+
+def test_hang_without_a_laggard_sends_the_reader_to_the_stacks() -> None:
+    world = hanging_world(None)
+    summary = recovered(world)
+    assert "no single worker is behind" in summary["message"]
+    assert "stacks" in summary["message"]
+    assert world.status.hang is None
+
+
+def test_worker_that_holds_the_others_up_again_moves_to_another_node() -> None:
+    world = hanging_world(2)
+    node = world.pods[world.member(2)].node
+    survivors = {world.member(worker) for worker in (0, 1, 3)}
+    recovered(world)
+    world.train(4)
+    world.hung = (2, 2)
+    summary = recovered(world, 3)
+    assert summary["cause"] == "Hung"
+    assert "again" in summary["message"]
+    assert world.pods[world.member(2)].node != node
+    assert survivors <= set(world.pods)
+    assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
+
+
+def test_another_worker_that_hangs_the_next_time_stays() -> None:
+    world = hanging_world(2)
+    recovered(world)
+    world.train(4)
+    world.hung = (2, 1)
+    pods = set(world.pods)
+    recovered(world, 3)
+    assert set(world.pods) == pods
+    assert world.status.hang is not None
+    assert (world.status.hang.worker, world.status.hang.times) == (1, 1)
+
+
+def test_hang_can_be_ruled_no_fault_of_training() -> None:
+    world = hanging_world(None, max_restarts=0, rules=rules(on_reasons("fabric", "RestartIgnoringLimit", "Hung")))
+    assert recovered(world)["rule"] == "fabric"
+    assert (world.status.crashes, world.status.disruptions) == (0, 1)
+
+
+def test_job_whose_owner_wants_no_hang_detection_is_left_alone() -> None:
+    world = running_world(hang=None)
+    world.hung = (1, 2)
+    world.train(5000)
+    assert world.status.attempt == 1
+
+
+def test_lost_node_explains_a_hang() -> None:
+    world = hanging_world(2)
+    world.train(18)
+    node = world.pods[world.member(3)].node
+    assert node is not None
+    world.kill_node(node)
+    summary = recovered(world)
+    assert summary["cause"] in ("NodeLost", "SidecarSilent")
+
+
+def test_hang_that_passes_before_anything_was_decided_is_forgotten() -> None:
+    world = hanging_world(2)
+    for sidecar in world.sidecars.values():
+        sidecar.trainer = replace(sidecar.trainer, stalled_since=world.now - 30, slowest_rank=0, slowest_step=1)
+    obs = replace(
+        world.observe(),
+        job=replace(world.job, status=replace(world.status, recovery=Recovery("Hung", "m", world.now, world.now))),
+    )
+    assert update_recovery(obs, None) is None
 
 
 # activeDeadlineSeconds.

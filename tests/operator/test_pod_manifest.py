@@ -10,7 +10,7 @@ import kubernetes_validate
 import pytest
 
 from tiercheck.protocol import names
-from tiercheck.protocol.directive import DeltaMode, Policy
+from tiercheck.protocol.directive import DeltaMode, HangLimits, Policy
 from tiercheck_operator.controller.directives import policy
 from tiercheck_operator.controller.observation import JobView
 from tiercheck_operator.controller.parsing import parse_job, parse_pod
@@ -341,6 +341,7 @@ def test_settings_of_the_data_plane_reach_the_sidecars() -> None:
         peer_bandwidth=2**31,
         delta=DeltaMode.REPLAY,
         sanity_gate=False,
+        hang=HangLimits(20, 1800),
     )
 
 

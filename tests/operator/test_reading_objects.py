@@ -17,6 +17,7 @@ from tiercheck_operator.controller.record import (
     CheckpointRecord,
     Condition,
     Facts,
+    HangRecord,
     JobRecord,
     MemoryRecord,
     PlacementRecord,
@@ -105,6 +106,7 @@ def test_status_means_the_same_after_a_round_trip() -> None:
         placement=PlacementRecord("h", "rack", ("any one rack",), 0),
         checkpoint=CheckpointRecord(6, "Off", "worker 1: a closure"),
         memory=MemoryRecord(40, 50, 30, 10),
+        hang=HangRecord(3, "n", 2),
         recovery=Recovery(
             "NodeLost",
             "m",

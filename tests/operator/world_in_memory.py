@@ -286,6 +286,10 @@ class World:
         self.total_steps = steps
         self.step_seconds = 1.0
         """What trainers report."""
+        self.hung: tuple[int, int | None] | None = None
+        """(attempt, worker): in that attempt all wait for the worker (None: for each other) and no step is made."""
+        self.moved_at = START
+        """When the last step was made."""
         self.stillborn = False
         """Whether every training command fails before its first step."""
         self.stillborn_code = 1
@@ -544,6 +548,10 @@ class World:
         if len(team) < self.job.spec.workers:
             return
         step = min(self.position[s.pod] for s in team.values()) + 1
+        if self.hung is not None and self.hung[0] == attempt:
+            self._stall(team, step - 1)
+            return
+        self.moved_at = self.now
         for s in team.values():
             self.position[s.pod] = step
             first = s.trainer.first_step_at or self.now
@@ -558,6 +566,15 @@ class World:
             self._delta(team, Version(step, attempt))
         if step % (self.job.spec.snapshot_every or 4) == 0:
             self._snapshot(team, Version(step, attempt))
+
+    def _stall(self, team: dict[int, Sidecar], step: int) -> None:
+        """What the sidecars say once their limit has passed."""
+        assert self.hung is not None
+        for worker, s in team.items():
+            limits = s.directive.policy.hang if s.directive else None
+            if limits is not None and self.now - self.moved_at > limits.seconds:
+                slowest = step - (worker == self.hung[1])
+                s.trainer = replace(s.trainer, stalled_since=self.moved_at, slowest_rank=worker, slowest_step=slowest)
 
     def _snapshot(self, team: dict[int, Sidecar], version: Version) -> None:
         for sidecar in team.values():

@@ -64,7 +64,7 @@ def test_events_of_the_previous_attempt_are_not_those_of_this_one() -> None:
 
 def test_step_time_is_averaged_and_the_newest_step_of_any_rank_counts() -> None:
     watch = running()
-    watch.progress(10, 1.0, 2.0)
-    watch.progress(9, 2.0, 3.0)
+    watch.progress(0, 10, 1.0, 2.0)
+    watch.progress(1, 9, 2.0, 3.0)
     assert (watch.report.step, watch.report.first_step_at) == (10, 2.0)
     assert watch.report.step_seconds == 1.2

@@ -17,7 +17,9 @@ from pathlib import Path
 
 from tiercheck.launcher import command as processes
 from tiercheck.launcher.environment import command_environment
+from tiercheck.launcher.out_of_memory import CGROUP, OutOfMemory
 from tiercheck.launcher.sidecar_line import SidecarLine
+from tiercheck.launcher.stacks import dump_stacks
 from tiercheck.launcher.torch_check import torch_missing
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.local import LauncherEvent, Order
@@ -25,6 +27,9 @@ from tiercheck.protocol.names import ENV_RUN_DIR, RUN_DIR, SOCKET_NAME
 
 ENV_STOP_SECONDS = "TIERCHECK_STOP_SECONDS"
 """How long the command may take to end after SIGTERM before it is killed; 5 if not set."""
+
+ENV_CGROUP_DIR = "TIERCHECK_CGROUP_DIR"
+"""Where the container's cgroup is to be seen; /sys/fs/cgroup if not set."""
 
 _CONNECT_EVERY = 0.2
 _SWEEP_EVERY = 0.05
@@ -53,6 +58,9 @@ class Launcher:
         self._stop_deadline: float | None = None
         self._signalled: int | None = None
         self._checked = False
+        self._out_of_memory = OutOfMemory(Path(environment.get(ENV_CGROUP_DIR, CGROUP)))
+        self._dumped = 0
+        """Newest attempt whose stacks were asked for."""
 
     def run(self) -> int:
         """Until told to finish, or until the command has ended after a signal to stop."""
@@ -117,7 +125,10 @@ class Launcher:
         return self._pid is not None
 
     def _follow(self, order: Order) -> None:
-        """A running command of another attempt, or of a job that is over, has to stop."""
+        """A running command of another attempt, or of a job that is over, has to stop; one that hangs is asked where."""
+        if self._busy and order.dump_stacks and order.attempt == self._attempt > self._dumped:
+            self._dumped = order.attempt
+            dump_stacks()
         if self._busy and (order.attempt > self._attempt or order.phase is Phase.FINISH):
             self._stop(signal.SIGTERM)
 
@@ -134,7 +145,7 @@ class Launcher:
         self._sweeping = False
         self._stop_deadline = None
         if not stopped or self._signalled is not None:
-            self._tell(_exited(self._attempt, self._exit_code))
+            self._tell(_exited(self._attempt, self._exit_code, self._out_of_memory.verdict()))
 
     def _next(self) -> int | None:
         """Nothing runs: what now? Returns the container's exit code when its work is over."""
@@ -166,6 +177,7 @@ class Launcher:
                 return
             self._checked = True
         self._marker.write_text(str(order.attempt))
+        self._out_of_memory.begin()
         try:
             self._pid = processes.start(self._command, command_environment(self._environment, order))
         except OSError as error:
@@ -200,9 +212,11 @@ class Launcher:
         return min(pauses, default=None)
 
 
-def _exited(attempt: int, code: int) -> LauncherEvent:
+def _exited(attempt: int, code: int, out_of_memory: str) -> LauncherEvent:
     if code == 0:
         return LauncherEvent("exited", attempt, 0)
+    if out_of_memory:  # torchrun ends with 1 when a rank was killed, so the code alone would not tell
+        return LauncherEvent("exited", attempt, code, "OOMKilled", out_of_memory)
     if code > 128 and code - 128 in set(signal.Signals):
         name = signal.Signals(code - 128).name
         return LauncherEvent("exited", attempt, code, "Signalled", f"The training command was ended by {name}.")

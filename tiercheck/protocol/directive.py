@@ -95,6 +95,18 @@ class Restore:
 
 
 @dataclass(frozen=True)
+class HangLimits:
+    """When a rank that makes no step counts as hung."""
+
+    steps: float
+    """Times the usual duration of a step; and at least"""
+    seconds: float
+    """so long, so that evaluations and the like fit in."""
+    first_step: float | None = None
+    """Seconds that the first step of an attempt may take; None: any time, as not every script reports steps."""
+
+
+@dataclass(frozen=True)
 class Policy:
     """The part of the job's spec that may change while it runs."""
 
@@ -113,6 +125,8 @@ class Policy:
     delta: DeltaMode = DeltaMode.AUTO
     sanity_gate: bool = True
     """Refuse artifacts of a state or a gradient that is not finite."""
+    hang: HangLimits | None = None
+    """None: nothing counts as hung."""
 
 
 @dataclass(frozen=True)

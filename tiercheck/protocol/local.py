@@ -40,6 +40,8 @@ class Order:
     procs_per_worker: int
     master_host: str
     master_port: int
+    dump_stacks: bool = False
+    """No step for long: the running command's processes are to write where they stand to the log, once per attempt."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,8 @@ class TrainerReport:
     exit_code: int | None = None
     """As the shell counts: 128 + signal when a signal ended it."""
     reason: str = ""
-    """A CamelCase word when the launcher knows the cause: Crashed, Signalled, ContainerRestarted, TorchMissing, CannotStart."""
+    """A CamelCase word when the launcher knows the cause: Crashed, Signalled, OOMKilled, ContainerRestarted,
+    TorchMissing, CannotStart."""
     message: str = ""
     ended_at: float | None = None
     """Unix seconds by this node's clock."""
@@ -83,6 +84,13 @@ class TrainerReport:
     """Steps in a row, up to now, whose loss, gradient or state the sanity gate refused; the largest count of any local rank."""
     no_deltas: str = ""
     """Why this worker's ranks take no deltas although the job wants them: a sentence; empty if they do."""
+    stalled_since: float | None = None
+    """Last sign of life of a rank that should have made a step long since (`directive.HangLimits`), unix seconds by this node's
+    clock; None: all go on."""
+    slowest_rank: int | None = None
+    """The local rank whose newest step is the lowest; None: none has made a step in this attempt."""
+    slowest_step: int | None = None
+    """That step."""
 
 
 @dataclass(frozen=True)

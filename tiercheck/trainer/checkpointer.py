@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.names import ENV_RUN_DIR
 from tiercheck.protocol.version import Version
-from tiercheck.trainer import user_state
+from tiercheck.trainer import stacks, user_state
 from tiercheck.trainer.backend import Backend, Offer, RestoreError
 from tiercheck.trainer.capture import Entry, NotCapturable, on_cuda
 from tiercheck.trainer.copying import Pending, Snapshot
@@ -94,6 +94,8 @@ class Checkpointer:
             if run_dir
             else FolderBackend(Path(folder or "checkpoints"), self.rank, self.world_size, keep)
         )
+        if run_dir:
+            stacks.answer_with_stacks()
         self._inventories = Inventories(model, self._optimizers)
         self._shares = Shares(model, self._partitions)
         self._sanity_gate = sanity_gate
@@ -197,6 +199,11 @@ class Checkpointer:
             self._saver.submit(*taken)  # the snapshot first: it has more to copy before the next update
         for optimizer, before, after in zip(self._optimizers, self._before, self._after, strict=True):
             innermost(optimizer, before.id, after.id)
+
+    def alive(self) -> None:
+        """Say that this rank is well although it makes no step: during a long evaluation, for example. Without it, a pause
+        far longer than any before counts as a hang (`failurePolicy.hang`), and the job is restarted."""
+        self._backend.progress(self.step_number, None, self._step_seconds, self._saver.sanity.in_a_row)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until the snapshot under way is handed over; False if `timeout` seconds were not enough."""

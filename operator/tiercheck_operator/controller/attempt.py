@@ -13,6 +13,7 @@ from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
 from tiercheck_operator.controller.failure_policy import GivenUp, budget_spent, hopeless, ruled_out
 from tiercheck_operator.controller.failure_rules import Verdict, judge
+from tiercheck_operator.controller.hang import find_hang, remembered
 from tiercheck_operator.controller.inventories import (
     bad_everywhere,
     inventories,
@@ -162,10 +163,12 @@ def _next_status(
     cause = Cause.parse(recovery.cause)
     before = newest_step(status, _reports(obs, membership))
     accepted = history.after(number, step)
+    members = members_digest(membership.members)
     return replace(
         status,
         attempt=number,
-        members=members_digest(membership.members),
+        members=members,
+        hang=remembered(status, find_hang(obs, membership.members)) if cause is Cause.HUNG else status.hang,
         history=History(accepted.branches[-_HISTORY_LIMIT:]),
         crashes=status.crashes + verdict.counts,
         counted=status.counted + verdict.counts,
@@ -175,7 +178,7 @@ def _next_status(
         placement=placed.record,
         # With pods lost, what memory held is no longer complete; the coordinator will say when it is again.
         tiers=status.tiers
-        if cause.in_place
+        if cause.in_place and members == status.members
         else {name: tier for name, tier in status.tiers.items() if name == "remote"},
         recovery=replace(
             recovery,

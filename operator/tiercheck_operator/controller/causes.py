@@ -17,6 +17,8 @@ class Cause(str, Enum):
     RESTORE_FAILED = "RestoreFailed"
     """A rank could not be brought to the version of the attempt. Explains the exit of its training command."""
     POD_DELETED = "PodDeleted"
+    HUNG = "Hung"
+    """Training made no step for far longer than usual. If the same worker held the others up twice in a row, its pod is replaced elsewhere."""
     SIDECAR_SILENT = "SidecarSilent"
     """A pod's sidecar stopped answering. Explains the deletion that follows, which is ours."""
     NODE_SILENT = "NodeSilent"
@@ -44,12 +46,12 @@ class Cause(str, Enum):
     @property
     def own_fault(self) -> bool:
         """Training itself is to blame: unless a rule says otherwise, this counts against failurePolicy.maxRestarts."""
-        return self in (Cause.TRAINER_CRASH, Cause.OOM_KILLED, Cause.DIVERGED)
+        return self in (Cause.TRAINER_CRASH, Cause.OOM_KILLED, Cause.HUNG, Cause.DIVERGED)
 
     @property
     def in_place(self) -> bool:
-        """No pod was lost: trainers start again where they are, and memory still holds what it held."""
-        return self in (Cause.TRAINER_CRASH, Cause.OOM_KILLED, Cause.DIVERGED, Cause.RESTORE_FAILED)
+        """If no pod was replaced either, trainers start again where they are, and memory still holds what it held."""
+        return self in (Cause.TRAINER_CRASH, Cause.OOM_KILLED, Cause.HUNG, Cause.DIVERGED, Cause.RESTORE_FAILED)
 
     @staticmethod
     def parse(text: str) -> Cause:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from tiercheck.protocol.directive import (
     Directive,
+    HangLimits,
     ParityGroup,
     Peer,
     Phase,
@@ -19,6 +20,7 @@ from tiercheck.protocol.directive import (
     Tier,
 )
 from tiercheck.protocol.encoding import to_json
+from tiercheck_operator.controller.failure_spec import HangSpec
 from tiercheck_operator.controller.inventories import parity_group
 from tiercheck_operator.controller.observation import JobSpec, Observation, PodView
 from tiercheck_operator.controller.record import JobRecord
@@ -26,6 +28,8 @@ from tiercheck_operator.planning.quantity import parse_duration, parse_quantity
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 _FIRST_PORT, _PORTS = 20000, 10000
+_FIRST_STEP = 3600.0
+"""Seconds for the first step of a script that is known to make steps: it may compile, and read much data."""
 
 
 def members_digest(members: Mapping[int, PodView]) -> str:
@@ -39,7 +43,8 @@ def master_port(job_uid: str, attempt: int) -> int:
     return _FIRST_PORT + zlib.crc32(f"{job_uid}:{attempt}".encode()) % _PORTS
 
 
-def policy(spec: JobSpec) -> Policy:
+def policy(spec: JobSpec, restored: bool = False) -> Policy:
+    """`restored`: the attempt began from a version, so its script is known to make steps."""
     remote = spec.remote or {}
     bandwidth, age = remote.get("bandwidth"), remote.get("keepFor")
     return Policy(
@@ -51,7 +56,13 @@ def policy(spec: JobSpec) -> Policy:
         peer_bandwidth=spec.peer_bandwidth,
         delta=spec.delta,
         sanity_gate=spec.sanity_gate,
+        hang=None if spec.hang is None else _hang_limits(spec.hang, restored),
     )
+
+
+def _hang_limits(hang: HangSpec, restored: bool) -> HangLimits:
+    usual = max(_FIRST_STEP, hang.least) if restored else None
+    return HangLimits(hang.factor, hang.least, hang.first_step if hang.first_step is not None else usual)
 
 
 def build_directives(
@@ -91,7 +102,7 @@ def build_directives(
             attempt=status.attempt,
             phase=phase,
             history=status.history,
-            policy=policy(spec),
+            policy=policy(spec, restored=status.restored_version is not None),
             restore=None
             if version is None
             else Restore(version, tuple(RankSources(rank, sources.get(rank, ())) for rank in ranks)),

@@ -42,7 +42,33 @@ class FailureRule:
     """(type, status) pairs, any of which is enough."""
 
 
+@dataclass(frozen=True)
+class HangSpec:
+    """`failurePolicy.hang`. The job counts as hung if a rank makes no step for `factor` times as long as a step usually takes,
+    and for `least` seconds at least."""
+
+    factor: float = 20.0
+    least: float = 1800.0
+    first_step: float | None = None
+    """Seconds that the first step of an attempt may take; None: an hour if the attempt began from a version (so that its script is
+    known to make steps), else any time."""
+
+
 DEFAULT_RESET_SECONDS = 3600.0
+DEFAULT_HANG = HangSpec()
+
+
+def parse_hang(raw: Mapping[str, Any] | None) -> HangSpec | None:
+    """None: hangs are not looked for."""
+    raw = raw or {}
+    if raw.get("mode") == "Off":
+        return None
+    first = raw.get("firstStepSeconds")
+    return HangSpec(
+        factor=float(raw.get("stepFactor") or DEFAULT_HANG.factor),
+        least=float(raw.get("minSeconds") or DEFAULT_HANG.least),
+        first_step=None if first is None else float(first),
+    )
 
 
 def parse_rules(raw: Any) -> tuple[FailureRule, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import SPARE, Report
-from tiercheck_operator.controller.failure_spec import DEFAULT_RESET_SECONDS, FailureRule
+from tiercheck_operator.controller.failure_spec import DEFAULT_HANG, DEFAULT_RESET_SECONDS, FailureRule, HangSpec
 from tiercheck_operator.controller.record import JobRecord
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
@@ -72,6 +72,8 @@ class JobSpec:
     rules: tuple[FailureRule, ...] = ()
     reset_seconds: float = DEFAULT_RESET_SECONDS
     """Of training beyond the last crash after which restarts are counted anew."""
+    hang: HangSpec | None = DEFAULT_HANG
+    """None: hangs are not looked for."""
     active_deadline: float | None = None
     """Seconds that the job may be active; None: as long as it takes."""
     spares: int = 0

@@ -9,7 +9,7 @@ from typing import Any
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import SPARE
-from tiercheck_operator.controller.failure_spec import DEFAULT_RESET_SECONDS, parse_rules
+from tiercheck_operator.controller.failure_spec import DEFAULT_RESET_SECONDS, parse_hang, parse_rules
 from tiercheck_operator.controller.observation import (
     ANNOTATION_AVOIDED,
     ContainerView,
@@ -83,6 +83,7 @@ def _spec(raw: Mapping[str, Any]) -> JobSpec:
         max_restarts=int(_or(policy.get("maxRestarts"), 10)),
         rules=parse_rules(policy.get("rules")),
         reset_seconds=float(_or(policy.get("resetAfterSeconds"), DEFAULT_RESET_SECONDS)),
+        hang=parse_hang(policy.get("hang")),
         active_deadline=_float(raw.get("activeDeadlineSeconds")),
         ttl_seconds=None if ttl is None else float(ttl),
         spares=int(raw.get("spares") or 0),

@@ -115,6 +115,15 @@ class SparesRecord:
 
 
 @dataclass(frozen=True)
+class HangRecord:
+    """Who held the others up when training hung last, and how often in a row."""
+
+    worker: int
+    node: str
+    times: int
+
+
+@dataclass(frozen=True)
 class JobRecord:
     observed_generation: int = 0
     attempt: int = 0
@@ -135,6 +144,7 @@ class JobRecord:
     checkpoint: CheckpointRecord | None = None
     memory: MemoryRecord | None = None
     recovery: Recovery | None = None
+    hang: HangRecord | None = None
     last_recovery: Mapping[str, Any] | None = None
     """As in the API: nothing is decided by it."""
     started: str | None = None
@@ -204,6 +214,9 @@ def parse_record(raw: Mapping[str, Any]) -> JobRecord:
             *(int(memory.get(name) or 0) for name in ("neededBytes", "limitBytes", "localBytes", "peerBytes"))
         ),
         recovery=None if not recovery else _parse_recovery(recovery),
+        hang=None if not (hang := raw.get("hang")) else HangRecord(
+            int(hang.get("worker") or 0), str(hang.get("node") or ""), int(hang.get("times") or 0)
+        ),
         last_recovery=raw.get("lastRecovery") or None,
         started=raw.get("startTime") or None,
         completed=raw.get("completionTime") or None,
@@ -248,6 +261,9 @@ def render_record(record: JobRecord) -> dict[str, Any]:
             "peerBytes": record.memory.peer,
         },
         "recovery": None if record.recovery is None else _render_recovery(record.recovery),
+        "hang": None if record.hang is None else {
+            "worker": record.hang.worker, "node": record.hang.node, "times": record.hang.times,
+        },
         "lastRecovery": record.last_recovery,
         "startTime": record.started,
         "completionTime": record.completed,

@@ -10,6 +10,7 @@ from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
 from tiercheck_operator.controller.exits import cause_of_exit, describe_exit, facts_of_exit, failed_trainers
 from tiercheck_operator.controller.failure_rules import merged
+from tiercheck_operator.controller.hang import find_hang
 from tiercheck_operator.controller.membership import Loss, Membership
 from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.record import NO_FACTS, Facts, Recovery
@@ -54,7 +55,7 @@ def find_trigger(obs: Observation, membership: Membership) -> Trigger | None:
                     f"worker {worker} could not restore {report.restore.version}: {why}"[:1000],
                     None,
                 )
-    return _diverged(obs, membership)
+    return _hung(obs, membership) or _diverged(obs, membership)
 
 
 def replay_mismatch(obs: Observation, membership: Membership) -> Trigger | None:
@@ -80,6 +81,17 @@ def replay_mismatch(obs: Observation, membership: Membership) -> Trigger | None:
     return None
 
 
+def _hung(obs: Observation, membership: Membership) -> Trigger | None:
+    recovery = obs.job.status.recovery
+    if recovery is not None and recovery.decided_at is not None and recovery.released_at is None:
+        return None
+    found = find_hang(obs, membership.members)
+    if found is None:
+        return None
+    node = found.laggard.node if found.laggard is not None else None
+    return Trigger(Cause.HUNG, found.message, found.since, Facts(nodes=(node,) if node else ()))
+
+
 def _diverged(obs: Observation, membership: Membership) -> Trigger | None:
     """Too many steps in a row that the sanity gate refused. Nothing of them was kept, so the newest version is a good one."""
     limit, status = obs.job.spec.rollback_after, obs.job.status
@@ -103,7 +115,9 @@ def update_recovery(obs: Observation, trigger: Trigger | None) -> Recovery | Non
     """The recovery under way, once `trigger` is taken into account. What is known of its beginning is kept."""
     current, now = obs.job.status.recovery, obs.now
     if trigger is None:
-        return current
+        # Only a hang can pass by itself.
+        passed = current is not None and current.cause == Cause.HUNG.value and current.decided_at is None
+        return None if passed else current
     at = min(now, trigger.at if trigger.at is not None else now)
     fresh = Recovery(trigger.cause.value, trigger.message, failed_at=at, detected_at=now, facts=trigger.facts)
     if current is None:
@@ -120,7 +134,8 @@ def update_recovery(obs: Observation, trigger: Trigger | None) -> Recovery | Non
                 facts=trigger.facts,
             )
         if trigger.cause is known:
-            longer = trigger.message if len(trigger.message) > len(current.message) else current.message
+            better = len(trigger.message) > len(current.message) or known is Cause.HUNG
+            longer = trigger.message if better else current.message
             return replace(current, message=longer, facts=merged(current.facts, trigger.facts))
         return current
     # Something else went wrong on the way back: the job has been down since the first failure.
