@@ -1,7 +1,7 @@
-"""kopf wiring: watches keep two indexes, and every event wakes the jobs it may concern. No logic lives here.
+"""kopf wiring: watches keep the view of the cluster, and every event wakes the jobs it may concern. No logic lives here.
 
 Only event handlers and indexes are used. So kopf adds no finalizer and no annotation: a job can be deleted while the operator
-is down, and its owner references leave nothing behind.
+is down, and its owner references leave nothing behind. Every replica watches; only the one that leads has loops for the jobs.
 """
 
 from __future__ import annotations
@@ -11,26 +11,34 @@ import contextlib
 import copy
 import logging
 import os
+import secrets
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import kopf
 import kubernetes
-from aiohttp import web
 
 from tiercheck.protocol import names
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.loop import JobLoop, Surroundings
-from tiercheck_operator.controller.observation import NodeView, PodView
 from tiercheck_operator.controller.parsing import parse_node, parse_pod
+from tiercheck_operator.election.elector import Elector, boot_clock
+from tiercheck_operator.health import stuck, verdict
 from tiercheck_operator.kube import ApiFailure, Kube, load_configuration
 from tiercheck_operator.metrics import Metrics
+from tiercheck_operator.pages import Pages
+from tiercheck_operator.resync import Kind, Resync
+from tiercheck_operator.watched import ClusterView, Watched, version_of
 
 log = logging.getLogger(__name__)
 
 _KIND_EVERY = 2.0
 """Seconds between two looks for our kind while it is not installed."""
+_LAST_WRITES = 5.0
+"""Seconds for what was sent last to arrive, before the lease is given back."""
+_BEAT = 0.25
+"""Seconds between two signs of life of the event loop."""
 
 
 class Operator:
@@ -39,33 +47,65 @@ class Operator:
     def __init__(self, config: Config, configuration: kubernetes.client.Configuration) -> None:
         self._config, self._configuration = config, configuration
         self._metrics = Metrics()
-        self._kube = Kube(configuration)
+        self._elector: Elector | None = None
+        self._kube = Kube(configuration, may_write=self._may_act, called=self._metrics.called)
         self._loops: dict[str, JobLoop] = {}
-        self._pods: kopf.Index[str, PodView] | None = None
-        self._nodes: kopf.Index[str, NodeView] | None = None
-        self._seen_nodes: dict[str, NodeView] = {}
-        self._ready = asyncio.Event()
-        self._around = Surroundings(self._pods_of, self._all_nodes, self._kube, config, self._metrics)
+        self._jobs: Watched[Mapping[str, Any]] = Watched()
+        self._view = ClusterView()
+        self._leading = config.lease is None
+        self._closing = False
+        self._watching = asyncio.Event()
+        self._beaten = boot_clock()
+        self._around = Surroundings(self._view.pods_of, self._view.all_nodes, self._kube, config, self._metrics)
+        jobs = f"/apis/{names.API_GROUP}/{names.API_VERSION}"
+        self._resync = Resync(
+            self._kube,
+            {
+                "Pod": Kind("/api/v1", "pods", f"labelSelector={names.LABEL_JOB_UID}", self._view.pods, self._pod_gone),
+                "Node": Kind("/api/v1", "nodes", "", self._view.nodes, self._node_gone, namespaced=False),
+                names.KIND: Kind(jobs, names.PLURAL, "", self._jobs, self._job_gone),
+            },
+            namespaces=config.namespaces,
+            every=config.watch_check_seconds,
+            grace=config.watch_grace_seconds,
+        )
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set, or a watch is lost for good (then the process ends, to be started again)."""
-        server = await self._serve()
+        pages = Pages(self._metrics.text, self._trouble, self._ready)
+        await pages.start(self._config.metrics_host, self._config.metrics_port)
+        quiet = asyncio.Event()
+        background = [asyncio.create_task(self._beat()), asyncio.create_task(self._resync.run(self._watching))]
         try:
             if self._config.namespaces and not await self._served(stop):
                 return
-            await kopf.operator(
-                registry=self._registry(),
-                settings=self._settings(),
-                standalone=True,
-                clusterwide=not self._config.namespaces,
-                namespaces=list(self._config.namespaces),
-                stop_flag=stop,
-                ready_flag=self._ready,
-            )
+            background.append(asyncio.create_task(self._elected()))
+            watching = asyncio.create_task(self._watch(quiet))
+            stopping = asyncio.create_task(stop.wait())
+            await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            # Hand over first, so that another replica goes on while our watches are being closed.
+            await self._hand_over()
+            quiet.set()
+            await watching
         finally:
-            await asyncio.gather(*(loop.stop() for loop in self._loops.values()))
-            await server.cleanup()
+            await self._hand_over()
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+            await pages.stop()
             self._kube.close()
+
+    async def _watch(self, stop: asyncio.Event) -> None:
+        await kopf.operator(
+            registry=self._registry(),
+            settings=self._settings(),
+            standalone=True,
+            clusterwide=not self._config.namespaces,
+            namespaces=list(self._config.namespaces),
+            stop_flag=stop,
+            ready_flag=self._watching,
+        )
 
     async def _served(self, stop: asyncio.Event) -> bool:
         """Wait until the server knows our kind, which kopf looks for only once then; False: told to stop before."""
@@ -85,6 +125,90 @@ class Operator:
                 await asyncio.wait_for(stop.wait(), _KIND_EVERY)
         return False
 
+    # Who acts.
+
+    def _may_act(self) -> bool:
+        """From any thread, right before something is written."""
+        return self._elector.leads() if self._elector is not None else self._config.lease is None
+
+    async def _elected(self) -> None:
+        """Have loops for the jobs exactly while this replica leads."""
+        self._metrics.leads(self._leading)
+        if self._config.lease is None:
+            return
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[bool]()
+
+        def tell(leads: bool) -> None:
+            loop.call_soon_threadsafe(news.put_nowait, leads)
+
+        api = Kube(self._configuration, self._config.terms.call, called=self._metrics.called)
+        self._elector = Elector(
+            api,
+            *self._config.lease,
+            f"{self._config.identity}_{secrets.token_hex(4)}",
+            self._config.terms,
+            changed=tell,
+            alive=lambda: boot_clock() - self._beaten < self._config.terms.renew_within,
+        )
+        self._elector.start()
+        while True:
+            leads = await news.get()
+            if leads:
+                self._begin()
+            else:
+                await self._cease()
+
+    def _begin(self) -> None:
+        if self._closing:
+            return
+        self._leading = True
+        self._metrics.leads(True)
+        for job in self._jobs.views():
+            self._start(job)
+
+    async def _cease(self) -> None:
+        self._leading = False
+        self._metrics.leads(False)
+        loops, self._loops = self._loops, {}
+        await asyncio.gather(*(loop.stop() for loop in loops.values()))
+        for loop in loops.values():
+            self._metrics.job_gone(*loop.key)
+
+    async def _hand_over(self) -> None:
+        """Stop acting, and say so. May be called twice."""
+        self._closing = True
+        await self._cease()
+        elector = self._elector
+        if elector is not None:
+            if not await self._kube.drain(_LAST_WRITES):
+                log.warning("something that was sent is still on its way; the lease is left to run out")
+                elector.retire()
+            await asyncio.to_thread(elector.release)
+
+    async def _beat(self) -> None:
+        while True:
+            self._beaten = boot_clock()
+            await asyncio.sleep(_BEAT)
+
+    def _ready(self) -> bool:
+        """Whether this replica could take over at once: it has seen everything there is."""
+        return self._watching.is_set() and self._resync.complete
+
+    def _trouble(self) -> str:
+        now = asyncio.get_running_loop().time()
+        begun = {loop.named: loop.began for loop in self._loops.values() if loop.began is not None}
+        dead = [loop.named for loop in self._loops.values() if loop.dead]
+        return verdict(
+            [
+                *self._resync.troubles(),
+                stuck(begun, now, self._config.stuck_seconds),
+                f"the loops of {', '.join(dead[:5])} have ended" if dead else "",
+                "the leader election has ended" if self._elector is not None and self._elector.died else "",
+            ]
+        )
+
+    # What is heard.
+
     def _settings(self) -> kopf.OperatorSettings:
         settings = kopf.OperatorSettings()
         settings.posting.enabled = False
@@ -101,101 +225,93 @@ class Operator:
         return settings
 
     def _registry(self) -> kopf.OperatorRegistry:
+        """The indexes stay empty: they are what makes kopf hold back all events of jobs until pods and nodes were listed."""
         registry = kopf.OperatorRegistry()
 
         @kopf.on.login(registry=registry)
         def login(**_: Any) -> kopf.ConnectionInfo:
             return _connection(self._configuration)
 
-        @kopf.index("v1", "pods", id="pods_by_job", labels={names.LABEL_JOB_UID: kopf.PRESENT}, registry=registry)
-        def pods_by_job(body: kopf.Body, **_: Any) -> dict[str, PodView] | None:
+        @kopf.index("v1", "pods", id="pods_seen", labels={names.LABEL_JOB_UID: kopf.PRESENT}, registry=registry)
+        async def pods_seen(body: kopf.Body, **_: Any) -> None:
+            uid, version = _identity(body)
             pod = parse_pod(body)
-            return None if pod is None else {pod.job_uid: pod}
+            self._view.put_pod(uid, pod, version)
+            if pod is not None:
+                self._wake(pod.job_uid)
 
-        @kopf.index("v1", "nodes", id="nodes_by_name", registry=registry)
-        def nodes_by_name(body: kopf.Body, **_: Any) -> dict[str, NodeView]:
-            node = parse_node(body)
-            return {node.name: node}
+        @kopf.index("v1", "nodes", id="nodes_seen", registry=registry)
+        async def nodes_seen(body: kopf.Body, **_: Any) -> None:
+            uid, version = _identity(body)
+            if self._view.put_node(uid, parse_node(body), version):
+                self._wake_all()
 
         @kopf.on.event("v1", "pods", labels={names.LABEL_JOB_UID: kopf.PRESENT}, registry=registry)
-        async def pod_event(labels: Mapping[str, str], **_: Any) -> None:
-            self._metrics.watched("Pod")
-            loop = self._loops.get(labels.get(names.LABEL_JOB_UID, ""))
-            if loop is not None:
-                loop.wake()
+        async def pod_event(type: str | None, body: kopf.Body, **_: Any) -> None:
+            await self._heard("Pod", type, body, self._pod_gone)
 
         @kopf.on.event("v1", "nodes", registry=registry)
         async def node_event(type: str | None, body: kopf.Body, **_: Any) -> None:
-            self._metrics.watched("Node")
-            self._node_changed(parse_node(body), gone=type == "DELETED")
+            await self._heard("Node", type, body, self._node_gone)
 
         @kopf.on.event(names.API_GROUP, names.API_VERSION, names.PLURAL, registry=registry)
-        async def job_event(type: str | None, body: kopf.Body, **indexes: Any) -> None:
-            self._metrics.watched(names.KIND)
-            self._pods, self._nodes = indexes["pods_by_job"], indexes["nodes_by_name"]
-            raw = copy.deepcopy(dict(body))
-            if type == "DELETED":
-                await self._job_gone(raw)
-            else:
-                self._job_changed(raw)
+        async def job_event(type: str | None, body: kopf.Body, **_: Any) -> None:
+            if type != "DELETED":
+                self._job_changed(copy.deepcopy(dict(body)))
+            await self._heard(names.KIND, type, body, self._job_gone)
 
         return registry
 
+    async def _heard(
+        self, kind: str, type: str | None, body: Mapping[str, Any], gone: Callable[[str], Awaitable[None]]
+    ) -> None:
+        uid, version = _identity(body)
+        self._metrics.watched(kind)
+        self._resync.heard(kind, uid, version, listed=type is None)
+        if type == "DELETED":
+            await gone(uid)
+
     def _job_changed(self, raw: Mapping[str, Any]) -> None:
-        uid = raw["metadata"]["uid"]
+        uid, version = _identity(raw)
+        self._jobs.put(uid, version, raw)
         if uid in self._loops:
             self._loops[uid].changed(raw)
-            return
-        loop = self._loops[uid] = JobLoop(raw, self._around)
+        elif self._leading:
+            self._start(raw)
+
+    def _start(self, raw: Mapping[str, Any]) -> None:
+        loop = self._loops[raw["metadata"]["uid"]] = JobLoop(raw, self._around)
         loop.start()
 
-    async def _job_gone(self, raw: Mapping[str, Any]) -> None:
-        metadata = raw["metadata"]
-        loop = self._loops.pop(metadata["uid"], None)
+    async def _job_gone(self, uid: str) -> None:
+        self._jobs.drop(uid)
+        loop = self._loops.pop(uid, None)
         if loop is not None:
             await loop.stop()
-            self._metrics.job_gone(metadata["namespace"], metadata["name"])
+            self._metrics.job_gone(*loop.key)
 
-    def _node_changed(self, node: NodeView, *, gone: bool) -> None:
-        # Heartbeats change a node every few seconds; only what decisions look at may wake the jobs.
-        before = self._seen_nodes.pop(node.name, None)
-        if not gone:
-            self._seen_nodes[node.name] = node
-        if gone or before != node:
-            for loop in self._loops.values():
-                loop.wake()
+    async def _pod_gone(self, uid: str) -> None:
+        pod = self._view.drop_pod(uid)
+        if pod is not None:
+            self._wake(pod.job_uid)
 
-    def _pods_of(self, job_uid: str) -> Iterable[PodView]:
-        return list(self._pods.get(job_uid, ())) if self._pods is not None else []
+    async def _node_gone(self, uid: str) -> None:
+        if self._view.drop_node(uid) is not None:
+            self._wake_all()
 
-    def _all_nodes(self) -> Mapping[str, NodeView]:
-        if self._nodes is None:
-            return {}
-        return {name: node for name, nodes in self._nodes.items() for node in nodes}
+    def _wake(self, job_uid: str) -> None:
+        loop = self._loops.get(job_uid)
+        if loop is not None:
+            loop.wake()
 
-    async def _serve(self) -> web.AppRunner:
-        app = web.Application()
-        app.add_routes(
-            [
-                web.get("/metrics", self._metrics_page),
-                web.get("/healthz", self._health_page),
-                web.get("/readyz", self._ready_page),
-            ]
-        )
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, self._config.metrics_host, self._config.metrics_port).start()
-        return runner
+    def _wake_all(self) -> None:
+        for loop in self._loops.values():
+            loop.wake()
 
-    async def _metrics_page(self, _: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.text(), content_type="text/plain", charset="utf-8")
 
-    async def _health_page(self, _: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
-
-    async def _ready_page(self, _: web.Request) -> web.Response:
-        ready = self._ready.is_set()
-        return web.Response(text="ready\n" if ready else "starting\n", status=200 if ready else 503)
+def _identity(body: Mapping[str, Any]) -> tuple[str, int]:
+    metadata = body["metadata"]
+    return str(metadata["uid"]), version_of(metadata.get("resourceVersion"))
 
 
 def _connection(configuration: kubernetes.client.Configuration) -> kopf.ConnectionInfo:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from tiercheck_operator.controller.observation import Patience
+from tiercheck_operator.election.candidate import Terms
 
 T = TypeVar("T")
 
@@ -29,6 +30,17 @@ class Config:
     """How long a sidecar may take to answer beyond that before it counts as silent."""
     progress_seconds: float = 1.0
     """Least time between two status writes that only carry progress."""
+    lease: tuple[str, str] | None = None
+    """Namespace and name of the Lease that says which replica leads; None: this is the only one."""
+    identity: str = "tiercheck-operator"
+    """What this replica is called in the Lease; a random part is added."""
+    terms: Terms = field(default_factory=Terms)
+    watch_check_seconds: float = 60.0
+    """How often what the watches have shown is compared with what there is."""
+    watch_grace_seconds: float = 60.0
+    """How late a watch may be before it counts as deaf."""
+    stuck_seconds: float = 300.0
+    """How long one reconcile may take before the process counts as ill."""
     log_level: str = "INFO"
     patience: Patience = field(default_factory=Patience)
 
@@ -47,6 +59,12 @@ class Config:
             poll_seconds=_number(env, "TIERCHECK_POLL_SECONDS", default.poll_seconds),
             call_seconds=_number(env, "TIERCHECK_CALL_SECONDS", default.call_seconds),
             progress_seconds=_number(env, "TIERCHECK_PROGRESS_SECONDS", default.progress_seconds),
+            lease=_lease(env.get("TIERCHECK_LEASE", "")),
+            identity=env.get("TIERCHECK_IDENTITY") or default.identity,
+            terms=_parsed(env, "TIERCHECK_LEASE_SECONDS", default.terms, lambda text: Terms.of(float(text))),
+            watch_check_seconds=_number(env, "TIERCHECK_WATCH_CHECK_SECONDS", default.watch_check_seconds),
+            watch_grace_seconds=_number(env, "TIERCHECK_WATCH_GRACE_SECONDS", default.watch_grace_seconds),
+            stuck_seconds=_number(env, "TIERCHECK_STUCK_SECONDS", default.stuck_seconds),
             log_level=env.get("TIERCHECK_LOG_LEVEL") or default.log_level,
             patience=Patience(
                 settle=_number(env, "TIERCHECK_SETTLE_SECONDS", patience.settle),
@@ -83,3 +101,12 @@ def _address(text: str, default: Config) -> tuple[str, int]:
     if not separator or not port.isdigit():
         raise ValueError(f"TIERCHECK_METRICS_ADDRESS={text!r}: expected HOST:PORT")
     return host.strip("[]") or default.metrics_host, int(port)
+
+
+def _lease(text: str) -> tuple[str, str] | None:
+    if not text.strip():
+        return None
+    namespace, _, name = text.strip().partition("/")
+    if not namespace or not name or "/" in name:
+        raise ValueError(f"TIERCHECK_LEASE={text!r}: expected NAMESPACE/NAME")
+    return namespace, name

@@ -37,6 +37,7 @@ class Metrics:
         self._attempt = gauge("attempt", "The current attempt.", _JOB)
         self._condition = gauge("job_condition", "1 if the condition is true.", [*_JOB, "type"])
         self._watch = gauge("watch_last_event_timestamp_seconds", "Newest watch event.", ["kind"])
+        self._leader = gauge("leader", "1 if this replica leads.", [])
         gauge("build_info", "The operator's version.", ["version"]).labels(__version__).set(1)
         self._restores = Counter(
             "tiercheck_restores", "Recoveries that ended, by cause.", [*_JOB, "cause"], registry=self.registry
@@ -55,6 +56,10 @@ class Metrics:
         self._errors = Counter(
             "tiercheck_reconcile_errors", "Reconciles that failed.", ["reason"], registry=self.registry
         )
+        self._calls = Histogram(
+            "tiercheck_api_request_duration_seconds", "Calls to the API server; status 0: no answer.", ["verb", "status"],
+            registry=self.registry,
+        )  # fmt: skip
         self._per_job: tuple[Any, ...] = (
             self._step, self._last_step, self._lag, self._success, self._unprotected, self._attempt, self._condition,
             self._restores, self._ranks, self._lost, self._duration,
@@ -67,6 +72,13 @@ class Metrics:
     def watched(self, kind: str) -> None:
         """A watch event of this kind arrived: the operator is not deaf."""
         self._watch.labels(kind).set(time.time())
+
+    def leads(self, leads: bool) -> None:
+        self._leader.set(leads)
+
+    def called(self, verb: str, status: int, seconds: float) -> None:
+        """One call to the API server."""
+        self._calls.labels(verb, str(status)).observe(seconds)
 
     def reconciled(self, seconds: float) -> None:
         self._reconcile.observe(max(0.0, seconds))

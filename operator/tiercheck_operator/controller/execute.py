@@ -106,7 +106,7 @@ class Executor:
                 if sidecars is not None:
                     sidecars.probe(uid)
             case Push(uid, directive):
-                if sidecars is not None:
+                if sidecars is not None and self._kube.may_write:
                     try:
                         await sidecars.push(uid, directive)
                     except SidecarError as error:

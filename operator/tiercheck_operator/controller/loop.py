@@ -69,6 +69,8 @@ class JobLoop:
         self._failures = 0
         """Reconciles in a row that failed."""
         self._task: asyncio.Task[None] | None = None
+        self.began: float | None = None
+        """When the reconcile under way began, by the loop's clock; None: none is."""
 
     @property
     def uid(self) -> str:
@@ -100,7 +102,7 @@ class JobLoop:
     async def _run(self) -> None:
         while True:
             self._woken.clear()
-            began = self._around.clock()
+            began = self.began = asyncio.get_running_loop().time()
             try:
                 delay = await self._reconcile()
                 self._failures = 0
@@ -111,10 +113,11 @@ class JobLoop:
             except Exception:
                 # One job's trouble must not take the operator down; it is counted, logged and tried again.
                 self._around.metrics.reconcile_failed("bug")
-                log.exception("%s: reconcile failed", self._named())
+                log.exception("%s: reconcile failed", self.named)
                 delay = _ERROR_BACKOFF[min(self._failures, len(_ERROR_BACKOFF) - 1)]
                 self._failures += 1
-            self._around.metrics.reconciled(self._around.clock() - began)
+            self.began, took = None, asyncio.get_running_loop().time() - began
+            self._around.metrics.reconciled(took)
             await asyncio.sleep(delay if self._failures else _LEAST_PAUSE)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._woken.wait(), 0 if self._failures else delay)
@@ -124,7 +127,7 @@ class JobLoop:
 
     async def _after_failure(self, error: ApiFailure) -> float:
         """Seconds to wait. A conflict means that somebody wrote the job since we read it."""
-        log.log(logging.DEBUG if error.conflict else logging.WARNING, "%s: %s", self._named(), error)
+        log.log(logging.DEBUG if error.conflict else logging.WARNING, "%s: %s", self.named, error)
         if error.conflict:
             metadata = self._raw["metadata"]
             with contextlib.suppress(ApiFailure):
@@ -133,7 +136,7 @@ class JobLoop:
                 )
                 if fresh is not None and fresh["metadata"]["uid"] == self.uid:
                     self._raw = fresh
-        return _ERROR_BACKOFF[min(self._failures, len(_ERROR_BACKOFF) - 1)]
+        return max(_ERROR_BACKOFF[min(self._failures, len(_ERROR_BACKOFF) - 1)], error.retry_after or 0.0)
 
     async def _reconcile(self) -> float:
         """One look and what follows from it; seconds until the next look at the latest."""
@@ -215,9 +218,19 @@ class JobLoop:
         await self._events.post(job, decision.notices, now)
         return None
 
-    def _named(self) -> str:
-        metadata = self._raw["metadata"]
-        return f"{metadata['namespace']}/{metadata['name']}"
+    @property
+    def key(self) -> tuple[str, str]:
+        """Namespace and name of the job."""
+        return str(self._raw["metadata"]["namespace"]), str(self._raw["metadata"]["name"])
+
+    @property
+    def named(self) -> str:
+        return "/".join(self.key)
+
+    @property
+    def dead(self) -> bool:
+        """Whether it was started, and ended without being stopped."""
+        return self._task is not None and self._task.done()
 
 
 def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

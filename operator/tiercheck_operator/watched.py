@@ -1,0 +1,127 @@
+"""What the watches have shown so far, and what they have not: kopf's own indexes keep an object whose deletion fell between
+two watches (after a 410 Gone it lists anew, and says nothing of what is not there any more).
+
+A listing of names and versions, now and then and after each new list, tells what is gone, and whether a watch is deaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Generic, TypeVar
+
+from tiercheck_operator.controller.observation import NodeView, PodView
+
+V = TypeVar("V")
+
+
+def version_of(text: object) -> int:
+    """Of a resourceVersion. They may be compared: integers in every API server (KEP-5504)."""
+    return int(str(text)) if str(text or "").isdigit() else 0
+
+
+@dataclass(frozen=True)
+class Seen(Generic[V]):
+    version: int
+    view: V
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Between what was seen and what is there."""
+
+    gone: tuple[str, ...] = ()
+    """UIDs that were seen before the listing was asked for and are not in it: they are gone for sure."""
+    unseen: Mapping[str, int] = MappingProxyType({})
+    """UID to version of what is there and has not been seen, at least not in this version: the watch is late, or deaf."""
+
+
+class Watched(Generic[V]):
+    """The objects of one kind, by UID. Only ever touched by the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, Seen[V]] = {}
+
+    def put(self, uid: str, version: int, view: V) -> V | None:
+        """What was known of the object before. An older version than that changes nothing."""
+        before = self._seen.get(uid)
+        if before is None or before.version <= version:
+            self._seen[uid] = Seen(version, view)
+        return before.view if before is not None else None
+
+    def drop(self, uid: str) -> V | None:
+        """The object is gone; what was known of it."""
+        known = self._seen.pop(uid, None)
+        return known.view if known is not None else None
+
+    def get(self, uid: str) -> V | None:
+        known = self._seen.get(uid)
+        return known.view if known is not None else None
+
+    def views(self) -> Iterable[V]:
+        return [known.view for known in self._seen.values()]
+
+    def uids(self) -> frozenset[str]:
+        return frozenset(self._seen)
+
+    def compare(self, before: frozenset[str], listed: Mapping[str, int]) -> Difference:
+        """With a complete listing, UID to version, asked for when `before` had been seen."""
+        return Difference(
+            gone=tuple(uid for uid in before if uid not in listed and uid in self._seen),
+            unseen={
+                uid: version
+                for uid, version in listed.items()
+                if uid not in self._seen or self._seen[uid].version < version
+            },
+        )
+
+
+class ClusterView:
+    """Pods by job and nodes by name, as decisions want them; asking for them costs nothing unless something changed."""
+
+    def __init__(self) -> None:
+        self.pods: Watched[PodView | None] = Watched()
+        """None: one whose labels make no sense; it belongs to no job."""
+        self.nodes: Watched[NodeView] = Watched()
+        self._by_job: dict[str, dict[str, PodView]] = {}
+        self._by_name: Mapping[str, NodeView] | None = None
+
+    def pods_of(self, job_uid: str) -> Iterable[PodView]:
+        return list(self._by_job.get(job_uid, {}).values())
+
+    def all_nodes(self) -> Mapping[str, NodeView]:
+        if self._by_name is None:
+            self._by_name = MappingProxyType({node.name: node for node in self.nodes.views()})
+        return self._by_name
+
+    def put_pod(self, uid: str, pod: PodView | None, version: int) -> None:
+        before = self.pods.put(uid, version, pod)
+        known = self.pods.get(uid)
+        if before is not None and (known is None or known.job_uid != before.job_uid):
+            self._leave(uid, before)
+        if known is not None:
+            self._by_job.setdefault(known.job_uid, {})[uid] = known
+
+    def drop_pod(self, uid: str) -> PodView | None:
+        pod = self.pods.drop(uid)
+        if pod is not None:
+            self._leave(uid, pod)
+        return pod
+
+    def _leave(self, uid: str, pod: PodView) -> None:
+        mates = self._by_job.get(pod.job_uid, {})
+        mates.pop(uid, None)
+        if not mates:
+            self._by_job.pop(pod.job_uid, None)
+
+    def put_node(self, uid: str, node: NodeView, version: int) -> bool:
+        """Whether anything that decisions look at has changed: heartbeats change a node every few seconds."""
+        changed = self.nodes.put(uid, version, node) != self.nodes.get(uid)
+        if changed:
+            self._by_name = None
+        return changed
+
+    def drop_node(self, uid: str) -> NodeView | None:
+        self._by_name = None
+        return self.nodes.drop(uid)
