@@ -29,6 +29,8 @@ _RULE_SETS = {
     ("Role", "tiercheck-operator"): "own",
 }
 """Which role of deploy/operator.yaml becomes which named template. Raises KeyError below for a role that is new."""
+_LEASE = "[tiercheck-operator]"
+"""The resourceNames of the lease, which has the name of the Deployment."""
 _FOR_DISCOVERY = "apiextensions.k8s.io"
 """The rule that only an operator of the whole cluster needs is a set of its own."""
 
@@ -72,6 +74,7 @@ def _rules() -> dict[Path, str]:
     text = _NOTICE % "deploy/operator.yaml"
     for name, rules in sets.items():
         text += f'{{{{- define "tiercheck.rules.{name}" }}}}\n{"".join(rules)}{{{{- end }}}}\n'
+    text = text.replace(_LEASE, '[{{ include "tiercheck.operator" . }}]')
     return {CHART / "templates" / "rbac" / "_rules.tpl": text}
 
 

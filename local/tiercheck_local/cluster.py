@@ -54,6 +54,8 @@ class LocalCluster:
         self.directory = directory.absolute()
         self.nodes = {node.name: node for node in nodes}
         self.operator: subprocess.Popen[bytes] | None = None
+        """The one that was started last."""
+        self._operators: list[subprocess.Popen[bytes]] = []
         self.metrics_address = ""
         """host:port of the operator's metrics, once it was started."""
         self._kind, self._image_paths, self._lease_grace = control_plane, dict(image_paths or {}), lease_grace
@@ -116,7 +118,7 @@ class LocalCluster:
         """No process and no memory folder of the cluster is left. May be called twice."""
         if self._octet is None:
             return
-        started = [self.operator, self._controllers, *self._agents.values()]
+        started = [*self._operators, self._controllers, *self._agents.values()]
         for process in started:
             if process is not None and process.poll() is None:
                 process.terminate()
@@ -161,8 +163,13 @@ class LocalCluster:
     def agent(self, name: str) -> subprocess.Popen[bytes]:
         return self._agents[name]
 
-    def start_operator(self, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """The real operator process; its log is logs/operator.log, its metrics are at `metrics_address`."""
+    def start_operator(
+        self, env: Mapping[str, str] | None = None, replica: str = "operator"
+    ) -> subprocess.Popen[bytes]:
+        """The real operator process; its log is logs/<replica>.log, its metrics are at `metrics_address`.
+
+        Of several at a time only one may act: give them all the same TIERCHECK_LEASE.
+        """
         self.metrics_address = f"127.0.0.1:{free_ports(1)[0]}"
         environment = {
             "KUBECONFIG": str(self.kubeconfig),
@@ -171,7 +178,8 @@ class LocalCluster:
         }
         if self.cuts is not None:
             environment = links.hooked({**os.environ, **environment}, str(self.cuts))
-        self.operator = self._start("operator", ["-m", "tiercheck_operator"], environment)
+        self.operator = self._start(replica, ["-m", "tiercheck_operator"], environment)
+        self._operators.append(self.operator)
         return self.operator
 
     def memory_folder(self, node: str, pod_uid: str = "") -> Path:

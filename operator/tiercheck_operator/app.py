@@ -144,7 +144,7 @@ class Operator:
         api = Kube(self._configuration, self._config.terms.call, called=self._metrics.called)
         self._elector = Elector(
             api,
-            *self._config.lease,
+            self._config.lease,
             f"{self._config.identity}_{secrets.token_hex(4)}",
             self._config.terms,
             changed=tell,

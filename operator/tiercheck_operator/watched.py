@@ -7,7 +7,7 @@ A listing of names and versions, now and then and after each new list, tells wha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
@@ -33,7 +33,7 @@ class Difference:
 
     gone: tuple[str, ...] = ()
     """UIDs that were seen before the listing was asked for and are not in it: they are gone for sure."""
-    unseen: Mapping[str, int] = MappingProxyType({})
+    unseen: Mapping[str, int] = field(default_factory=dict)
     """UID to version of what is there and has not been seen, at least not in this version: the watch is late, or deaf."""
 
 

@@ -27,7 +27,6 @@ BY_THE_SCHEMA: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 BY_THE_TEMPLATES: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "two operators": ({"replicas": 2}, ["replicas: 2", "elects no leader", "Leave replicas at 1"]),
     "nobody to run as": (
         {"serviceAccount": {"create": False}},
         ["serviceAccount.name is empty", "Name the service account"],

@@ -159,7 +159,7 @@ def test_notes_warn_of_what_would_surprise_later() -> None:
     assert "delete the definition, and with it every TierCheckJob" in notes(crds={"keep": False}, **named)
     assert "waits until somebody installs the definition" in notes(crds={"enabled": False}, **named)
     assert "needs the rights" in notes(rbac={"create": False}, **named)
-    assert "`kubectl drain` of the operator's node waits" in notes(podDisruptionBudget={"enabled": True}, **named)
+    assert "`kubectl drain` of the operator's node waits" in notes(podDisruptionBudget={"maxUnavailable": 0}, **named)
     assert "only TierCheckOperatorDown" in notes(metrics={"prometheusRule": {"enabled": True}}, **named)
 
 

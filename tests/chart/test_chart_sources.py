@@ -16,6 +16,7 @@ from chart_under_test import CASES, CHART, ROOT, granted, of_kind, only, operato
 from tiercheck.about import __version__
 from tiercheck.protocol import names
 from tiercheck_operator.config import Config
+from tiercheck_operator.election.candidate import Terms
 
 REGENERATE = "run: make chart"
 
@@ -147,7 +148,9 @@ class Asked(Mapping[str, str]):
 def test_every_setting_of_the_operator_can_be_set_and_no_other() -> None:
     asked = Asked()
     Config.from_env(asked)
-    set_by_the_chart = {name for name in operators_environment(values_of("everything")) if name != "HTTPS_PROXY"}
+    set_by_the_chart = {name for name in operators_environment(values_of("everything")) if name != "HTTPS_PROXY"} | {
+        "TIERCHECK_IDENTITY"  # the pod's name
+    }
     assert set_by_the_chart == asked.names, (
         "operator/tiercheck_operator/config.py and the chart differ: add the setting to values.schema.json, values.yaml "
         "and ci/everything-values.yaml"
@@ -157,7 +160,7 @@ def test_every_setting_of_the_operator_can_be_set_and_no_other() -> None:
 def test_settings_reach_the_operator_as_they_are_written() -> None:
     config = Config.from_env({**operators_environment(values_of("everything")), "TIERCHECK_METRICS_ADDRESS": ""})
     written = values_of("everything")["settings"]
-    flat = {**dataclasses.asdict(config), **dataclasses.asdict(config.patience)}
+    flat = {**dataclasses.asdict(config), **dataclasses.asdict(config.patience), "lease_seconds": config.terms.duration}
     for key, value in written.items():
         snake = re.sub(r"([A-Z])", lambda found: "_" + found[1].lower(), key)
         assert flat.get(snake, flat.get(snake.removesuffix("_seconds"))) == value, key
@@ -165,16 +168,23 @@ def test_settings_reach_the_operator_as_they_are_written() -> None:
 
 def test_left_out_settings_keep_the_operators_own_defaults() -> None:
     environment = operators_environment()
-    assert set(environment) == {"TIERCHECK_SIDECAR_IMAGE", "TIERCHECK_NAMESPACES", "TIERCHECK_METRICS_ADDRESS"}
+    assert set(environment) == {
+        "TIERCHECK_SIDECAR_IMAGE", "TIERCHECK_NAMESPACES", "TIERCHECK_METRICS_ADDRESS", "TIERCHECK_LEASE",
+    }  # fmt: skip
     config = Config.from_env({**environment, "TIERCHECK_METRICS_ADDRESS": ""})
-    assert dataclasses.replace(config, sidecar_image="") == dataclasses.replace(Config(), sidecar_image="")
+    own = {"sidecar_image": "", "lease": None}
+    assert dataclasses.replace(config, **own) == dataclasses.replace(Config(), **own)
 
 
 def test_defaults_that_values_yaml_tells_in_comments_are_the_operators() -> None:
     told = dict(re.findall(r"^#  (\w+): +(\S+)", (CHART / "values.yaml").read_text(), re.MULTILINE))
     settings = json.loads((CHART / "values.schema.json").read_text())["properties"]["settings"]["properties"]
     assert set(told) == set(settings)
-    default = {**dataclasses.asdict(Config()), **dataclasses.asdict(Config().patience)}
+    default = {
+        **dataclasses.asdict(Config()),
+        **dataclasses.asdict(Config().patience),
+        "lease_seconds": Terms().duration,
+    }
     for key, value in told.items():
         snake = re.sub(r"([A-Z])", lambda found: "_" + found[1].lower(), key)
         known = default.get(snake, default.get(snake.removesuffix("_seconds")))
@@ -200,7 +210,7 @@ def test_operator_listens_where_probes_and_service_look(address: str) -> None:
 
 def test_probes_ask_for_pages_that_the_operator_serves() -> None:
     (container,) = only("Deployment")["spec"]["template"]["spec"]["containers"]
-    app = (ROOT / "operator" / "tiercheck_operator" / "app.py").read_text()
+    app = (ROOT / "operator" / "tiercheck_operator" / "pages.py").read_text()
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         assert f'"{container[probe]["httpGet"]["path"]}"' in app
         assert container[probe]["httpGet"]["port"] == "metrics"
@@ -245,3 +255,18 @@ def test_network_policy_names_the_port_that_sidecars_listen_on(case: str) -> Non
         assert [port["port"] for port in sidecars["ports"]] == [names.CONTROL_PORT]
         (peer,) = sidecars["to"]
         assert peer["podSelector"]["matchExpressions"][0]["key"] == names.LABEL_JOB_UID
+
+
+def test_replicas_of_one_deployment_share_a_lease_that_they_may_hold() -> None:
+    for case in CASES:
+        deployment, environment = only("Deployment", values_of(case)), operators_environment(values_of(case))
+        namespace, name = environment["TIERCHECK_LEASE"].split("/")
+        assert (namespace, name) == (deployment["metadata"]["namespace"], deployment["metadata"]["name"])
+        (role,) = operators_roles_in(namespace, values_of(case))
+        named = [rule["resourceNames"] for rule in role["rules"] if rule.get("resourceNames")]
+        assert named == [[name]]
+        assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
+
+
+def operators_roles_in(namespace: str, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [role for role in of_kind("Role", values) if role["metadata"]["namespace"] == namespace]

@@ -42,6 +42,12 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield cluster
 
 
+@pytest.fixture(scope="session")
+def operator_env() -> dict[str, str]:
+    """What the shared operator is started with."""
+    return dict(OPERATOR_ENV)
+
+
 @pytest.fixture
 def jobs(cluster: LocalCluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Jobs]:
     """Makes jobs, and removes them and repairs the cluster afterwards."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.replicas import Replicas
 from tiercheck.protocol import names
 from tiercheck_local.client import ApiFailure
 from tiercheck_local.cluster import LocalCluster
@@ -156,6 +157,30 @@ def test_probes_and_metrics_answer_and_sigterm_ends_the_process(cluster: LocalCl
     cluster.operator.send_signal(signal.SIGTERM)
     assert cluster.operator.wait(timeout=DEADLINE) == 0
     cluster.start_operator()
+
+
+def test_leader_that_is_told_to_end_hands_over_at_once(tmp_path: Path) -> None:
+    """Long before its lease would have run out, which takes ten minutes here."""
+    env = {"TIERCHECK_LEASE": "default/tiercheck", "TIERCHECK_LEASE_SECONDS": "600"}
+    with LocalCluster(tmp_path, []) as fresh:
+        fresh.apply_crds(ROOT / "crds")
+        replicas = Replicas(fresh, env)
+        first = replicas.start()
+        assert replicas.leader() is first
+        fresh.apply(job("first"))
+        fresh.wait_for(lambda: len(owned(fresh, "first")) == 4, DEADLINE, "belongings")
+        lease = "/apis/coordination.k8s.io/v1/namespaces/default/leases/tiercheck"
+        # A replica of shorter terms looks more often, and still respects the longer ones.
+        second = Replicas(fresh, {**env, "TIERCHECK_LEASE_SECONDS": "8"}).start()
+        assert not second.leads
+        first.process.send_signal(signal.SIGTERM)
+        assert first.process.wait(timeout=DEADLINE) == 0
+        fresh.wait_for(lambda: second.leads, DEADLINE, "the other one to lead")
+        held = fresh.api.request("GET", lease)["spec"]
+        assert held["leaseTransitions"] == 1
+        fresh.apply(job("second"))
+        fresh.wait_for(lambda: len(owned(fresh, "second")) == 4, DEADLINE, "the new leader to work")
+        assert 'job="first"' in second.page("/metrics")
 
 
 @pytest.mark.parametrize("namespaces", ["", "default"])

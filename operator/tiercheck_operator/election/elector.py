@@ -35,13 +35,14 @@ def boot_clock() -> float:
 
 
 class Elector(threading.Thread):
-    """`changed` is told True and False in turn, from this thread. `alive`: False holds a renewal back, so that the lead is lost."""
+    """`changed` is told True and False in turn, from this thread.
+
+    `lease`: its namespace and name. `alive`: False holds a renewal back, so that the lead is lost."""
 
     def __init__(
         self,
         api: Api,
-        namespace: str,
-        name: str,
+        lease: tuple[str, str],
         identity: str,
         terms: Terms,
         *,
@@ -51,7 +52,7 @@ class Elector(threading.Thread):
         random: Callable[[], float] = random.random,
     ) -> None:
         super().__init__(name="leader election", daemon=True)
-        self._api, self._namespace, self._lease = api, namespace, name
+        self._api, (self._namespace, self._lease) = api, lease
         self._candidate, self._terms = Candidate(identity, terms), terms
         self._changed, self._alive, self._clock, self._random = changed, alive, clock, random
         self._ending = threading.Event()

@@ -41,4 +41,12 @@
   verbs: [create]
 {{- end }}
 {{- define "tiercheck.rules.own" }}
+# The lease that says which replica leads. A right to create cannot be narrowed down to a name.
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [create]
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  resourceNames: [{{ include "tiercheck.operator" . }}]
+  verbs: [get, update]
 {{- end }}

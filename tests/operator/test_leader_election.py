@@ -1,0 +1,261 @@
+"""Who leads, and when: replicas with clocks of their own, a server that loses calls, and processes that are stopped and go on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiercheck_operator.config import Config
+from tiercheck_operator.election.candidate import Candidate, Move, Record, Terms
+from tiercheck_operator.election.elector import Elector
+from tiercheck_operator.election.lease import parse_lease
+from tiercheck_operator.kube import ApiFailure
+
+TERMS = Terms(8.0, 5.0, 1.0)
+
+
+@dataclass
+class LeaseServer:
+    """One Lease, with the preconditions of a real API server."""
+
+    stored: dict[str, Any] | None = None
+    version: int = 0
+
+    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        if method == "GET":
+            if self.stored is None:
+                raise ApiFailure(404, "not found")
+            return copy.deepcopy(self.stored)
+        assert body is not None
+        if method == "POST":
+            if self.stored is not None:
+                raise ApiFailure(409, "exists")
+        elif self.stored is None:
+            raise ApiFailure(404, "not found")
+        elif body["metadata"]["resourceVersion"] != self.stored["metadata"]["resourceVersion"]:
+            raise ApiFailure(409, "conflict")
+        self.version += 1
+        self.stored = copy.deepcopy(dict(body))
+        self.stored["metadata"] = {**self.stored["metadata"], "resourceVersion": str(self.version)}
+        return copy.deepcopy(self.stored)
+
+
+@dataclass
+class Replica:
+    """An elector that is driven by hand. Its clock may begin anywhere."""
+
+    server: LeaseServer
+    name: str
+    offset: float = 0.0
+    reachable: bool = True
+    alive: bool = True
+    lose_answers: bool = False
+    told: list[bool] = field(default_factory=list)
+    time: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.elector = Elector(
+            self,
+            ("system", "lease"),
+            self.name,
+            TERMS,
+            changed=self.told.append,
+            alive=lambda: self.alive,
+            clock=lambda: self.time + self.offset,
+        )
+
+    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        if not self.reachable:
+            raise ApiFailure(0, "no answer")
+        answer = self.server.call(method, path, body)
+        if self.lose_answers:
+            raise ApiFailure(0, "the answer was lost")
+        return answer
+
+    def round(self, now: float) -> None:
+        self.time = now
+        self.elector.look()
+        self.elector._tell()
+
+    def leads(self, now: float) -> bool:
+        self.time = now
+        return self.elector.leads()
+
+
+def holder(server: LeaseServer) -> str:
+    assert server.stored is not None
+    return parse_lease(server.stored).holder
+
+
+def test_first_replica_leads_and_the_second_one_waits() -> None:
+    server = LeaseServer()
+    first, second = Replica(server, "a"), Replica(server, "b", offset=1e6)
+    for second_ in range(60):
+        first.round(second_)
+        second.round(second_ + 0.5)
+    assert (first.told, second.told) == ([True], [])
+    assert server.stored is not None
+    assert server.stored["spec"]["leaseTransitions"] == 0
+
+
+def test_leader_that_was_killed_is_replaced_once_its_record_has_stood_still_for_the_duration() -> None:
+    server = LeaseServer()
+    first, second = Replica(server, "a"), Replica(server, "b", offset=-500)
+    first.round(0.0)
+    taken = None
+    for tick in range(1, 30):
+        second.round(tick * 0.5)
+        if second.leads(tick * 0.5):
+            taken = tick * 0.5
+            break
+    assert taken is not None
+    assert TERMS.duration <= taken <= TERMS.duration + TERMS.retry
+    assert server.stored is not None
+    assert server.stored["spec"]["leaseTransitions"] == 1
+
+
+def test_leader_that_ends_gives_the_lease_back_and_the_next_look_takes_it() -> None:
+    server = LeaseServer()
+    first, second = Replica(server, "a"), Replica(server, "b")
+    first.round(0.0)
+    second.round(0.5)
+    first.time = 1.0
+    first.elector.release()
+    assert not first.leads(1.0)
+    second.round(1.5)
+    assert second.leads(1.5)
+
+
+def test_leader_that_cannot_renew_stops_before_anybody_else_may_begin() -> None:
+    server = LeaseServer()
+    first, second = Replica(server, "a"), Replica(server, "b")
+    first.round(0.0)
+    first.reachable = False
+    second.round(0.01)
+    assert first.leads(TERMS.renew_within - 0.01)
+    assert not first.leads(TERMS.renew_within)
+    second.round(TERMS.duration)
+    assert not second.leads(TERMS.duration)
+    second.round(TERMS.duration + 0.01)
+    assert second.leads(TERMS.duration + 0.01)
+
+
+def test_stopped_leader_that_wakes_up_knows_at_once_that_its_time_is_over() -> None:
+    server = LeaseServer()
+    first, second = Replica(server, "a"), Replica(server, "b")
+    first.round(0.0)
+    second.round(0.5)
+    second.round(9.0)
+    assert second.leads(9.0)
+    assert not first.leads(30.0), "before it has asked anybody"
+    for now in (30.0, 31.0, 32.0):
+        second.round(now)
+        first.round(now)
+        assert not first.leads(now)
+    assert first.told == [True, False]
+    assert holder(server) == "b"
+
+
+def test_leader_whose_event_loop_is_stuck_does_not_renew() -> None:
+    server = LeaseServer()
+    first, second = Replica(server, "a"), Replica(server, "b")
+    first.round(0.0)
+    first.alive = False
+    for tick in range(1, 12):
+        first.round(float(tick))
+        second.round(tick + 0.5)
+    assert not first.leads(11.0)
+    assert second.leads(11.5)
+
+
+def test_renewal_whose_answer_was_lost_is_found_and_renewed() -> None:
+    server = LeaseServer()
+    first = Replica(server, "a")
+    first.round(0.0)
+    first.lose_answers = True
+    first.round(1.0)
+    first.lose_answers = False
+    first.round(2.0)
+    first.round(3.0)
+    assert first.leads(7.9)
+    assert first.told == [True]
+
+
+def test_lease_that_somebody_deleted_or_annotated_is_no_reason_to_lead_twice() -> None:
+    server = LeaseServer()
+    first, second = Replica(server, "a"), Replica(server, "b")
+    first.round(0.0)
+    second.round(0.1)
+    assert server.stored is not None
+    server.version += 1
+    server.stored["metadata"]["resourceVersion"] = str(server.version)
+    first.round(1.0)
+    first.round(2.0)
+    assert first.leads(2.0)
+    server.stored = None
+    second.round(2.1)  # takes it, as nobody holds it
+    first.round(3.0)
+    first.round(4.0)
+    assert not first.leads(4.0)
+    assert second.leads(4.0)
+
+
+def test_longer_terms_of_the_other_side_are_respected() -> None:
+    candidate = Candidate("b", TERMS)
+    held = Record("a", 60.0, 0, "x")
+    assert candidate.see(held, 0.0) is Move.WAIT
+    assert candidate.see(held, 59.0) is Move.WAIT
+    assert candidate.see(held, 60.0) is Move.TAKE
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.floats(0.05, 4.0),
+        st.sampled_from(["a", "b", "c"]),
+        st.sampled_from(["round", "round", "round", "cut", "heal", "lose", "keep", "release"]),
+    ),
+    max_size=120,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(STEPS, st.floats(-1e6, 1e6), st.floats(-1e6, 1e6))
+def test_never_two_leaders(steps: list[tuple[float, str, str]], one: float, other: float) -> None:
+    """Whatever calls are lost, in whatever order replicas run or stand still, and wherever their clocks begin."""
+    server = LeaseServer()
+    replicas = {name: Replica(server, name, offset) for name, offset in (("a", 0.0), ("b", one), ("c", other))}
+    now = 0.0
+    for pause, name, what in steps:
+        now += pause
+        replica = replicas[name]
+        replica.time = now
+        match what:
+            case "round":
+                replica.round(now)
+            case "cut" | "heal":
+                replica.reachable = what == "heal"
+            case "lose" | "keep":
+                replica.lose_answers = what == "lose"
+            case "release":
+                replica.elector.release()
+                replicas[name] = Replica(server, name + "'", replica.offset)
+        assert sum(each.leads(now) for each in replicas.values()) <= 1
+
+
+@pytest.mark.parametrize("text", ["lease", "/lease", "a/", "a/b/c"])
+def test_lease_that_cannot_be_understood_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match="TIERCHECK_LEASE"):
+        Config.from_env({"TIERCHECK_LEASE": text})
+
+
+@pytest.mark.parametrize("seconds", ["0", "-3", "soon"])
+def test_terms_that_make_no_sense_are_named(seconds: str) -> None:
+    with pytest.raises(ValueError, match="TIERCHECK_LEASE_SECONDS"):
+        Config.from_env({"TIERCHECK_LEASE_SECONDS": seconds})
+    assert Config.from_env({"TIERCHECK_LEASE": "ns/n", "TIERCHECK_LEASE_SECONDS": "16"}).terms == Terms(16, 10, 2)
