@@ -14,6 +14,7 @@ from tiercheck_cli.events.command import events
 from tiercheck_cli.explain.command import explain
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.plan.command import plan
+from tiercheck_cli.simulate.command import simulate
 from tiercheck_cli.status.command import status
 
 
@@ -37,12 +38,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_JOBS, _OTHERS = "A job in the cluster", "Others"
+_JOBS, _PLANS, _OTHERS = "A job", "A cluster on paper", "Others"
 
 app.command(rich_help_panel=_JOBS)(status)
 app.command(rich_help_panel=_JOBS)(plan)
 app.command(rich_help_panel=_JOBS)(explain)
 app.command(rich_help_panel=_JOBS)(events)
+app.command(rich_help_panel=_PLANS)(simulate)
 
 
 @app.command(rich_help_panel=_OTHERS)

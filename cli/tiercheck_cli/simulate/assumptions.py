@@ -1,0 +1,125 @@
+"""What a simulation takes for granted where nobody says otherwise: how often what fails, with sources, and how long things take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tiercheck_cli.failure import USAGE, CannotDo
+from tiercheck_operator.planning.ground import WorkerSite
+from tiercheck_operator.planning.recovery import RestoreSeconds
+from tiercheck_operator.planning.scenario import FailureRates, RecoveryTimes
+from tiercheck_operator.planning.topology import Topology
+from tiercheck_operator.planning.wanted import Wanted
+
+
+@dataclass(frozen=True)
+class Record:
+    """Failures as somebody counted them, per 1,000 days of one node."""
+
+    node: float
+    process: float
+    domain_share: float
+    """Of all failures, the part that takes a whole domain of the spread level along."""
+    source: str
+
+
+RECORDS: Mapping[str, Record] = {
+    "rsc-1": Record(
+        6.50, 19.5, 0.03,
+        "nodes: 6.50 per 1,000 node-days, Meta's RSC-1 (Kokolis et al. 2024, arXiv:2410.21680); processes: three times as many "
+        "(DLRover: three in four faults are cured by restarting processes); domains: 3 in 100 of all, an assumption",
+    ),
+    "rsc-2": Record(
+        2.34, 7.02, 0.03,
+        "nodes: 2.34 per 1,000 node-days, Meta's RSC-2 (Kokolis et al. 2024, arXiv:2410.21680); processes and domains as for rsc-1",
+    ),
+    "llama-3": Record(
+        2.92, 0.55, 0.084,
+        "419 unexpected interruptions in 54 days on 2,048 nodes (Llama 3, arXiv:2407.21783, table 5): 61 of them software, 35 network "
+        "switches and cables, each taken to hit a whole domain, and the rest nodes",
+    ),
+}  # fmt: skip
+"""By name. llama-3: 419 / (54 x 2,048) = 3.79 per 1,000 node-days; software bugs and watchdog timeouts are 61 of 419."""
+
+PEER_BANDWIDTH = 2 * 2**30
+"""Bytes per second and worker, where the job does not limit it."""
+REMOTE_BANDWIDTH = 200 * 2**20
+STEP_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Of one simulation. Rates are per 1,000 days of a node, or of a domain."""
+
+    node: float
+    process: float
+    domains: Mapping[str, float]
+    times: RecoveryTimes
+    step_seconds: float
+    sources: tuple[str, ...]
+    """Where all this is from, as sentences."""
+
+    def rates(self, sites: Sequence[WorkerSite], topology: Topology) -> FailureRates:
+        """Per hour, as planning counts; those of processes per worker."""
+        nodes = len({site.node for site in sites})
+        host = topology.level_names[-1]
+        return FailureRates(
+            process=self.process * nodes / len(sites) / 24_000.0,
+            domains={host: self.node / 24_000.0} | {level: rate / 24_000.0 for level, rate in self.domains.items()},
+        )
+
+    def failures_per_day(self, sites: Sequence[WorkerSite], topology: Topology) -> float:
+        """Of the whole job."""
+        rates = self.rates(sites, topology)
+        total = rates.process * len(sites)
+        for level, rate in rates.domains.items():
+            total += rate * len({topology.domain(site.node, level) for site in sites} - {None})
+        return total * 24.0
+
+
+def record(name: str) -> Record:
+    """Raises CannotDo."""
+    if name not in RECORDS:
+        raise CannotDo(f'no failures are on record as "{name}"; known are {", ".join(RECORDS)}', USAGE)
+    return RECORDS[name]
+
+
+def domain_rates(told: Sequence[str], topology: Topology) -> dict[str, float]:
+    """Of `--domain-failures rack=2`. Raises CannotDo."""
+    found: dict[str, float] = {}
+    for entry in told:
+        level, equals, text = entry.partition("=")
+        if not equals or level not in topology.level_names[:-1]:
+            known = ", ".join(topology.level_names[:-1])
+            raise CannotDo(f'"{entry}" must be LEVEL=RATE, with a level of the job: {known}', USAGE)
+        try:
+            found[level] = float(text)
+        except ValueError as error:
+            raise CannotDo(f'"{entry}" must be LEVEL=RATE, with a number of failures per 1,000 days', USAGE) from error
+        if not 0 <= found[level] < float("inf"):
+            raise CannotDo(f'"{entry}": a rate must not be negative', USAGE)
+    return found
+
+
+def shared_domain_rate(
+    counted: Record, *, node: float, process: float, sites: Sequence[WorkerSite], topology: Topology, level: str
+) -> float:
+    """Per 1,000 days of one domain, such that they are the record's share of all failures."""
+    domains = {topology.domain(site.node, level) for site in sites} - {None}
+    if len(domains) < 2 or level == topology.level_names[-1]:
+        return 0.0
+    others = (node + process) * len({site.node for site in sites})
+    return others * counted.domain_share / (1.0 - counted.domain_share) / len(domains)
+
+
+def times(
+    wanted: Wanted, *, peer_bandwidth: float, remote_bandwidth: float, detect: float, restart: float, replace: float
+) -> RecoveryTimes:
+    """By the size of the state, where the job says it."""
+    if wanted.state_size is None:
+        return RecoveryTimes(detect=detect, restart=restart, replace=replace, restore=RestoreSeconds())
+    return RecoveryTimes.of_sizes(
+        wanted.state_size * wanted.procs_per_worker, peer_bandwidth, remote_bandwidth,
+        detect=detect, restart=restart, replace=replace,
+    )  # fmt: skip

@@ -1,0 +1,117 @@
+"""The outcome of a simulation as a picture: how the runs are spread, and what saving more often and keeping copies are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from tiercheck_cli.failure import CannotDo
+from tiercheck_cli.layout import Layout
+from tiercheck_cli.report.colours import FAULT, TIERS
+from tiercheck_cli.simulate.assumptions import Assumptions
+from tiercheck_cli.simulate.lives import Result, lives, scenario, store_only
+
+_CADENCES = (1, 3, 10, 30, 100, 300, 1000, 3000)
+"""Steps between saves."""
+_DELTAS, _SNAPSHOTS = "a delta at every step, and copies", "snapshots only, and copies"
+_ALONE = "no copies: lost nodes come back from the store"
+_STYLES = {_DELTAS: TIERS["local"], _SNAPSHOTS: TIERS["peer"], _ALONE: TIERS["remote"]}
+_RUNS = 20
+"""Lives for each point: a mean needs fewer than a distribution."""
+
+
+def draw(
+    path: Path, layout: Layout, results: Sequence[Result], assumed: Assumptions, *, days: float, runs: int, seed: int,
+    progress: Progress,
+) -> None:  # fmt: skip
+    """SVG, PNG or PDF by the name's end. Raises CannotDo."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    curves = _curves(layout, assumed, days=days, runs=min(runs, _RUNS), seed=seed, progress=progress)
+    figure: Any = Figure(figsize=(11.0, 3.2 + 0.32 * len(results)), layout="constrained")
+    spread, cadence = figure.subplots(1, 2, width_ratios=(1.0, 1.15))
+    _spread(spread, results)
+    _cadence(cadence, curves, layout, assumed)
+    nodes = len({site.node for site in layout.sites})
+    figure.suptitle(
+        f"{layout.name}: {len(layout.sites):,} workers on {nodes:,} nodes, "
+        f"{assumed.failures_per_day(layout.sites, layout.topology):.3g} failures a day",
+        x=0.01, ha="left", fontweight="bold",
+    )  # fmt: skip
+    try:
+        # Without a date, and with names that are no chance, so that the same simulation gives the same file.
+        metadata = {"Date": None} if path.suffix == ".svg" else {"CreationDate": None} if path.suffix == ".pdf" else {}
+        with rc_context({"svg.hashsalt": "tiercheck"}):
+            figure.savefig(path, dpi=150, metadata=metadata)
+    except OSError as error:
+        raise CannotDo(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _spread(axes: Any, results: Sequence[Result]) -> None:
+    names = [result.setting.name for result in results]
+    for row, result in enumerate(results):
+        found = result.simulation
+        quantiles = [found.ettr_quantile(part) for part in (0.05, 0.25, 0.75, 0.95)]
+        axes.hlines(row, quantiles[0], quantiles[3], color=TIERS["peer"], linewidth=1.4)
+        axes.hlines(row, quantiles[1], quantiles[2], color=TIERS["peer"], linewidth=6)
+        axes.plot(found.ettr, row, "o", color="white", markeredgecolor=TIERS["peer"], markersize=7)
+        axes.annotate(
+            f"{found.ettr:.3f}", (found.ettr, row), (0, 8), textcoords="offset points", ha="center", fontsize=8
+        )
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.8)
+    axes.set_xlabel("ETTR: training time that counted, of all time")
+    axes.set_title("mean, and where half and nine tenths of the lives end", loc="left", fontsize=10)
+    _plain(axes, "x")
+
+
+def _cadence(axes: Any, curves: dict[str, list[tuple[int, float]]], layout: Layout, assumed: Assumptions) -> None:
+    for name, points in curves.items():
+        axes.plot(*zip(*points, strict=True), "-", color=_STYLES[name], marker="o", markersize=3.5, label=name)
+    formula = [(every, store_only(layout, assumed, every)) for every in _CADENCES]
+    axes.plot(
+        *zip(*formula, strict=True), "--", color=FAULT, label="everything comes back from a store (Daly's formula)"
+    )
+    axes.set_xscale("log")
+    axes.set_xlabel(f"steps between saves ({assumed.step_seconds:g} s each)")
+    axes.set_ylim(0, 1)
+    axes.set_title("what saving more often is worth", loc="left", fontsize=10)
+    axes.legend(fontsize=8, frameon=False, loc="lower left")
+    _plain(axes, "y")
+
+
+def _plain(axes: Any, grid: str) -> None:
+    axes.grid(axis=grid, color="0.9")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _curves(
+    layout: Layout, assumed: Assumptions, *, days: float, runs: int, seed: int, progress: Progress
+) -> dict[str, list[tuple[int, float]]]:
+    base = layout.wanted
+    # Where the job asks for no copies there is nothing to compare with.
+    copies = base if base.parity or base.copies else replace(base, copies=min(1, base.workers - 1))
+    alone = replace(base, copies=0, parity=None, deltas=False)
+    found: dict[str, list[tuple[int, float]]] = {}
+    task = progress.add_task("the picture", total=3 * len(_CADENCES) * runs)
+    for name in _STYLES:
+        points = []
+        for every in _CADENCES:
+            wanted = (
+                replace(copies, deltas=name == _DELTAS, snapshot_every=every)
+                if name != _ALONE
+                else replace(alone, remote_every=every)
+            )
+            described = scenario(layout, wanted, assumed)
+            simulation = lives(
+                described, days=days, runs=runs, seed=seed, tick=lambda done: progress.advance(task, done)
+            )
+            points.append((every, simulation.ettr))
+        found[name] = points
+    return found
