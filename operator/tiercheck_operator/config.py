@@ -22,6 +22,10 @@ class Config:
     metrics_port: int = 8080
     sidecar_image: str = "tiercheck-sidecar:latest"
     """Image of the sidecar and of the init container that copies the library."""
+    sidecar_pull_policy: str = ""
+    """Of these two: Always, IfNotPresent, Never; empty: the cluster's default."""
+    sidecar_pull_secrets: tuple[str, ...] = ()
+    """Secrets to pull it with, beside those of the job's template. They must be in the job's namespace."""
     resync_seconds: float = 15.0
     """How often a job is looked at when nothing happened."""
     poll_seconds: float = 5.0
@@ -55,6 +59,8 @@ class Config:
             metrics_host=host,
             metrics_port=port,
             sidecar_image=env.get("TIERCHECK_SIDECAR_IMAGE") or default.sidecar_image,
+            sidecar_pull_policy=_one_of(env, "TIERCHECK_SIDECAR_PULL_POLICY", ("Always", "IfNotPresent", "Never")),
+            sidecar_pull_secrets=tuple(env.get("TIERCHECK_SIDECAR_PULL_SECRETS", "").replace(",", " ").split()),
             resync_seconds=_number(env, "TIERCHECK_RESYNC_SECONDS", default.resync_seconds),
             poll_seconds=_number(env, "TIERCHECK_POLL_SECONDS", default.poll_seconds),
             call_seconds=_number(env, "TIERCHECK_CALL_SECONDS", default.call_seconds),
@@ -78,6 +84,13 @@ class Config:
                 retry=_number(env, "TIERCHECK_RETRY_SECONDS", patience.retry),
             ),
         )
+
+
+def _one_of(env: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
+    text = env.get(name, "").strip()
+    if text and text not in choices:
+        raise ValueError(f"{name}={text!r}: expected one of {', '.join(choices)}")
+    return text
 
 
 def _number(env: Mapping[str, str], name: str, default: float) -> float:

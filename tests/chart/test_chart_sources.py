@@ -170,6 +170,7 @@ def test_left_out_settings_keep_the_operators_own_defaults() -> None:
     environment = operators_environment()
     assert set(environment) == {
         "TIERCHECK_SIDECAR_IMAGE", "TIERCHECK_NAMESPACES", "TIERCHECK_METRICS_ADDRESS", "TIERCHECK_LEASE",
+        "TIERCHECK_SIDECAR_PULL_POLICY", "TIERCHECK_SIDECAR_PULL_SECRETS",
     }  # fmt: skip
     config = Config.from_env({**environment, "TIERCHECK_METRICS_ADDRESS": ""})
     own = {"sidecar_image": "", "lease": None}

@@ -54,6 +54,7 @@ from tiercheck_operator.controller.observation import (
     WorkerReport,
 )
 from tiercheck_operator.controller.record import JobRecord, parse_record, render_record
+from tiercheck_operator.controller.sidecar_image import pinned
 
 TEMPLATE = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["python", "train.py"]}]}}
 START = 1_800_000_000.0
@@ -297,6 +298,8 @@ class World:
         """Workers whose trainer container is not up yet."""
         self.dying: dict[str, float] = {}
         self.dead_nodes: dict[str, float] = {}
+        self.image = "sidecar:1"
+        """Which the operator is told to use."""
         self.node_grace = 5.0
         """Seconds after which Kubernetes says that a dead node is not ready."""
         self.cut: set[frozenset[str]] = set()
@@ -322,9 +325,10 @@ class World:
         return self.job.status
 
     def observe(self) -> Observation:
+        image = pinned(self.job.status, self.pods.values(), self.image)
         return Observation(
             now=self.now,
-            job=self.job,
+            job=replace(self.job, sidecar_image=image),
             pods=tuple(pod for pod in self.pods.values() if not pod.is_spare),
             spares=tuple(pod for pod in self.pods.values() if pod.is_spare),
             nodes=self.nodes,
@@ -395,6 +399,7 @@ class World:
         self.pods[uid] = PodView(
             name, uid, self.job.uid, worker, incarnation, None, None, "Pending", self.now,
             avoided=frozenset(avoid), spare=spare, resource_version="1",
+            sidecar_image=pinned(self.job.status, self.pods.values(), self.image),
         )  # fmt: skip
 
     def _delete(self, action: DeletePod) -> None:

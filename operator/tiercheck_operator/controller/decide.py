@@ -200,4 +200,5 @@ def _concluded(
     wake: float | None = None,
 ) -> Decision:
     derived = derive_status(obs, status, findings, reports or {})
+    derived = replace(derived, sidecar_image="" if findings.suspended else obs.job.sidecar_image)
     return Decision(tuple(before), derived, tuple(after), notices(obs.job.status, derived), wake)

@@ -26,6 +26,7 @@ from tiercheck_operator.controller.belongings import Belongings
 from tiercheck_operator.controller.observation import JobView
 from tiercheck_operator.kube import CORE, JOBS, ApiFailure, Kube
 from tiercheck_operator.manifests.pod import build_pod, build_spare
+from tiercheck_operator.manifests.pulling import with_pull_settings
 from tiercheck_operator.sidecars import JobSidecars, SidecarError
 
 log = logging.getLogger(__name__)
@@ -87,10 +88,12 @@ class Executor:
             case SavePlacement(placement):
                 await self._belongings.save_placement(job, placement)
             case CreatePod(worker, incarnation, avoid, prefer):
-                image = self._config.sidecar_image
+                image = job.sidecar_image or self._config.sidecar_image
                 await self._create_pod(job, build_pod(job, worker, incarnation, avoid, image, prefer=prefer))
             case CreateSpare(number, avoid):
-                await self._create_pod(job, build_spare(job, number, avoid, self._config.sidecar_image))
+                await self._create_pod(
+                    job, build_spare(job, number, avoid, job.sidecar_image or self._config.sidecar_image)
+                )
             case Promote():
                 await self._promote(job, action)
             case DeletePod():
@@ -115,6 +118,7 @@ class Executor:
                         )
 
     async def _create_pod(self, job: JobView, pod: Mapping[str, Any]) -> None:
+        pod = with_pull_settings(pod, self._config.sidecar_pull_policy, self._config.sidecar_pull_secrets)
         try:
             await self._kube.create(_PODS_STRICTLY, pod, namespace=job.namespace)
         except ApiFailure as error:

@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tiercheck.protocol import names
@@ -24,6 +24,7 @@ from tiercheck_operator.controller.finish import finished
 from tiercheck_operator.controller.observation import JobView, NodeView, Observation, PodView
 from tiercheck_operator.controller.parsing import parse_job
 from tiercheck_operator.controller.record import render_record
+from tiercheck_operator.controller.sidecar_image import pinned
 from tiercheck_operator.event_posting import EventPoster
 from tiercheck_operator.kube import JOBS, ApiFailure, Kube
 from tiercheck_operator.metrics import Metrics
@@ -142,6 +143,8 @@ class JobLoop:
         """One look and what follows from it; seconds until the next look at the latest."""
         around, raw = self._around, self._raw
         job = parse_job(raw)
+        image = pinned(job.status, around.pods(job.uid), around.config.sidecar_image)
+        job = replace(job, sidecar_image=image)
         if job.deleting or job.spec.managed_by != names.CONTROLLER:
             return around.config.resync_seconds
         if not self._known and not self._over(job):

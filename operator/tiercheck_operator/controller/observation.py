@@ -105,6 +105,8 @@ class JobView:
     deleting: bool
     spec: JobSpec
     status: JobRecord
+    sidecar_image: str = ""
+    """What the sidecars of this job are, see `sidecar_image.pinned`; empty: not known yet."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,7 @@ class PodView:
     """What Kubernetes says about why the pod does not run; empty if nothing."""
     unschedulable_since: float | None = None
     sidecar_started: bool = False
+    sidecar_image: str = ""
     avoided: frozenset[str] = frozenset()
     trainer: ContainerView = ContainerView()
     sidecar: ContainerView = ContainerView()

@@ -153,6 +153,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         ),
         message=_pod_message(status, scheduled if unschedulable else {}),
         unschedulable_since=(parse_time(scheduled.get("lastTransitionTime")) or created) if unschedulable else None,
+        sidecar_image=_sidecar_image(spec),
         sidecar_started=bool(sidecar.get("started") or (sidecar.get("state") or {}).get("running")),
         avoided=frozenset(
             name for name in ((metadata.get("annotations") or {}).get(ANNOTATION_AVOIDED) or "").split(",") if name
@@ -176,6 +177,11 @@ def _container(specs: Any, statuses: Any, name: str) -> ContainerView:
         exit_code=_int(ended.get("exitCode")),
         memory_limit=str(((spec.get("resources") or {}).get("limits") or {}).get("memory") or ""),
     )
+
+
+def _sidecar_image(spec: Mapping[str, Any]) -> str:
+    containers = spec.get("initContainers") or []
+    return next((str(e.get("image") or "") for e in containers if e.get("name") == names.SIDECAR_CONTAINER), "")
 
 
 def _pod_message(status: Mapping[str, Any], scheduled: Mapping[str, Any]) -> str:

@@ -129,6 +129,8 @@ class JobRecord:
     attempt: int = 0
     phase: str = ""
     members: str = ""
+    sidecar_image: str = ""
+    """With which the job's pods are made, until it is suspended."""
     history: History = field(default_factory=History)
     crashes: int = 0
     counted: int = 0
@@ -184,6 +186,7 @@ def parse_record(raw: Mapping[str, Any]) -> JobRecord:
         attempt=int(raw.get("attempt") or 0),
         phase=str(raw.get("phase") or ""),
         members=str(raw.get("members") or ""),
+        sidecar_image=str(raw.get("sidecarImage") or ""),
         history=History(tuple(Branch(int(e["attempt"]), int(e["baseStep"])) for e in raw.get("history") or [])),
         crashes=int(restarts.get("crash") or 0),
         counted=int(restarts.get("counted") or 0),
@@ -231,6 +234,7 @@ def render_record(record: JobRecord) -> dict[str, Any]:
         "attempt": record.attempt,
         "phase": record.phase,
         "members": record.members or None,
+        "sidecarImage": record.sidecar_image or None,
         "history": [{"attempt": b.attempt, "baseStep": b.base_step} for b in record.history.branches] or None,
         "restarts": {
             "crash": record.crashes, "disruption": record.disruptions, "total": record.crashes + record.disruptions,
