@@ -113,6 +113,12 @@ class Cluster:
             errors="replace"
         )
 
+    def pod_page(self, pod: str, port: int, path: str) -> str:
+        """What a pod serves over plain HTTP, by way of the API server."""
+        return self._raw(f"{_CORE}/namespaces/{self._ns}/pods/{quote(pod)}:{port}/proxy/{path}").decode(
+            errors="replace"
+        )
+
     def pods_labelled(self, selector: str) -> list[Object]:
         """In any namespace."""
         return self._list(f"{_CORE}/pods", labelSelector=selector)

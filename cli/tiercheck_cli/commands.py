@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from tiercheck.about import __version__
 from tiercheck_cli.events.command import events
 from tiercheck_cli.explain.command import explain
+from tiercheck_cli.export.command import export
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.plan.command import plan
 from tiercheck_cli.simulate.command import simulate
@@ -45,6 +46,7 @@ app.command(rich_help_panel=_JOBS)(plan)
 app.command(rich_help_panel=_JOBS)(explain)
 app.command(rich_help_panel=_JOBS)(events)
 app.command(rich_help_panel=_PLANS)(simulate)
+app.command(rich_help_panel=_JOBS)(export)
 
 
 @app.command(rich_help_panel=_OTHERS)

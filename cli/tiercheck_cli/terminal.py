@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from tiercheck_cli.options import Output
 
@@ -24,6 +24,13 @@ def console() -> Console:
     if not made.is_terminal and "COLUMNS" not in made._environ:
         return Console(highlight=False, width=_PIPE_WIDTH)
     return made
+
+
+def plain(shown: RenderableType, width: int) -> str:
+    """As text without colours, for a file."""
+    sink = io.StringIO()
+    Console(file=sink, width=width, highlight=False, color_system=None, force_terminal=False).print(shown)
+    return "".join(line.rstrip() + "\n" for line in sink.getvalue().splitlines())
 
 
 def remark(sentence: str) -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import os
 from pathlib import Path
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
+
+from tiercheck_cli.terminal import plain
 
 FOLDER = Path(__file__).parent / "golden"
 
 
 def rendered(shown: RenderableType, width: int) -> str:
     """As a pipe gets it: no colours, no trailing blanks."""
-    sink = io.StringIO()
-    Console(file=sink, width=width, highlight=False, color_system=None, force_terminal=False).print(shown)
-    return "".join(line.rstrip() + "\n" for line in sink.getvalue().splitlines())
+    return plain(shown, width)
 
 
 def matches(name: str, text: str) -> None:

@@ -1,0 +1,190 @@
+"""Collects what somebody who is asked for help would ask for: as files, redacted, with a list of what could not be had."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from rich.console import RenderableType
+
+from tiercheck.about import __version__
+from tiercheck.protocol import names
+from tiercheck_cli.cluster import Cluster
+from tiercheck_cli.durations import clock
+from tiercheck_cli.events.command import events_table
+from tiercheck_cli.events.story import story
+from tiercheck_cli.explain.screen import why
+from tiercheck_cli.export import redact
+from tiercheck_cli.failure import CannotDo
+from tiercheck_cli.layout import layout_of
+from tiercheck_cli.plan.screen import screen as plan_screen
+from tiercheck_cli.recoveries import recoveries
+from tiercheck_cli.status.screen import screen as status_screen
+from tiercheck_cli.status.view import status_view, worker_views
+from tiercheck_cli.terminal import plain
+from tiercheck_operator.planning.topology import Topology
+
+_WIDTH = 120
+_OPERATOR = "app.kubernetes.io/name=tiercheck"
+_LINES = 5000
+_LOGS = 32
+"""Pods whose logs are fetched: a thousand would take minutes, and nobody would read them."""
+
+
+@dataclass
+class Collection:
+    """`files`: content by path. `missing`: why, by what."""
+
+    files: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def add(self, path: str, what: Callable[[], str]) -> None:
+        """What cannot be had is noted: a report with a gap is better than none."""
+        try:
+            self.files[path] = what()
+        except CannotDo as error:
+            self.missing[path] = str(error)
+
+
+def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: bool) -> Collection:
+    """Of one job. Nothing is asked of the cluster that a viewer of the namespace may not ask, but for nodes and the operator's
+    log: those are left out for whoever may not.
+    """
+    found = Collection()
+    name = job["metadata"]["name"]
+    pods = _pods(cluster, job, found)
+    found.add("job.yaml", lambda: _yaml(redact.thing(job)))
+    found.add("placement.yaml", lambda: _yaml(redact.thing(cluster.placement_object(job) or {})))
+    found.add("events.yaml", lambda: _yaml(redact.thing(cluster.events(job))))
+    found.add("nodes.yaml", lambda: _yaml([_node(node) for node in _nodes_of(cluster, pods)]))
+    for pod in pods:
+        found.files[f"pods/{pod['metadata']['name']}.yaml"] = _yaml(redact.thing(pod))
+    for pod in _telling(pods):
+        pod_name = pod["metadata"]["name"]
+        for container in (names.SIDECAR_CONTAINER, *((names.TRAINER_CONTAINER,) if trainer_logs else ())):
+            found.add(
+                f"logs/{pod_name}/{container}.log", partial(_log, cluster, cluster.namespace, pod_name, container)
+            )
+        found.add(f"metrics/{pod_name}.txt", partial(cluster.pod_page, pod_name, names.METRICS_PORT, "metrics"))
+    if len(pods) > _LOGS:
+        found.missing["logs"] = (
+            f"of {len(pods)} pods only the {_LOGS} that tell most: restarted, not running, and the first"
+        )
+    _operator_logs(cluster, found)
+    found.add("status.txt", lambda: _text(status_screen(_view(cluster, job, pods, now), _WIDTH, wide=True)))
+    found.add("plan.txt", lambda: _text(plan_screen(layout_of(cluster, job), _WIDTH)))
+    found.add("explain.txt", lambda: _text(why(job, recoveries(job), now, _WIDTH)))
+    found.add("events.txt", lambda: _text(events_table(story(job, cluster.events(job)))))
+    found.add("about.json", lambda: json.dumps(
+        {"job": f"{cluster.namespace}/{name}", "time": clock(now), "tiercheck": __version__, "kubernetes": cluster.version()},
+        indent=2,
+    ) + "\n")  # fmt: skip
+    found.files["README.txt"] = _readme(found, f"{cluster.namespace}/{name}", now)
+    return found
+
+
+def _pods(cluster: Cluster, job: Mapping[str, Any], found: Collection) -> list[dict[str, Any]]:
+    try:
+        return cluster.pods(job)
+    except CannotDo as error:
+        found.missing["pods"] = str(error)
+        return []
+
+
+def _view(cluster: Cluster, job: Mapping[str, Any], pods: list[dict[str, Any]], now: float) -> Any:
+    saved = cluster.placement(job)
+    members = worker_views(pods, saved.holders() if saved else {}, Topology.build({}, ()))
+    return status_view(job, now, members)
+
+
+def _nodes_of(cluster: Cluster, pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    wanted = {(pod.get("spec") or {}).get("nodeName") for pod in pods}
+    return [node for node in cluster.nodes() if node["metadata"]["name"] in wanted]
+
+
+def _node(node: Mapping[str, Any]) -> dict[str, Any]:
+    """What tells where it stands and how it is; not its addresses and images."""
+    metadata, spec, status = node["metadata"], node.get("spec") or {}, node.get("status") or {}
+    return {
+        "name": metadata["name"],
+        "labels": metadata.get("labels") or {},
+        "taints": spec.get("taints") or [],
+        "unschedulable": bool(spec.get("unschedulable")),
+        "allocatable": status.get("allocatable") or {},
+        "conditions": status.get("conditions") or [],
+    }
+
+
+def _operator_logs(cluster: Cluster, found: Collection) -> None:
+    try:
+        pods = cluster.pods_labelled(_OPERATOR)
+    except CannotDo as error:
+        found.missing["logs/operator"] = str(error)
+        return
+    if not pods:
+        found.missing["logs/operator"] = f"no pod has the label {_OPERATOR}"
+    for pod in pods:
+        namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
+        found.add(f"logs/operator/{name}.log", partial(_log, cluster, namespace, name, None))
+
+
+def _log(cluster: Cluster, namespace: str, pod: str, container: str | None) -> str:
+    return redact.text(cluster.log(namespace, pod, container, _LINES))
+
+
+def _telling(pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At most `_LOGS` of them."""
+
+    def order(pod: Mapping[str, Any]) -> tuple[bool, bool, int]:
+        status, labels = pod.get("status") or {}, pod["metadata"].get("labels") or {}
+        containers = [*(status.get("containerStatuses") or []), *(status.get("initContainerStatuses") or [])]
+        restarted = any(int(entry.get("restartCount") or 0) for entry in containers)
+        worker = labels.get(names.LABEL_WORKER, "")
+        return status.get("phase") == "Running", not restarted, int(worker) if worker.isdigit() else 0
+
+    return sorted(pods, key=order)[:_LOGS]
+
+
+def _readme(found: Collection, job: str, now: float) -> str:
+    lines = [
+        f"What tiercheck {__version__} collected about {job} on {clock(now)} UTC.",
+        "",
+        f"Values of environment variables and whatever looks like a credential are replaced by {redact.GONE}.",
+        "Names of images, nodes, buckets and files are not: look through it before you publish it.",
+        "",
+        "begin with status.txt, events.txt and explain.txt",
+        "",
+        *(f"  {path}" for path in sorted(found.files)),
+    ]
+    if found.missing:
+        lines += [
+            "",
+            "not here, and why",
+            "",
+            *(f"  {what}: {reason}" for what, reason in sorted(found.missing.items())),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def gaps(missing: Mapping[str, str]) -> list[str]:
+    """One line for each reason, with what is missing for it."""
+    by_reason: dict[str, list[str]] = {}
+    for what, reason in sorted(missing.items()):
+        by_reason.setdefault(reason, []).append(what)
+    return [
+        f"{', '.join(things[:3])}{f' and {len(things) - 3} more' if len(things) > 3 else ''}: {reason}"
+        for reason, things in by_reason.items()
+    ]
+
+
+def _text(shown: RenderableType) -> str:
+    return redact.text(plain(shown, _WIDTH))
+
+
+def _yaml(content: Any) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120))
