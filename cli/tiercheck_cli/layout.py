@@ -10,6 +10,7 @@ from tiercheck_cli.cluster import Cluster, Refused
 from tiercheck_cli.failure import CannotDo
 from tiercheck_operator.planning.existing import existing_placement
 from tiercheck_operator.planning.placement import Placement, WorkerSite
+from tiercheck_operator.planning.saved_placement import SavedPlacement
 from tiercheck_operator.planning.topology import Topology
 from tiercheck_operator.planning.wanted import Wanted
 
@@ -55,15 +56,8 @@ def layout_of(cluster: Cluster, job: Mapping[str, Any]) -> Layout:
         raise CannotDo(
             f"{name} has no placement yet: it is made when every worker has a node. See: tiercheck status {name}"
         )
-    remarks: tuple[str, ...] = ()
-    nodes, problem = node_labels(cluster)
-    if problem:
-        remarks = (problem,)
     sites = tuple(WorkerSite(member.worker, member.node) for member in sorted(saved.members, key=lambda m: m.worker))
-    labels = {site.node: nodes.get(site.node, {}) for site in sites}
-    gone = sorted(set(labels) - set(nodes)) if not problem else []
-    if gone:
-        remarks = (*remarks, f"not in the cluster any more: {', '.join(gone[:5])}{' ...' if len(gone) > 5 else ''}")
+    labels, remarks = _labels(cluster, saved, {site.node for site in sites})
     topology = Topology.build(labels, wanted.levels)
     try:
         placement = existing_placement(sites, topology, saved.holders(), saved.groups, wanted.level)
@@ -72,10 +66,25 @@ def layout_of(cluster: Cluster, job: Mapping[str, Any]) -> Layout:
     return Layout(name, wanted, sites, topology, placement, saved.attempt, remarks)
 
 
-def node_labels(cluster: Cluster) -> tuple[dict[str, dict[str, str]], str]:
-    """(labels by node, why there are none)."""
+def node_labels(cluster: Cluster, saved: SavedPlacement | None) -> tuple[dict[str, dict[str, str]], str]:
+    """(labels by node, what is wrong with them). Where the user may not read nodes, as the operator wrote them down."""
     try:
         nodes = cluster.nodes()
     except Refused:
+        if saved is not None and saved.domains is not None:
+            return saved.domains.labels(), ""
         return {}, "you may not read nodes, so their racks and zones are not known: only hosts are told apart"
     return {node["metadata"]["name"]: node["metadata"].get("labels") or {} for node in nodes}, ""
+
+
+def _labels(
+    cluster: Cluster, saved: SavedPlacement, used: set[str]
+) -> tuple[dict[str, dict[str, str]], tuple[str, ...]]:
+    known, problem = node_labels(cluster, saved)
+    gone = sorted(used - set(known)) if not problem else []
+    if gone and saved.domains is not None:
+        known = saved.domains.labels() | known
+    remarks = [problem] if problem else []
+    if gone:
+        remarks.append(f"not in the cluster any more: {', '.join(gone[:5])}{' ...' if len(gone) > 5 else ''}")
+    return {node: known.get(node, {}) for node in used}, tuple(remarks)

@@ -14,9 +14,9 @@ from tiercheck_operator.planning.saved_placement import SavedPlacement, read_pla
 class FakeCluster(Cluster):
     """Of `recorded`. `may_read_nodes`: whether the user has that right."""
 
-    def __init__(self, may_read_nodes: bool = True) -> None:
+    def __init__(self, may_read_nodes: bool = True, domains_saved: bool = False) -> None:
         self.namespace = recorded.NAMESPACE
-        self._may_read_nodes = may_read_nodes
+        self._may_read_nodes, self._domains_saved = may_read_nodes, domains_saved
 
     def job(self, name: str) -> dict[str, Any]:
         return recorded.job()
@@ -25,7 +25,7 @@ class FakeCluster(Cluster):
         return recorded.pods()
 
     def placement(self, job: Mapping[str, Any]) -> SavedPlacement | None:
-        return read_placement_data(recorded.placement()["data"])
+        return read_placement_data(recorded.placement(self._domains_saved)["data"])
 
     def nodes(self) -> list[dict[str, Any]]:
         if not self._may_read_nodes:

@@ -9,7 +9,14 @@ import datetime
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck_operator.planning.saved_placement import SavedMember, SavedPlacement, placement_data, placement_name
+from tiercheck_operator.planning.saved_placement import (
+    SavedDomains,
+    SavedMember,
+    SavedPlacement,
+    placement_data,
+    placement_name,
+)
+from tiercheck_operator.planning.topology import PRESETS, Topology
 
 Object = dict[str, Any]
 
@@ -236,7 +243,7 @@ def pods() -> list[Object]:
     ]
 
 
-def placement() -> Object:
+def placement(domains_saved: bool = True) -> Object:
     members = tuple(
         SavedMember(
             worker, f"{NAME}-{worker}-{incarnation(worker)}", f"pod-{worker}", incarnation(worker), node_of(worker),
@@ -244,11 +251,15 @@ def placement() -> Object:
         )
         for worker in range(WORKERS)
     )  # fmt: skip
+    topology = Topology.build(
+        {node["metadata"]["name"]: node["metadata"]["labels"] for node in nodes()}, PRESETS["generic"]
+    )
+    domains = SavedDomains.of(topology, map(node_of, range(WORKERS)))
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": placement_name(NAME), "namespace": NAMESPACE, "ownerReferences": [owner()]},
-        "data": placement_data(SavedPlacement(5, members)),
+        "data": placement_data(SavedPlacement(5, members, domains=domains if domains_saved else None)),
     }
 
 

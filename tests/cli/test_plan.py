@@ -62,6 +62,13 @@ def test_without_the_right_to_read_nodes_hosts_are_still_told_apart_and_it_is_sa
     assert "you may not read nodes" in rendered(screen(layout, 80), 80)
 
 
+def test_without_that_right_the_domains_are_those_that_the_operator_wrote_down() -> None:
+    cluster = FakeCluster(may_read_nodes=False, domains_saved=True)
+    layout = layout_of(cluster, cluster.job("gpt-large"))
+    assert (layout.level, layout.remarks) == ("rack", ())
+    assert layout.placement.tolerates == ("any one rack", "any one host")
+
+
 def test_blocks_of_parity_are_counted_once_for_a_group() -> None:
     layout = example("parity.yaml", "4x4")
     kept = links(layout).kept()

@@ -71,7 +71,9 @@ def test_the_copy_that_kubectl_keeps_of_an_object_goes_as_a_whole() -> None:
     }
 
 
-@pytest.mark.parametrize("command", [["train", "--token", SECRET], ["train", f"--api-key={SECRET}"], ["sh", "-c", f"TOKEN={SECRET} x"]])
+@pytest.mark.parametrize(
+    "command", [["train", "--token", SECRET], ["train", f"--api-key={SECRET}"], ["sh", "-c", f"TOKEN={SECRET} x"]]
+)
 def test_secrets_on_the_command_line_are_taken_out(command: list[str]) -> None:
     assert SECRET not in str(redact.thing({"command": command}))
 

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from tiercheck_operator.planning.existing import existing_placement
 from tiercheck_operator.planning.parity import ParityPolicy, place_parity
 from tiercheck_operator.planning.placement import Placement, PlacementPolicy, WorkerSite, place
-from tiercheck_operator.planning.saved_placement import SavedMember, SavedPlacement, placement_data, read_placement_data
+from tiercheck_operator.planning.saved_placement import (
+    SavedDomains,
+    SavedMember,
+    SavedPlacement,
+    placement_data,
+    read_placement_data,
+)
 from tiercheck_operator.planning.topology import PRESETS, Topology
 
 
@@ -60,11 +66,26 @@ def test_what_is_written_down_is_read_back(ground: tuple[list[WorkerSite], Topol
     sites, topology = ground
     made = place(sites, topology, PlacementPolicy(1, "rack", required=False))
     assert isinstance(made, Placement)
-    saved = SavedPlacement(
-        7,
-        tuple(
-            SavedMember(s.worker, f"pod-{s.worker}", f"uid-{s.worker}", 2, s.node, made.holders[s.worker])
-            for s in sites
-        ),
+    members = (
+        SavedMember(s.worker, f"pod-{s.worker}", f"uid-{s.worker}", 2, s.node, made.holders[s.worker]) for s in sites
     )
-    assert read_placement_data(placement_data(saved)) == saved
+    saved = SavedPlacement(7, tuple(members), domains=SavedDomains.of(topology, (site.node for site in sites)))
+    read = read_placement_data(placement_data(saved))
+    assert read == saved
+    assert read.domains is not None
+    again = Topology.build(read.domains.labels(), PRESETS["generic"])
+    for site in sites:
+        for level in again.level_names:
+            assert again.domain(site.node, level) == topology.domain(site.node, level) or not again.domain(
+                site.node, "rack"
+            )
+
+
+def test_where_nodes_stand_is_left_out_rather_than_the_map_being_too_large() -> None:
+    members = tuple(SavedMember(w, f"a-long-name-of-a-job-{w}-0", "u" * 36, 0, f"node-{w}", (w,)) for w in range(9_000))
+    domains = SavedDomains(("rack", "host"), tuple((f"node-{w}", ("rack-1", f"node-{w}")) for w in range(9_000)))
+    data = placement_data(SavedPlacement(1, members, domains=domains))
+    assert sum(map(len, data.values())) < 2**20
+    assert "nodes" not in data
+    small = placement_data(SavedPlacement(1, members[:1000], domains=SavedDomains(domains.keys, domains.values[:1000])))
+    assert "nodes" in small

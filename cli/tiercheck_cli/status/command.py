@@ -64,7 +64,7 @@ def _job(cluster: Cluster, name: str, members: bool) -> StatusView:
         return status_view(found, time.time())
     placement = cluster.placement(found)
     levels = wanted_of(found["spec"]).levels
-    labels, problem = node_labels(cluster)
+    labels, problem = node_labels(cluster, placement)
     if problem:
         remark(problem)
     topology = Topology.build(labels, levels)

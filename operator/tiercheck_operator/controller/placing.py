@@ -14,7 +14,7 @@ from tiercheck_operator.planning.inventory import Distance
 from tiercheck_operator.planning.parity import ParityPolicy, place_parity
 from tiercheck_operator.planning.placement import Placement, PlacementPolicy, WorkerSite, place
 from tiercheck_operator.planning.placement import Unplaceable as Impossible
-from tiercheck_operator.planning.saved_placement import SavedMember, SavedPlacement
+from tiercheck_operator.planning.saved_placement import SavedDomains, SavedMember, SavedPlacement
 from tiercheck_operator.planning.topology import Topology, levels_from_spec, spread_level
 
 
@@ -47,6 +47,7 @@ class Placed:
             attempt,
             tuple(_saved(worker, pod, self.holders) for worker, pod in sorted(membership.members.items())),
             self.groups,
+            SavedDomains.of(self.topology, self.nodes),
         )
 
 

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck_operator.planning.code_group import CodeGroup
+from tiercheck_operator.planning.topology import Topology, short_name
+
+_ROOM = 900_000
+"""Characters of a ConfigMap that is far from the 1 MiB which the API server allows."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,30 @@ class SavedMember:
 
 
 @dataclass(frozen=True)
+class SavedDomains:
+    """Labels of the members' nodes, for whoever looks at the job and may not read nodes."""
+
+    keys: tuple[str, ...]
+    """Of the job's levels, widest first."""
+    values: tuple[tuple[str, tuple[str, ...]], ...]
+    """By node, in their order; empty where the node's labels do not say."""
+
+    @staticmethod
+    def of(topology: Topology, nodes: Iterable[str]) -> SavedDomains:
+        return SavedDomains(
+            tuple(level.label for level in topology.levels),
+            tuple(
+                (node, tuple(short_name(topology.domain(node, level) or "") for level in topology.levels))
+                for node in sorted(set(nodes))
+            ),
+        )
+
+    def labels(self) -> dict[str, dict[str, str]]:
+        """By node, as the nodes had them."""
+        return {node: {k: v for k, v in zip(self.keys, values, strict=True) if v} for node, values in self.values}
+
+
+@dataclass(frozen=True)
 class SavedPlacement:
     """The placement of `attempt`, as kept in a ConfigMap of the job."""
 
@@ -33,6 +61,8 @@ class SavedPlacement:
     members: tuple[SavedMember, ...]
     groups: tuple[CodeGroup, ...] = ()
     """With parity in place of copies."""
+    domains: SavedDomains | None = None
+    """Where the nodes stood; None: not written down."""
 
     def holders(self) -> dict[int, tuple[int, ...]]:
         return {member.worker: member.holders for member in self.members}
@@ -45,15 +75,21 @@ def placement_name(job: str) -> str:
 
 def placement_data(placement: SavedPlacement) -> dict[str, str]:
     """`workers` has one JSON list per line: worker, pod, pod UID, incarnation, node, holders; `groups`, with parity, one per
-    group: members, holders.
+    group: members, holders; `nodes`, as far as there is room, the keys of the levels' labels, and then one per node: node, values.
     """
-    return {
+    data = {
         "attempt": str(placement.attempt),
         "workers": _lines(
             [m.worker, m.pod, m.pod_uid, m.incarnation, m.node, list(m.holders)] for m in placement.members
         ),
         "groups": _lines([list(group.members), list(group.holders)] for group in placement.groups),
     }
+    if placement.domains is not None:
+        known = placement.domains
+        nodes = _lines([list(known.keys), *([node, list(values)] for node, values in known.values)])
+        if sum(map(len, data.values())) + len(nodes) <= _ROOM:
+            data["nodes"] = nodes
+    return data
 
 
 def read_placement_data(data: Mapping[str, str]) -> SavedPlacement:
@@ -67,9 +103,19 @@ def read_placement_data(data: Mapping[str, str]) -> SavedPlacement:
             CodeGroup(tuple(int(member) for member in inside), tuple(int(holder) for holder in holders))
             for inside, holders in map(json.loads, (data.get("groups") or "").splitlines())
         )
-        return SavedPlacement(int(data["attempt"]), members, groups)
+        return SavedPlacement(int(data["attempt"]), members, groups, _domains(data.get("nodes") or ""))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"not a placement: {error}") from error
+
+
+def _domains(text: str) -> SavedDomains | None:
+    if not text:
+        return None
+    keys, *rows = map(json.loads, text.splitlines())
+    return SavedDomains(
+        tuple(str(key) for key in keys),
+        tuple((str(node), tuple(str(value) for value in values)) for node, values in rows),
+    )
 
 
 def _lines(rows: Iterable[list[Any]]) -> str:
