@@ -363,6 +363,66 @@ def test_hang_that_passes_before_anything_was_decided_is_forgotten() -> None:
     assert update_recovery(obs, None) is None
 
 
+# Failure domains.
+
+
+def lose(world: World, *names: str) -> None:
+    for name in names:
+        world.kill_node(name)
+        world.nodes[name] = replace(world.nodes[name], lost="node is not ready")
+
+
+def test_lost_rack_is_called_by_its_name() -> None:
+    world = running_world()
+    lose(world, "n00", "n01")
+    summary = recovered(world)
+    workers = sorted(pod.worker for pod in world.pods.values() if pod.incarnation)
+    assert summary["cause"] == "DomainLost"
+    assert summary["message"].startswith(f"rack r0 lost: workers {workers[0]}, {workers[1]}")
+    assert (world.status.crashes, world.status.disruptions) == (0, 1)
+
+
+def test_one_lost_node_of_a_rack_is_a_lost_node() -> None:
+    world = running_world()
+    lose(world, "n00")
+    summary = recovered(world)
+    assert summary["cause"] == "NodeLost"
+    assert "rack" not in summary["message"]
+
+
+def test_two_nodes_of_different_racks_are_not_a_lost_rack() -> None:
+    world = World(make_spec(workers=6, copies=2), racks=3)
+    world.until("Running")
+    world.train(9)
+    lose(world, "n00", "n10")
+    summary = recovered(world)
+    assert summary["cause"] == "NodeLost"
+    assert "rack" not in summary["message"]
+
+
+def test_rack_of_which_a_node_is_well_is_said_to_have_lost_what_the_job_had_there() -> None:
+    world = World(make_spec(), racks=2, nodes_per_rack=3)
+    world.nodes["n02"] = replace(world.nodes["n02"], schedulable=False)
+    world.nodes["n12"] = replace(world.nodes["n12"], schedulable=False)
+    world.until("Running")
+    world.train(9)
+    lose(world, "n00", "n01")
+    summary = recovered(world)
+    assert summary["cause"] == "NodeLost"
+    assert summary["message"].startswith("all nodes of the job in rack r0 lost: workers ")
+
+
+def test_zone_is_named_where_more_than_one_rack_of_it_is_gone() -> None:
+    world = World(make_spec(workers=8, copies=1, spread_level="zone"), racks=4, nodes_per_rack=2)
+    for name, node in world.nodes.items():
+        zone = "east" if name[1] in "01" else "west"
+        world.nodes[name] = replace(node, labels={**node.labels, "topology.kubernetes.io/zone": zone})
+    world.until("Running")
+    world.train(9)
+    lose(world, "n00", "n01", "n10", "n11")
+    assert recovered(world)["message"].startswith("zone east lost: workers ")
+
+
 # activeDeadlineSeconds.
 
 

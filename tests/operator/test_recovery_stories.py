@@ -104,7 +104,8 @@ def test_workers_on_lost_rack_are_restored_from_the_other_rack() -> None:
     world.until("Running", attempt=2)
     summary = world.status.last_recovery
     assert summary is not None
-    assert summary["cause"] == "NodeLost"
+    assert summary["cause"] == "DomainLost"
+    assert summary["message"].startswith("rack r1 lost: workers ")
     assert summary["tiers"]["remote"] == 0
     assert summary["tiers"]["local"] + summary["tiers"]["peer"] == 4
     assert summary["lostSteps"] <= 2

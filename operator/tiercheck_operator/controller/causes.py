@@ -26,6 +26,8 @@ class Cause(str, Enum):
     POD_FAILED = "PodFailed"
     POD_EVICTED = "PodEvicted"
     NODE_LOST = "NodeLost"
+    DOMAIN_LOST = "DomainLost"
+    """Every node of a failure domain (a rack, a zone) is lost, more than one."""
     ALL_PODS_LOST = "AllPodsLost"
     """Every pod at once: nothing is left in memory."""
     RESUMED = "Resumed"

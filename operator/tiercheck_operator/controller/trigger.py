@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from tiercheck.protocol.report import RestoreState, TrainerState
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
+from tiercheck_operator.controller.domain_loss import lost_domain
 from tiercheck_operator.controller.exits import cause_of_exit, describe_exit, facts_of_exit, failed_trainers
 from tiercheck_operator.controller.failure_rules import merged
 from tiercheck_operator.controller.hang import find_hang
@@ -156,13 +157,16 @@ def _lost_members(obs: Observation, membership: Membership) -> Trigger:
     saved = obs.placement.members if obs.placement is not None else ()
     alive = {pod.uid for pod in membership.members.values()}
     nobody_left = len(saved) > 1 and not any(member.pod_uid in alive for member in saved)
-    cause = Cause.ALL_PODS_LOST if nobody_left else losses[0].cause
+    domain = lost_domain(obs, membership)
+    together = Cause.DOMAIN_LOST if domain is not None and domain.certain else losses[0].cause
+    cause = Cause.ALL_PODS_LOST if nobody_left else together
+    told = [domain.message] if domain is not None else []
     facts = Facts(
         None,
         tuple(dict.fromkeys(loss.pod.disruption for loss in losses if loss.pod is not None and loss.pod.disruption)),
         tuple(dict.fromkeys(node for node in map(_node_of, losses) if node)),
     )
-    return Trigger(cause, _summary(losses), min(times, default=None), merged(NO_FACTS, facts))
+    return Trigger(cause, "; ".join([*told, _summary(losses)]), min(times, default=None), merged(NO_FACTS, facts))
 
 
 def _node_of(loss: Loss) -> str | None:
