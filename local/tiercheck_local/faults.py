@@ -14,6 +14,7 @@ from tiercheck.protocol.slot import NotASlot, SlotHeader, read_header
 from tiercheck_local import links, markers
 from tiercheck_local.client import NODES, PODS, Object
 from tiercheck_local.node.agent import LOSE_EVERY_POD
+from tiercheck_local.node.container import OUT_OF_MEMORY
 from tiercheck_local.nodespec import RACK
 
 if TYPE_CHECKING:
@@ -62,6 +63,17 @@ class Faults:
         """SIGKILL everything in one container at once. Raises NothingToHit."""
         if not markers.send(markers.POD, self._place(pod, namespace, container), signal.SIGKILL):
             raise NothingToHit(f"no process runs in container {container} of pod {pod}")
+
+    def oom_kill_container(self, pod: str, container: str = "trainer", namespace: str = "default") -> None:
+        """As the kernel does with a container that outgrows its memory limit: everything in it is killed at once, and its end has
+        the reason OOMKilled. Raises NothingToHit."""
+        mark = (self._cluster.logs / pod / container).with_suffix(OUT_OF_MEMORY)
+        mark.touch()
+        try:
+            self.kill_container(pod, container, namespace)
+        except NothingToHit:
+            mark.unlink()
+            raise
 
     # Pods.
 

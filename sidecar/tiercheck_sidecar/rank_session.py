@@ -20,7 +20,7 @@ from tiercheck.protocol.chain import Chain, chain_to
 from tiercheck.protocol.directive import DeltaMode, Directive, Phase, Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.local import Hello, Reply, Request, Welcome
-from tiercheck.protocol.report import Quarantined, RestoreState
+from tiercheck.protocol.report import Quarantined, RankFailure, RestoreState
 from tiercheck.protocol.slot import NotASlot
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
@@ -186,6 +186,12 @@ class RankSession:
         if request.op == "no-deltas":
             with self._board.lock:
                 self._board.declined[rank] = request.message
+            self._board.bump()
+            return Reply(True)
+        if request.op == "failing":
+            failure = RankFailure(rank, request.reason[:64], request.message[:1000], request.exit_code)
+            with self._board.lock:
+                self._board.trainer.failing(failure)
             self._board.bump()
             return Reply(True)
         if request.op == "mismatch":

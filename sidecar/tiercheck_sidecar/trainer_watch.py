@@ -11,7 +11,7 @@ import dataclasses
 
 from tiercheck.protocol.directive import HangLimits
 from tiercheck.protocol.local import LauncherEvent
-from tiercheck.protocol.report import TrainerReport, TrainerState
+from tiercheck.protocol.report import RankFailure, TrainerReport, TrainerState
 from tiercheck_sidecar.stall_watch import StallWatch
 
 CONTAINER_RESTARTED = "ContainerRestarted"
@@ -132,6 +132,12 @@ class TrainerWatch:
             slowest_rank=slowest[0],
             slowest_step=slowest[1],
         )
+
+    def failing(self, failure: RankFailure) -> None:
+        """A rank is about to end. What breaks a collective explains the others' broken collectives."""
+        known = self._report.failure
+        if known is None or known.reason == "CollectiveFailed" != failure.reason:
+            self._report = dataclasses.replace(self._report, failure=failure)
 
     def not_finite(self, rank: int, steps: int) -> int:
         """The sanity gate refused the last `steps` steps of `rank`. Returns how many of them are news."""

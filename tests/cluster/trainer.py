@@ -2,7 +2,7 @@
 
 Deterministic: the same step gives the same bits on any attempt. Without STEPS the first attempt trains until it is hit,
 and a later one TAIL steps beyond where it came back to, so that no test depends on speed. PACE is in seconds per step,
-FAIL_AT=n exits at step n, GATE=file stands still once the file exists (first attempt only), ALONE=1 uncouples the ranks,
+FAIL_AT=n exits at step n, GATE=file stands still once the file exists (first attempt only; GATE_RANK=n: only this rank), ALONE=1 uncouples the ranks,
 DIVERGE_AT=n makes the loss infinite from step n on (first attempt only), NOISY=1 takes an optimizer that draws random numbers of its own.
 """
 
@@ -72,6 +72,11 @@ def undisturbed(rank: int, steps: int) -> str:
     return digest(model)
 
 
+def stand_still(gate: Path) -> None:
+    while gate.exists():
+        time.sleep(PACE)
+
+
 def say(**line: object) -> None:
     sys.stdout.write(json.dumps(line) + "\n")  # in one piece: other threads write to the same log
     sys.stdout.flush()
@@ -98,8 +103,8 @@ def main() -> None:
             say(step=step, attempt=attempt, rank=rank, loss=loss)
             if os.environ.get("FAIL_AT") == str(step):
                 sys.exit(7)
-            while attempt == 1 and gate.exists():
-                time.sleep(PACE)
+            if attempt == 1 and str(rank) in os.environ.get("GATE_RANK", str(rank)):
+                stand_still(gate)
             time.sleep(PACE)
     say(digest=digest(model), rank=rank, steps=last)
     if together:

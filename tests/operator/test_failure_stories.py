@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from world_in_memory import REMOTE, World, make_spec
 
-from tiercheck.protocol.report import TrainerState
+from tiercheck.protocol.report import RankFailure, TrainerState
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.failure_rules import first_match
 from tiercheck_operator.controller.failure_spec import ExitCodes, FailureRule, HangSpec, RuleAction, parse_rules
@@ -225,6 +225,77 @@ def test_plain_kill_is_a_crash_that_names_the_signal() -> None:
     assert "137 (Signalled)" in summary["message"]
 
 
+def say(world: World, worker: int, reason: str, message: str, exit_code: int = 1) -> None:
+    """What a rank of the worker says before it ends."""
+    sidecar = world.live_sidecar(worker)
+    assert sidecar is not None
+    sidecar.trainer = replace(sidecar.trainer, failure=RankFailure(worker, reason, message, exit_code))
+
+
+def test_ranks_own_words_are_in_the_message_and_its_own_exit_code_goes_before_torchruns() -> None:
+    world = running_world(rules=rules(on_codes("bad-data", "Fail", 42)))
+    say(world, 2, "Exited", "SystemExit: 42", 42)
+    world.crash(2, code=1)
+    world.until("Failed")
+    reason, message = failure(world)
+    assert reason == "FailurePolicyRule"
+    assert "rank 2: SystemExit: 42 (exit code 42)" in message
+
+
+def test_broken_collective_is_an_echo_of_the_exception_elsewhere_even_if_it_ended_first() -> None:
+    world = running_world()
+    say(world, 0, "CollectiveFailed", "RuntimeError: Connection closed by peer")
+    world.crash(0)
+    sidecar = world.live_sidecar(3)
+    assert sidecar is not None
+    say(world, 3, "UncaughtException", "ValueError: bad sample")
+    sidecar.trainer = replace(sidecar.trainer, state=TrainerState.FAILED, exit_code=1, ended_at=world.now + 2)
+    summary = recovered(world)
+    assert "rank 3: ValueError: bad sample" in summary["message"]
+
+
+def test_rule_can_ask_for_the_ranks_reason() -> None:
+    world = running_world(rules=rules(on_reasons("too-big", "Fail", "OutOfGPUMemory")))
+    say(world, 1, "OutOfGPUMemory", "OutOfMemoryError: CUDA out of memory")
+    world.crash(1)
+    world.until("Failed")
+    assert "too-big" in failure(world)[1]
+
+
+def test_worker_with_a_broken_gpu_moves_and_nobody_is_blamed() -> None:
+    world = running_world(max_restarts=0)
+    node = world.pods[world.member(2)].node
+    survivors = {world.member(worker) for worker in (0, 1, 3)}
+    say(world, 2, "GPUFault", "RuntimeError: CUDA error: uncorrectable ECC error encountered")
+    world.crash(2)
+    summary = recovered(world)
+    assert summary["cause"] == "GPUFault"
+    assert "uncorrectable ECC" in summary["message"]
+    assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
+    assert world.pods[world.member(2)].node != node
+    assert survivors <= set(world.pods)
+    assert (world.status.crashes, world.status.disruptions) == (0, 1)
+
+
+def test_worker_whose_memory_nobody_shares_stays_where_it_is_whatever_its_gpu_says() -> None:
+    world = running_world(copies=0)
+    pods = set(world.pods)
+    say(world, 2, "GPUFault", "RuntimeError: CUDA error: uncorrectable ECC error encountered")
+    world.crash(2)
+    assert recovered(world)["cause"] == "TrainerCrash"
+    assert set(world.pods) == pods
+
+
+def test_gpus_that_all_complain_at_once_move_nobody() -> None:
+    world = running_world()
+    pods = set(world.pods)
+    for worker in range(4):
+        say(world, worker, "GPUFault", "RuntimeError: CUDA error: hardware stack error")
+        world.crash(worker)
+    assert recovered(world)["cause"] == "TrainerCrash"
+    assert set(world.pods) == pods
+
+
 # How restarts are counted.
 
 
@@ -361,6 +432,41 @@ def test_hang_that_passes_before_anything_was_decided_is_forgotten() -> None:
         job=replace(world.job, status=replace(world.status, recovery=Recovery("Hung", "m", world.now, world.now))),
     )
     assert update_recovery(obs, None) is None
+
+
+# Sidecars.
+
+
+def protected(world: World) -> tuple[bool, str, str]:
+    found = world.status.condition("Protected")
+    assert found is not None
+    return found.status, found.reason, found.message
+
+
+def test_sidecar_that_ended_is_told_until_a_version_is_complete_again_and_training_goes_on() -> None:
+    world = running_world(snapshot_every=20)
+    while world.newest_step() < 22:
+        world.tick()
+    uid = world.member(1)
+    world.pods[uid] = replace(world.pods[uid], sidecar=ContainerView(1, "Error", world.now, 137))
+    world.train(3)
+    status, reason, message = protected(world)
+    assert (status, reason) == (False, "SidecarRestarted")
+    assert "worker 1 ended (Error, exit code 137)" in message
+    assert "--previous" in message
+    world.train(20)
+    assert protected(world)[:2] == (True, "CopiesComplete")
+    assert world.status.attempt == 1
+    assert world.notices.count("SidecarRestarted") == 1
+
+
+def test_sidecar_without_enough_memory_says_which_number_to_raise() -> None:
+    world = running_world(snapshot_every=20)
+    uid = world.member(1)
+    world.pods[uid] = replace(world.pods[uid], sidecar=ContainerView(1, "OOMKilled", world.now, 137, "1342177280"))
+    world.tick()
+    assert "limit of 1342177280" in protected(world)[2]
+    assert "tiers.local.sizeLimit" in protected(world)[2]
 
 
 # Failure domains.

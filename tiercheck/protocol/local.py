@@ -71,6 +71,7 @@ class Request:
     - "mismatch": replaying the delta of `step` did not give the state that it was taken from (`message` says where). No
       version that needs it may be restored again.
     - "restored": the rank has loaded the version it was offered.
+    - "failing": the process is about to end with `exit_code`, because of `message`; `reason` is a CamelCase word for it.
     """
 
     op: str
@@ -83,6 +84,8 @@ class Request:
     step_seconds: float | None = None
     not_finite: int = 0
     message: str = ""
+    reason: str = ""
+    exit_code: int = 0
 
 
 @dataclass(frozen=True)

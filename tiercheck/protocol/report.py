@@ -61,6 +61,17 @@ class RestoreReport:
 
 
 @dataclass(frozen=True)
+class RankFailure:
+    """What a rank said about its own end, when it could."""
+
+    rank: int
+    reason: str
+    """A CamelCase word: UncaughtException, Exited, OutOfGPUMemory, GPUFault, CollectiveFailed."""
+    message: str
+    exit_code: int
+
+
+@dataclass(frozen=True)
 class TrainerReport:
     """The training command of this worker, for the attempt of the report."""
 
@@ -91,6 +102,8 @@ class TrainerReport:
     """The local rank whose newest step is the lowest; None: none has made a step in this attempt."""
     slowest_step: int | None = None
     """That step."""
+    failure: RankFailure | None = None
+    """Of the local rank that spoke first, or of the first one whose failure is not that of a collective."""
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,10 @@ class Backend(Protocol):
         """Training thread: `step` was reached, the last `not_finite` of them refused. Never blocks, never raises."""
         ...
 
+    def failing(self, reason: str, message: str, exit_code: int) -> None:
+        """This process is about to end with `exit_code`, and why. Never raises."""
+        ...
+
     def flush(self) -> bool:
         """Deliver what progress is still owed; True if nothing is left. Never raises."""
         ...

@@ -38,6 +38,7 @@ from tiercheck.trainer.delta import StoredDelta
 from tiercheck.trainer.deltas import Deltas, innermost
 from tiercheck.trainer.folder_backend import FolderBackend
 from tiercheck.trainer.inventories import Inventories
+from tiercheck.trainer.last_words import LastWords
 from tiercheck.trainer.load import load_all
 from tiercheck.trainer.partitioned import Partitions
 from tiercheck.trainer.ranks import rank_and_world
@@ -94,8 +95,10 @@ class Checkpointer:
             if run_dir
             else FolderBackend(Path(folder or "checkpoints"), self.rank, self.world_size, keep)
         )
+        self._last_words: LastWords | None = None
         if run_dir:
             stacks.answer_with_stacks()
+            self._last_words = LastWords(self._backend.failing)
         self._inventories = Inventories(model, self._optimizers)
         self._shares = Shares(model, self._partitions)
         self._sanity_gate = sanity_gate
@@ -217,6 +220,8 @@ class Checkpointer:
         atexit.unregister(self.close)
         for hook in (*self._before, *self._after):
             hook.remove()
+        if self._last_words is not None:
+            self._last_words.close()
         self._saver.close(_CLOSE_SECONDS)
         self._backend.close()
 
@@ -226,6 +231,8 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self._last_words is not None:
+            self._last_words.say(error)
         self.close()
 
     def _before_update(self, index: int, _: Optimizer, arguments: Any, named: Any) -> None:

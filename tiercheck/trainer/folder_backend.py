@@ -102,6 +102,9 @@ class FolderBackend:
     def progress(self, step: int, loss: float | None, seconds: float | None, not_finite: int) -> None:
         return
 
+    def failing(self, reason: str, message: str, exit_code: int) -> None:
+        return
+
     def flush(self) -> bool:
         return True
 

@@ -119,6 +119,9 @@ class SidecarBackend:
         self._no_deltas = message
         self._say(Request("no-deltas", message=message))
 
+    def failing(self, reason: str, message: str, exit_code: int) -> None:
+        self._say(Request("failing", kind=Kind.SNAPSHOT, reason=reason, message=message, exit_code=exit_code))
+
     def progress(self, step: int, loss: float | None, seconds: float | None, not_finite: int) -> None:
         with self._owed_lock:
             self._owed = (step, loss, seconds, not_finite)

@@ -24,6 +24,9 @@ _TAIL = 2048
 NO_IMAGE = "no-such-image"
 """An image with this in its name cannot be pulled."""
 
+OUT_OF_MEMORY = ".oom-killed"
+"""Suffix, in place of the log's, of the file that says that the kernel ends the container for want of memory."""
+
 
 class Kind(Enum):
     INIT = "init"
@@ -40,6 +43,8 @@ class Recipe:
     cwd: str
     log: Path
     termination_message: Path
+    out_of_memory: Path
+    """Made by whoever plays the kernel's OOM killer, before it kills."""
     translate: Callable[[str], str]
     """For commands that are run in the container later: probes."""
 
@@ -159,9 +164,11 @@ class Container:
         if exited.cancelled() or self.finished:
             return
         code = exited.result()
-        self.state = _terminated(
-            code, "Completed" if code == 0 else "Error", started_at, self._last_words(recipe, code)
-        )
+        reason = "Completed" if code == 0 else "Error"
+        if code != 0 and recipe.out_of_memory.exists():
+            recipe.out_of_memory.unlink()
+            reason = "OOMKilled"
+        self.state = _terminated(code, reason, started_at, self._last_words(recipe, code))
         self.probed_ready = False
         self._changed()
 

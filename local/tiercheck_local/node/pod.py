@@ -12,7 +12,7 @@ from typing import Any
 from tiercheck_local import clock, links, markers
 from tiercheck_local.client import PODS, Client
 from tiercheck_local.node import environment, references, volumes
-from tiercheck_local.node.container import NO_IMAGE, Container, Kind, Recipe
+from tiercheck_local.node.container import NO_IMAGE, OUT_OF_MEMORY, Container, Kind, Recipe
 from tiercheck_local.node.environment import BadReference, PodFacts
 from tiercheck_local.node.paths import PathTranslation
 from tiercheck_local.node.process import base_environment
@@ -222,7 +222,8 @@ class Pod:
             )
         logs = self._settings.directory / "logs" / self.name / f"{container.name}.log"
         env = links.hooked(env, self._settings.cuts)
-        return Recipe([translate(word) for word in argv], env, cwd or str(home), logs, last_words, translate)
+        oom = logs.with_suffix(OUT_OF_MEMORY)
+        return Recipe([translate(word) for word in argv], env, cwd or str(home), logs, last_words, oom, translate)
 
 
 class _NoImage(Exception):

@@ -19,6 +19,8 @@ class Cause(str, Enum):
     POD_DELETED = "PodDeleted"
     HUNG = "Hung"
     """Training made no step for far longer than usual. If the same worker held the others up twice in a row, its pod is replaced elsewhere."""
+    GPU_FAULT = "GPUFault"
+    """The driver told a rank that the hardware failed: its pod is replaced on another node."""
     SIDECAR_SILENT = "SidecarSilent"
     """A pod's sidecar stopped answering. Explains the deletion that follows, which is ours."""
     NODE_SILENT = "NodeSilent"

@@ -53,6 +53,8 @@ UNPROTECTED_WORKERS = "UnprotectedWorkers"
 """Some workers have no holder in another domain."""
 NO_COPIES = "NoCopies"
 """There are neither copies nor parity."""
+SIDECAR_RESTARTED = "SidecarRestarted"
+"""A sidecar ended and was started again; no version was completed since. Training was not touched."""
 REMOTE_UNREACHABLE = "RemoteUnreachable"
 """The remote tier does not answer or refuses; the message says what to do."""
 

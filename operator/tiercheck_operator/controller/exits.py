@@ -10,6 +10,7 @@ from tiercheck_operator.controller.record import Facts
 from tiercheck_operator.controller.suspicion import trainer_failed
 
 OOM_KILLED = "OOMKilled"
+COLLECTIVE_FAILED = "CollectiveFailed"
 CONTAINER_RESTARTED = "ContainerRestarted"
 _ECHOES = {1, 134, 143}
 """Exit codes that a rank has whose partner is gone: an exception, the abort of a collective's watchdog, SIGTERM."""
@@ -34,12 +35,19 @@ def failed_trainers(obs: Observation, membership: Membership) -> list[Report]:
 
     def order(report: Report) -> tuple[bool, float, int]:
         ended, pod = ends[report.worker], membership.members[report.worker]
-        telling = ended <= first + _ECHO_SECONDS and (
-            report.trainer.exit_code not in _ECHOES or oom_killed(report.trainer, pod)
-        )
+        telling = ended <= first + _ECHO_SECONDS and _tells(report.trainer, pod)
         return not telling, ended, report.worker
 
     return sorted(reports, key=order)
+
+
+def _tells(trainer: TrainerReport, pod: PodView) -> bool:
+    """Whether the end is one that an echo does not have."""
+    if oom_killed(trainer, pod):
+        return True
+    if trainer.failure is not None:
+        return trainer.failure.reason != COLLECTIVE_FAILED
+    return trainer.exit_code not in _ECHOES
 
 
 def cause_of_exit(report: Report, pod: PodView) -> Cause:
@@ -53,7 +61,11 @@ def facts_of_exit(report: Report, pod: PodView) -> Facts:
     reasons = [trainer.reason] if trainer.reason else []
     if trainer.reason == CONTAINER_RESTARTED and _ended_now(trainer, pod) and pod.trainer.ended_reason:
         reasons.append(pod.trainer.ended_reason)
-    return Facts(trainer.exit_code, tuple(reasons), (pod.node,) if pod.node else ())
+    code = trainer.exit_code
+    if trainer.failure is not None:
+        reasons.append(trainer.failure.reason)
+        code = trainer.failure.exit_code or code  # that of torchrun says nothing
+    return Facts(code, tuple(reasons), (pod.node,) if pod.node else ())
 
 
 def describe_exit(report: Report, pod: PodView | None = None) -> str:
@@ -64,6 +76,10 @@ def describe_exit(report: Report, pod: PodView | None = None) -> str:
         return _out_of_memory(report, pod, code)[:1000]
     reason = f" ({trainer.reason})" if trainer.reason else ""
     detail = f": {trainer.message}" if trainer.message else ""
+    if trainer.failure is not None:
+        said = trainer.failure
+        own = f" (exit code {said.exit_code})" if said.exit_code not in (0, 1, trainer.exit_code) else ""
+        detail = f": rank {said.rank}: {said.message}{own}"
     return f"the training command of worker {report.worker} ended{code}{reason}{detail}"[:1000]
 
 

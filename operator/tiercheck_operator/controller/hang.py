@@ -38,15 +38,11 @@ def find_hang(obs: Observation, pods: Mapping[int, PodView]) -> Hang | None:
     return Hang(since, f"no step for {idle:.0f} s: {_told(running, worker)}", None if worker is None else pods[worker])
 
 
-def moves(obs: Observation) -> PodView | None:
-    """The pod that has to go elsewhere, because its worker held the others up again."""
+def held_up_again(obs: Observation, pods: Mapping[int, PodView]) -> PodView | None:
+    """The pod whose worker holds the others up as it did the last time, on the same node. `pods`: by worker."""
     before = obs.job.status.hang
     if before is None or before.times + 1 < _TIMES:
         return None
-    pods: dict[int, PodView] = {}
-    for pod in sorted(obs.pods, key=lambda pod: pod.incarnation):
-        if 0 <= pod.worker < obs.job.spec.workers and not pod.terminal and not pod.deleting:
-            pods[pod.worker] = pod
     found = find_hang(obs, pods)
     laggard = found.laggard if found is not None else None
     return laggard if laggard is not None and (laggard.worker, laggard.node) == (before.worker, before.node) else None

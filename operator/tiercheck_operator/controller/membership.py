@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tiercheck_operator.controller.actions import Action, CreatePod, DeletePod
 from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.hang import moves
+from tiercheck_operator.controller.moving import Move, find_move
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.suspicion import Doubt, doubts
 
@@ -52,11 +52,11 @@ def find_members(obs: Observation) -> Membership:
     """Judge every pod of the job."""
     members: dict[int, PodView] = {}
     losses: list[Loss] = []
-    doubted, moved = doubts(obs), moves(obs)
+    doubted, move = doubts(obs), find_move(obs)
     for pod in sorted(obs.pods, key=lambda pod: (pod.worker, -pod.incarnation, -pod.created)):
         if pod.worker in members or pod.worker >= obs.job.spec.workers:
             continue
-        loss = judge(obs, pod, doubted) or (_moved(pod) if pod is moved else None)
+        loss = judge(obs, pod, doubted) or (_moved(move) if move is not None and move.pod is pod else None)
         if loss is None:
             members[pod.worker] = pod
         else:
@@ -123,11 +123,10 @@ def judge(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -> Loss 
     return None
 
 
-def _moved(pod: PodView) -> Loss:
-    why = (
-        f"pod {pod.name} of worker {pod.worker} on node {pod.node}: it held all others up again, so its node is avoided"
-    )
-    return Loss(pod.worker, Cause.HUNG, why, pod, pod.node, None)
+def _moved(move: Move) -> Loss:
+    pod = move.pod
+    why = f"pod {pod.name} of worker {pod.worker} on node {pod.node}: {move.why}"
+    return Loss(pod.worker, move.cause, why, pod, pod.node, move.at)
 
 
 def _node_missing(obs: Observation, pod: PodView) -> bool:

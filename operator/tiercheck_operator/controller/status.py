@@ -13,6 +13,7 @@ from tiercheck_operator.controller.memory import equal_share, forecast, largest_
 from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.record import Condition, JobRecord, MemoryRecord, TierRecord, rfc3339
 from tiercheck_operator.controller.saving import EVERY_STEP, TURNED_OFF, saved
+from tiercheck_operator.controller.sidecar_ends import sidecar_ended
 from tiercheck_operator.controller.spares import SparesStanding, spares_standing
 from tiercheck_operator.controller.suspend import resumed
 
@@ -156,6 +157,9 @@ def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report])
             if problem.reason == conditions.DELTAS_OFF:
                 continue  # copies are as good as ever; DeltasActive tells it
             return Finding(problem.reason, f"worker {worker}: {problem.message}")
+    ended = sidecar_ended(obs, record, reports)
+    if ended:
+        return Finding(conditions.SIDECAR_RESTARTED, ended)
     unreachable = [
         report for report in reports.values() if report.remote.configured and report.remote.reachable is False
     ]

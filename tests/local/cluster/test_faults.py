@@ -155,6 +155,27 @@ def test_killed_training_process_leaves_its_launcher_alone(bench: Bench) -> None
     bench.faults.delete_pods(f"test={name}")
 
 
+def test_container_killed_for_memory_says_so_and_starts_again(bench: Bench) -> None:
+    name = up(bench, PodBuilder().runs("echo up; exec sleep 300").policy("OnFailure"))
+    bench.faults.oom_kill_container(name, "main")
+    status = bench.wait(
+        "its second life",
+        lambda: next((s for s in bench.pod(name)["status"]["containerStatuses"] if s["restartCount"]), None),
+    )
+    assert (status["lastState"]["terminated"]["reason"], status["lastState"]["terminated"]["exitCode"]) == (
+        "OOMKilled", 137,
+    )  # fmt: skip
+    bench.faults.kill_container(name, "main")
+    bench.wait(
+        "an end of another kind",
+        lambda: (
+            bench.pod(name)["status"]["containerStatuses"][0]["lastState"].get("terminated", {}).get("reason")
+            == "Error"
+        ),
+    )
+    bench.faults.delete_pods(f"test={name}")
+
+
 def test_fault_without_target_says_so(bench: Bench) -> None:
     name = bench.run(PodBuilder().runs("exit 0"))
     bench.phase(name, "Succeeded")
