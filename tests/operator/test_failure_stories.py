@@ -469,6 +469,20 @@ def test_sidecar_without_enough_memory_says_which_number_to_raise() -> None:
     assert "tiers.local.sizeLimit" in protected(world)[2]
 
 
+# Pods.
+
+
+def test_pod_that_fails_for_no_known_reason_is_replaced_alone() -> None:
+    world = running_world(rules=rules(on_reasons("odd", "RestartIgnoringLimit", "UnexpectedAdmissionError")))
+    survivors = {world.member(worker) for worker in (0, 2, 3)}
+    uid = world.member(1)
+    world.pods[uid] = replace(world.pods[uid], phase="Failed", disruption="UnexpectedAdmissionError")
+    summary = recovered(world)
+    assert summary["cause"] == "PodFailed"
+    assert summary["rule"] == "odd"
+    assert survivors <= set(world.pods)
+
+
 # Failure domains.
 
 

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.config import Config
+from tiercheck_operator.controller.failure_spec import ExitCodes, FailureRule, HangSpec, RuleAction
 from tiercheck_operator.controller.loop import merge_patch
-from tiercheck_operator.controller.parsing import parse_node, parse_pod, parse_time
+from tiercheck_operator.controller.observation import ContainerView
+from tiercheck_operator.controller.parsing import parse_job, parse_node, parse_pod, parse_time
 from tiercheck_operator.controller.record import (
     CheckpointRecord,
     Condition,
@@ -87,6 +89,60 @@ def test_pod_of_nobody_is_ignored(labels: dict[str, str]) -> None:
 )
 def test_node_counts_as_lost_by_condition_or_taint_and_not_when_cordoned(node: dict[str, Any], lost: bool) -> None:
     assert bool(parse_node({"metadata": {"name": "n"}, **node}).lost) is lost
+
+
+def test_containers_last_end_is_read_whether_it_runs_again_or_not() -> None:
+    end = {"terminated": {"reason": "OOMKilled", "exitCode": 137, "finishedAt": "2026-01-01T00:00:10Z"}}
+    for status in (
+        {"state": {"running": {}}, "lastState": end},
+        {"state": end, "lastState": {}},
+        {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": end},
+    ):
+        raw = {
+            "metadata": {"name": "p", "uid": "u", "labels": LABELS},
+            "spec": {"containers": [{"name": "trainer", "resources": {"limits": {"memory": "64Gi"}}}]},
+            "status": {"containerStatuses": [{"name": "trainer", "restartCount": 2, **status}]},
+        }
+        pod = parse_pod(raw)
+        assert pod is not None
+        assert pod.trainer == ContainerView(2, "OOMKilled", parse_time("2026-01-01T00:00:10Z"), 137, "64Gi")
+        assert pod.trainer.oom_killed
+        assert pod.sidecar == ContainerView()
+
+
+def test_conditions_of_a_node_are_read_for_rules() -> None:
+    raw = {
+        "metadata": {"name": "n"},
+        "status": {"conditions": [{"type": "Ready", "status": "True"}, {"type": "GpuEcc", "status": "False"}, {}]},
+    }
+    assert parse_node(raw).conditions == {"Ready": "True", "GpuEcc": "False"}
+
+
+def test_what_the_user_says_about_failures_is_read() -> None:
+    policy = {
+        "maxRestarts": 3,
+        "resetAfterSeconds": 60,
+        "hang": {"mode": "Restart", "stepFactor": 5, "minSeconds": 7, "firstStepSeconds": 9},
+        "rules": [
+            {"name": "a", "action": "Fail", "onExitCodes": {"operator": "NotIn", "values": [1, 2]}},
+            {"name": "b", "action": "Restart", "onReasons": ["Hung"]},
+            {"name": "c", "action": "RestartIgnoringLimit", "onNodeConditions": [{"type": "X"}]},
+        ],
+    }
+    raw = {
+        "metadata": {"name": "j", "namespace": "ns", "uid": "u"},
+        "spec": {"workers": 1, "template": {}, "failurePolicy": policy, "activeDeadlineSeconds": 5},
+    }
+    spec = parse_job(raw).spec
+    assert (spec.max_restarts, spec.reset_seconds, spec.active_deadline) == (3, 60.0, 5.0)
+    assert spec.hang == HangSpec(5.0, 7.0, 9.0)
+    assert spec.rules == (
+        FailureRule("a", RuleAction.FAIL, ExitCodes(frozenset({1, 2}), within=False)),
+        FailureRule("b", RuleAction.RESTART, reasons=frozenset({"Hung"})),
+        FailureRule("c", RuleAction.RESTART_IGNORING_LIMIT, node_conditions=(("X", "True"),)),
+    )
+    raw["spec"]["failurePolicy"] = {"hang": {"mode": "Off"}}  # type: ignore[index]
+    assert parse_job(raw).spec.hang is None
 
 
 def test_status_means_the_same_after_a_round_trip() -> None:
