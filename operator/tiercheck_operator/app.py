@@ -243,7 +243,7 @@ class Operator:
         @kopf.index("v1", "nodes", id="nodes_seen", registry=registry)
         async def nodes_seen(body: kopf.Body, **_: Any) -> None:
             uid, version = _identity(body)
-            if self._view.put_node(uid, parse_node(body), version):
+            if self._view.put_node(uid, parse_node(body, self._config.signs), version):
                 self._wake_all()
 
         @kopf.on.event("v1", "pods", labels={names.LABEL_JOB_UID: kopf.PRESENT}, registry=registry)

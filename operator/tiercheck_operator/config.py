@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from tiercheck_operator.controller.node_signs import NO_SETTINGS, NodeSigns, parse_signs
 from tiercheck_operator.controller.observation import Patience
 from tiercheck_operator.election.candidate import Terms
 
@@ -46,6 +47,8 @@ class Config:
     stuck_seconds: float = 300.0
     """How long one reconcile may take before the process counts as ill."""
     log_level: str = "INFO"
+    signs: NodeSigns = NO_SETTINGS
+    """Which nodes are to be left."""
     patience: Patience = field(default_factory=Patience)
 
     @staticmethod
@@ -72,6 +75,7 @@ class Config:
             watch_grace_seconds=_number(env, "TIERCHECK_WATCH_GRACE_SECONDS", default.watch_grace_seconds),
             stuck_seconds=_number(env, "TIERCHECK_STUCK_SECONDS", default.stuck_seconds),
             log_level=env.get("TIERCHECK_LOG_LEVEL") or default.log_level,
+            signs=_signs(env),
             patience=Patience(
                 settle=_number(env, "TIERCHECK_SETTLE_SECONDS", patience.settle),
                 accused=_number(env, "TIERCHECK_ACCUSED_SECONDS", patience.accused),
@@ -91,6 +95,14 @@ def _one_of(env: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
     if text and text not in choices:
         raise ValueError(f"{name}={text!r}: expected one of {', '.join(choices)}")
     return text
+
+
+def _signs(env: Mapping[str, str]) -> NodeSigns:
+    taints, conditions = env.get("TIERCHECK_LEAVING_TAINTS", ""), env.get("TIERCHECK_BAD_NODE_CONDITIONS", "")
+    try:
+        return parse_signs(taints, conditions, env.get("TIERCHECK_CORDON", ""))
+    except ValueError as error:
+        raise ValueError(f"TIERCHECK_CORDON: {error}") from error
 
 
 def _number(env: Mapping[str, str], name: str, default: float) -> float:

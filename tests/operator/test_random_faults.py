@@ -18,7 +18,7 @@ _FAULTS = st.tuples(
         [
             *("crash", "evict", "vanish", "node", "rack", "all", "silent", "remote", "revive"),
             *("skip", "diverge", "replay", "copies", "parity"),
-            *("cut", "deaf", "closed", "mend"),
+            *("cut", "deaf", "closed", "mend", "leave", "stay"),
         ]
     ),
     st.integers(0, 3),
@@ -69,6 +69,9 @@ def _strike(world: World, fault: str, target: int) -> None:
             for uid in worker_pods:
                 if uid in world.sidecars:
                     world.sidecars[uid].closed = not world.sidecars[uid].closed
+        case "leave" | "stay":
+            why = "it is tainted" if fault == "leave" else ""
+            world.nodes[nodes[target]] = replace(world.nodes[nodes[target]], leaving=why, schedulable=not why)
         case "mend":
             world.cut.clear()
         case "skip":
@@ -88,6 +91,7 @@ def _strike(world: World, fault: str, target: int) -> None:
 def _heal(world: World) -> None:
     world.remote_up = True
     world.cut.clear()
+    world.nodes = {name: replace(node, leaving="", schedulable=True) for name, node in world.nodes.items()}
     for name in list(world.dead_nodes):
         world.revive_node(name)
 

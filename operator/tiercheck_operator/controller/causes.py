@@ -16,6 +16,8 @@ class Cause(str, Enum):
     """A training command failed because the kernel killed one of its processes for want of memory."""
     RESTORE_FAILED = "RestoreFailed"
     """A rank could not be brought to the version of the attempt. Explains the exit of its training command."""
+    NODE_LEAVING = "NodeLeaving"
+    """A pod was moved before its node is emptied, or before Kubernetes ends it. Its old pod trained until then."""
     POD_DELETED = "PodDeleted"
     HUNG = "Hung"
     """Training made no step for far longer than usual. If the same worker held the others up twice in a row, its pod is replaced elsewhere."""

@@ -27,6 +27,7 @@ from tiercheck_operator.controller.deadline import deadline_passed
 from tiercheck_operator.controller.events import notices
 from tiercheck_operator.controller.failure_policy import GivenUp
 from tiercheck_operator.controller.finish import after_finish, finished
+from tiercheck_operator.controller.leaving import told
 from tiercheck_operator.controller.membership import Membership, find_members, replacements
 from tiercheck_operator.controller.memory import equal_share, too_small
 from tiercheck_operator.controller.observation import Observation, PodView
@@ -154,6 +155,9 @@ def _attempt_driven(
     reports = attempt_reports(obs, status, members)
     status, until_forgiven = forgiven(obs, status, reports)
     wake = sooner(wake, until_forgiven)
+    moving = told(obs, membership.departures)
+    if moving is not None:
+        findings = replace(findings, placed=Finding(*moving))
     absent = waits_for_trainers(obs, status, reports)
     if absent:
         findings = replace(findings, waiting=_no_trainers(members, absent))

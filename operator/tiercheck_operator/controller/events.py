@@ -44,7 +44,7 @@ def notices(before: JobRecord, after: JobRecord) -> tuple[Notice, ...]:
 
 def _bad(condition: Condition) -> bool:
     unwell = condition.type in _BAD_WHEN_FALSE and not condition.status and condition.reason not in _PASSING
-    return unwell or condition.reason == conditions.DELTAS_OFF
+    return unwell or condition.reason in (conditions.DELTAS_OFF, conditions.NO_ROOM_TO_MOVE)
 
 
 def _certain(recovery: Recovery) -> bool:

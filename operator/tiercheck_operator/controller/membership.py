@@ -7,10 +7,12 @@ once, without waiting for the old one to be confirmed dead: the attempt fences i
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tiercheck_operator.controller.actions import Action, CreatePod, DeletePod
 from tiercheck_operator.controller.causes import Cause
+from tiercheck_operator.controller.directives import members_digest
+from tiercheck_operator.controller.leaving import Departure, assign
 from tiercheck_operator.controller.moving import Move, find_move
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.suspicion import Doubt, doubts
@@ -43,6 +45,10 @@ class Membership:
     losses: tuple[Loss, ...]
     suspects: frozenset[str]
     """Names of nodes that new pods and copies stay away from."""
+    departures: Mapping[int, Departure] = field(default_factory=dict)
+    """Workers that are about to leave their pod, which trains on meanwhile."""
+    left: frozenset[str] = frozenset()
+    """UIDs of pods that were just left: they go on until the next attempt is written."""
 
     def missing(self, workers: int) -> list[int]:
         return [worker for worker in range(workers) if worker not in self.members]
@@ -50,21 +56,31 @@ class Membership:
 
 def find_members(obs: Observation) -> Membership:
     """Judge every pod of the job."""
-    members: dict[int, PodView] = {}
+    living: dict[int, list[PodView]] = {}
     losses: list[Loss] = []
     doubted, move = doubts(obs), find_move(obs)
     for pod in sorted(obs.pods, key=lambda pod: (pod.worker, -pod.incarnation, -pod.created)):
-        if pod.worker in members or pod.worker >= obs.job.spec.workers:
+        if pod.worker >= obs.job.spec.workers:
             continue
         loss = judge(obs, pod, doubted) or (_moved(move) if move is not None and move.pod is pod else None)
         if loss is None:
-            members[pod.worker] = pod
-        else:
+            living.setdefault(pod.worker, []).append(pod)
+        elif pod.worker not in living:
             losses.append(loss)
+    assigned = assign(obs, living)
+    members = assigned.members
+    losses.extend(_left(each) for each in assigned.departed)
     losses.extend(_vanished(obs, members, losses))
-    lost_nodes = {node.name for node in obs.nodes.values() if node.lost}
+    unwell = {node.name for node in obs.nodes.values() if node.lost or node.leaving}
     suspected = {loss.node for loss in losses if loss.node is not None}
-    return Membership(members, tuple(losses), frozenset(lost_nodes | suspected))
+    begun = members_digest(members) == obs.job.status.members
+    return Membership(
+        members,
+        tuple(losses),
+        frozenset(unwell | suspected),
+        departures=assigned.departures,
+        left=frozenset() if begun else frozenset(each.old.uid for each in assigned.departed),
+    )
 
 
 def replacements(
@@ -77,10 +93,10 @@ def replacements(
     for worker in range(obs.job.spec.workers):
         if worker in taken:
             continue
-        pod = membership.members.get(worker)
-        if pod is not None and not stuck(obs, pod):
+        pod, going = membership.members.get(worker), membership.departures.get(worker)
+        if pod is not None and not stuck(obs, pod) and (going is None or going.new is not None):
             continue
-        if pod is not None:
+        if pod is not None and going is None:
             actions.append(DeletePod(pod.name, pod.uid, force=False))
         pause = _pause(obs, worker)
         if pause > 0:
@@ -121,6 +137,12 @@ def judge(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -> Loss 
     if doubt is not None:
         return lost(doubt.cause, doubt.why, node=pod.node if doubt.of_node else None, at=doubt.since)
     return None
+
+
+def _left(departure: Departure) -> Loss:
+    old = departure.old
+    why = f"pod {old.name} of worker {departure.worker}: {departure.why}"
+    return Loss(departure.worker, Cause.NODE_LEAVING, why, old, None, None)
 
 
 def _moved(move: Move) -> Loss:
@@ -194,7 +216,8 @@ def next_incarnation(obs: Observation, worker: int) -> int:
 
 def _removals(obs: Observation, membership: Membership) -> list[Action]:
     """Pods that are no members: those on lost nodes go without waiting for a kubelet that will not answer."""
-    keep = {pod.uid for pod in membership.members.values()}
+    keep = {pod.uid for pod in membership.members.values()} | membership.left
+    keep |= {each.new.uid for each in membership.departures.values() if each.new is not None}
     actions: list[Action] = []
     for pod in obs.pods:
         if pod.uid in keep or (_pause(obs, pod.worker) > 0 and not pod.deleting):

@@ -170,6 +170,8 @@ class NodeView:
     labels: Mapping[str, str] = field(default_factory=dict)
     lost: str = ""
     """Why the node counts as lost; empty: it does not."""
+    leaving: str = ""
+    """Why its pods had better leave it, as a clause; empty: they may stay."""
     conditions: Mapping[str, str] = field(default_factory=dict)
     """Status by type: those of Kubernetes, and of whatever watches the hardware."""
     schedulable: bool = True

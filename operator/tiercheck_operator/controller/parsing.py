@@ -10,6 +10,7 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import SPARE
 from tiercheck_operator.controller.failure_spec import DEFAULT_RESET_SECONDS, parse_hang, parse_rules
+from tiercheck_operator.controller.node_signs import NO_SETTINGS, NodeSigns
 from tiercheck_operator.controller.observation import (
     ANNOTATION_AVOIDED,
     ContainerView,
@@ -194,7 +195,7 @@ def _pod_message(status: Mapping[str, Any], scheduled: Mapping[str, Any]) -> str
     return str(status.get("message") or "")
 
 
-def parse_node(raw: Mapping[str, Any]) -> NodeView:
+def parse_node(raw: Mapping[str, Any], signs: NodeSigns = NO_SETTINGS) -> NodeView:
     metadata, spec, status = raw.get("metadata") or {}, raw.get("spec") or {}, raw.get("status") or {}
     ready: Mapping[str, Any] = next(
         (entry for entry in status.get("conditions") or [] if entry.get("type") == "Ready"), {}
@@ -210,6 +211,7 @@ def parse_node(raw: Mapping[str, Any]) -> NodeView:
         name=str(metadata.get("name") or ""),
         labels=dict(metadata.get("labels") or {}),
         lost=lost,
+        leaving=signs.leaving(spec, status),
         conditions={
             str(entry["type"]): str(entry.get("status") or "")
             for entry in status.get("conditions") or []

@@ -118,7 +118,7 @@ def keep_spares(obs: Observation, membership: Membership) -> Upkeep:
 
 
 def _takeovers(obs: Observation, membership: Membership, pool: SparePool) -> tuple[Promote, ...]:
-    vacant = [worker for worker in range(obs.job.spec.workers) if _needs_pod(membership.members.get(worker))]
+    vacant = [worker for worker in range(obs.job.spec.workers) if _needs_pod(membership, worker)]
     usable = {pod.spare or 0: pod for pod in pool.ready if pod.node not in membership.suspects and pod.resource_version}
     if not vacant or not usable:
         return ()
@@ -135,9 +135,14 @@ def _takeovers(obs: Observation, membership: Membership, pool: SparePool) -> tup
     return tuple(found)
 
 
-def _needs_pod(member: PodView | None) -> bool:
-    """A pod that no node takes is as good as none while a spare waits."""
-    return member is None or (member.node is None and member.unschedulable_since is not None)
+def _needs_pod(membership: Membership, worker: int) -> bool:
+    """A pod that no node takes is as good as none while a spare waits, and one that has to leave soon is to be left."""
+    member, going = membership.members.get(worker), membership.departures.get(worker)
+    return (
+        member is None
+        or (going is not None and going.new is None)
+        or (member.node is None and member.unschedulable_since is not None)
+    )
 
 
 def _workers_housed(obs: Observation, membership: Membership, taken: set[int]) -> bool:
