@@ -131,6 +131,17 @@ def test_lost_node_behind_a_crash_is_not_judged_by_the_echos_exit_code() -> None
     assert recovered(world)["cause"] == "NodeLost"
 
 
+def test_rule_that_fails_the_job_waits_until_no_dead_node_can_explain_the_crash() -> None:
+    world = running_world(rules=rules(on_codes("final", "Fail", 1)))
+    node = world.pods[world.member(3)].node
+    assert node is not None
+    world.kill_node(node)
+    world.crash(0, code=1)
+    summary = recovered(world)
+    assert summary["cause"] in ("NodeLost", "NodeSilent", "SidecarSilent")
+    assert "rule" not in summary
+
+
 def test_failed_restore_is_no_matter_for_rules() -> None:
     assert first_match(rules(on_reasons("r", "Fail", "NodeLost")), Cause.RESTORE_FAILED, Facts(), {}) is None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -238,3 +239,41 @@ def test_not_finite_snapshot_is_given_back(sidecar: ScriptedSidecar, tmp_path: P
     assert [request.step for request in sidecar.asked("complete")] == [2]
     until(lambda: sidecar.asked("progress")[-1].step == 4, "the last step is reported")
     assert sidecar.asked("progress")[-1].loss is None
+
+
+def test_long_phase_without_steps_can_say_that_all_is_well(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+    run = trained(tmp_path, steps=3)
+    before = len(sidecar.asked("progress"))
+    run.checkpointer.alive()
+    run.checkpointer.wait(DEADLINE)
+    until(lambda: len(sidecar.asked("progress")) > before, "it is told")
+    assert sidecar.asked("progress")[-1].step == 3
+    assert run.checkpointer.step_number == 3
+    run.checkpointer.close()
+
+
+def end_with(run: Run, error: BaseException) -> None:
+    """A script as people write it, and what ends it."""
+    with run.checkpointer:
+        run.checkpointer.restore()
+        run.train(2)
+        raise error
+
+
+def test_exception_that_ends_training_is_told_before_the_connection_closes(
+    sidecar: ScriptedSidecar, tmp_path: Path
+) -> None:
+    hook = sys.excepthook
+    run = Run(adamw, tmp_path, every=1000)
+    with pytest.raises(ValueError, match="bad sample"):
+        end_with(run, ValueError("bad sample"))
+    (told,) = sidecar.asked("failing")
+    assert (told.reason, told.message, told.exit_code) == ("UncaughtException", "ValueError: bad sample", 1)
+    assert sys.excepthook is hook, "nothing of ours stays behind"
+
+
+def test_end_of_a_script_that_does_well_is_no_failure(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+    run = Run(adamw, tmp_path, every=1000)
+    with pytest.raises(SystemExit):
+        end_with(run, SystemExit(0))
+    assert not sidecar.asked("failing")

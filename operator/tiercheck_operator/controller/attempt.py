@@ -60,19 +60,22 @@ def begin_attempt(
 ) -> Begun | Waiting | Unplaceable | GivenUp:
     """The next attempt, if everything that it needs is known."""
     verdict = judge(obs, recovery)
-    still = settling(obs, recovery)
-    given_up = hopeless(obs, membership) or (None if still else ruled_out(recovery, verdict))
+    given_up = hopeless(obs, membership)
+    if given_up is None and not Cause.parse(recovery.cause).in_place:
+        given_up = ruled_out(
+            recovery, verdict
+        )  # a pod is lost, whatever else may show; nothing has to take its place first
     if given_up is not None:
         return given_up
     waiting = (
         waiting_for_pods(obs, membership)
-        or still
+        or settling(obs, recovery)
         or waiting_for_sidecars(obs, membership, recovery)
         or retrying(obs, recovery)
     )
     if waiting is not None:
         return waiting
-    given_up = budget_spent(obs, recovery, verdict)
+    given_up = ruled_out(recovery, verdict) or budget_spent(obs, recovery, verdict)
     if given_up is not None:
         return given_up
     placed = place_members(obs, membership)

@@ -17,6 +17,8 @@ from tiercheck_operator.controller.record import Facts, Recovery
 
 _KEPT = 16
 """Reasons and nodes kept in the status."""
+_LONGEST = 64
+"""Characters of a reason; rules cannot name longer ones."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,6 @@ def merged(before: Facts, after: Facts) -> Facts:
     """What is known of one failure once more was seen of it."""
     return Facts(
         after.exit_code if after.exit_code is not None else before.exit_code,
-        tuple(dict.fromkeys((*before.reasons, *after.reasons)))[:_KEPT],
+        tuple(dict.fromkeys(reason[:_LONGEST] for reason in (*before.reasons, *after.reasons)))[:_KEPT],
         tuple(dict.fromkeys((*before.nodes, *after.nodes)))[:_KEPT],
     )
