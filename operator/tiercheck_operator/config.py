@@ -85,6 +85,7 @@ class Config:
                 unschedulable=_number(env, "TIERCHECK_UNSCHEDULABLE_SECONDS", patience.unschedulable),
                 suspend=_number(env, "TIERCHECK_SUSPEND_SECONDS", patience.suspend),
                 flush=_number(env, "TIERCHECK_FLUSH_SECONDS", patience.flush),
+                relocate=_number(env, "TIERCHECK_RELOCATE_SECONDS", patience.relocate),
                 retry=_number(env, "TIERCHECK_RETRY_SECONDS", patience.retry),
             ),
         )

@@ -12,6 +12,8 @@ from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.record import render_record
 
+RACK = "topology.kubernetes.io/rack"
+
 _FAULTS = st.tuples(
     st.integers(0, 12),
     st.sampled_from(
@@ -19,6 +21,7 @@ _FAULTS = st.tuples(
             *("crash", "evict", "vanish", "node", "rack", "all", "silent", "remote", "revive"),
             *("skip", "diverge", "replay", "copies", "parity"),
             *("cut", "deaf", "closed", "mend", "leave", "stay"),
+            *("cordon", "label"),
         ]
     ),
     st.integers(0, 3),
@@ -74,6 +77,13 @@ def _strike(world: World, fault: str, target: int) -> None:
             world.nodes[nodes[target]] = replace(world.nodes[nodes[target]], leaving=why, schedulable=not why)
         case "mend":
             world.cut.clear()
+        case "cordon":
+            node = world.nodes[nodes[target]]
+            world.nodes[node.name] = replace(node, cordoned=not node.cordoned, schedulable=node.cordoned)
+        case "label":
+            node = world.nodes[nodes[target]]
+            rack = "r1" if node.labels[RACK] == "r0" else "r0"
+            world.nodes[node.name] = replace(node, labels={**node.labels, RACK: rack})
         case "skip":
             world.skipped |= {(target, step) for step in range(world.newest_step() + 1, world.newest_step() + 3)}
         case "diverge":
@@ -91,7 +101,9 @@ def _strike(world: World, fault: str, target: int) -> None:
 def _heal(world: World) -> None:
     world.remote_up = True
     world.cut.clear()
-    world.nodes = {name: replace(node, leaving="", schedulable=True) for name, node in world.nodes.items()}
+    world.nodes = {
+        name: replace(node, leaving="", cordoned=False, schedulable=True) for name, node in world.nodes.items()
+    }
     for name in list(world.dead_nodes):
         world.revive_node(name)
 

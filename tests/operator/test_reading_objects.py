@@ -239,3 +239,11 @@ def test_settings_come_from_the_environment() -> None:
 def test_setting_that_cannot_be_understood_is_named(name: str, value: str) -> None:
     with pytest.raises(ValueError, match=name):
         Config.from_env({name: value})
+
+
+def test_a_tainted_node_is_not_cordoned_and_a_cordoned_one_is() -> None:
+    """GPU nodes carry taints all their life; only `kubectl cordon` says that somebody means to empty one."""
+    taint = {"key": "nvidia.com/gpu", "effect": "NoSchedule"}
+    tainted = parse_node({"metadata": {"name": "n"}, "spec": {"taints": [taint]}})
+    assert (tainted.schedulable, tainted.cordoned) == (False, False)
+    assert parse_node({"metadata": {"name": "n"}, "spec": {"unschedulable": True}}).cordoned

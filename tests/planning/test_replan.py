@@ -139,10 +139,18 @@ def test_many_moves_are_made_a_few_at_a_time() -> None:
     cluster = racks(32, 32)
     before = {worker: ((worker + 1) % 64,) for worker in range(64)}
     found = plan_round(around(cluster), before)
-    assert 0 < len(found.holders) <= 64
+    assert 0 < len(found.holders) <= 8
     after, _ = settled(around(cluster), before)
     domain = cluster.domains("rack")
     assert all(domain[w] != domain[h] for w in after for h in after[w])
+
+
+def test_a_second_copy_of_everything_is_made_a_few_workers_at_a_time() -> None:
+    cluster = racks(*[16] * 8)
+    two = PlacementPolicy(2, "rack", required=False)
+    after, rounds = settled(around(cluster, two), placed(cluster))
+    assert all(len(kept) == 2 for kept in after.values())
+    assert max(len(found.holders) for found in rounds) <= 128 // 8
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.placing import Unplaceable, place_members
 from tiercheck_operator.controller.readiness import waiting_for_pods
 from tiercheck_operator.controller.record import JobRecord
+from tiercheck_operator.controller.replanning import replan
 from tiercheck_operator.controller.restart_count import forgiven
 from tiercheck_operator.controller.spares import keep_spares
 from tiercheck_operator.controller.status import Finding, Findings, derive_status, with_refusal
@@ -42,6 +43,9 @@ from tiercheck_operator.controller.suspicion import checks, next_look
 from tiercheck_operator.controller.trigger import find_trigger, update_recovery
 from tiercheck_operator.manifests.template import template_problem
 from tiercheck_operator.planning.saved_placement import SavedPlacement
+
+_LOOK_AGAIN = 10.0
+"""Seconds until something outside of the job that was missing is looked for again."""
 
 
 def decide(obs: Observation) -> Decision:
@@ -89,6 +93,9 @@ def _kept_running(obs: Observation) -> Decision:
     overdue, left = deadline_passed(obs)
     if overdue is not None:
         return _concluded(obs, obs.job.status, Findings(failed=overdue))
+    if obs.job.spec.topology_problem and not obs.job.status.attempt:
+        unknown = Finding(conditions.TOPOLOGY_NOT_FOUND, obs.job.spec.topology_problem)
+        return _concluded(obs, obs.job.status, Findings(unplaced=unknown, waiting=unknown), wake=_LOOK_AGAIN)
     crowded = too_small(obs.job.spec, equal_share(obs.job.spec)) if not obs.job.status.attempt else ""
     if crowded:
         refusal = Finding(conditions.MEMORY_TOO_SMALL, crowded)
@@ -141,6 +148,7 @@ def _attempt_driven(
     wake: float | None,
 ) -> Decision:
     members = membership.members
+    later: list[Action] = []
     if saved is None or saved.attempt != status.attempt:
         # Lost or never finished: the placement is found again, close to what is left of it.
         placed = place_members(obs, membership)
@@ -155,6 +163,18 @@ def _attempt_driven(
     reports = attempt_reports(obs, status, members)
     status, until_forgiven = forgiven(obs, status, reports)
     wake = sooner(wake, until_forgiven)
+    if findings.placed is None and not all_succeeded(obs, status, members):
+        moved = replan(obs, membership, status, saved, reports)
+        if moved.saved.same_holders(saved) and moved.saved != saved:
+            # What was found out about it is not worth remembering before the status tells it.
+            later.append(SavePlacement(moved.saved))
+        elif moved.saved != saved:
+            before.append(SavePlacement(moved.saved))
+        saved = moved.saved
+        status = replace(status, placement=moved.record or status.placement)
+        findings = replace(findings, placed=moved.placed)
+        later += moved.probes
+        wake = sooner(wake, moved.wake)
     moving = told(obs, membership.departures)
     if moving is not None:
         findings = replace(findings, placed=Finding(*moving))
@@ -166,7 +186,7 @@ def _attempt_driven(
         findings = replace(findings, completed=True)
         after = list(pushes(obs, status, members, saved, Phase.FINISH))
         return _concluded(obs, status, findings, reports=reports, before=before, after=after, wake=wake)
-    after = [*pushes(obs, status, members, saved, wanted_phase(status)), *checks(obs)]
+    after = [*pushes(obs, status, members, saved, wanted_phase(status)), *checks(obs), *later]
     wake = min((entry for entry in (wake, next_look(obs)) if entry is not None), default=None)
     return _concluded(obs, status, findings, reports=reports, before=before, after=after, wake=wake)
 

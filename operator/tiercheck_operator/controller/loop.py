@@ -25,6 +25,7 @@ from tiercheck_operator.controller.observation import JobView, NodeView, Observa
 from tiercheck_operator.controller.parsing import parse_job
 from tiercheck_operator.controller.record import render_record
 from tiercheck_operator.controller.sidecar_image import pinned
+from tiercheck_operator.controller.topology_source import TopologySource
 from tiercheck_operator.event_posting import EventPoster
 from tiercheck_operator.kube import JOBS, ApiFailure, Kube
 from tiercheck_operator.metrics import Metrics
@@ -62,6 +63,7 @@ class JobLoop:
         self._around = around
         self._woken = asyncio.Event()
         self._belongings = Belongings(around.kube)
+        self._topology = TopologySource(around.kube)
         self._known = False
         self._executor = Executor(around.kube, around.config, self._belongings)
         self._events = EventPoster(around.kube)
@@ -147,6 +149,8 @@ class JobLoop:
         job = replace(job, sidecar_image=image)
         if job.deleting or job.spec.managed_by != names.CONTROLLER:
             return around.config.resync_seconds
+        if not self._over(job):
+            job = await self._topology.resolve(job)
         if not self._known and not self._over(job):
             await self._belongings.refresh(job)
             self._known = True

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Report
-from tiercheck.protocol.sizing import Room, Sizing, auto_cadence, plan, roomy
+from tiercheck.protocol.sizing import (
+    HOSTED_SLOTS,
+    OWN_SLOTS_MIN,
+    SPARE_DELTAS,
+    Room,
+    Sizing,
+    auto_cadence,
+    cost,
+    plan,
+    roomy,
+)
 from tiercheck_operator.controller.observation import JobSpec
 from tiercheck_operator.controller.record import MemoryRecord
 from tiercheck_operator.planning.code_group import CodeGroup
@@ -97,6 +107,38 @@ def measured(reports: Iterable[Report]) -> MemoryRecord | None:
         return None
     most = max(known, key=lambda memory: memory.needed)
     return MemoryRecord(most.needed, most.limit, most.local, most.peer)
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """What workers can keep for others. Empty where sizes are not known."""
+
+    copies: Mapping[int, int]
+    """By worker: how many other workers' copies it can hold in all; left out: more than would ever be asked of it."""
+    bytes: Mapping[int, int]
+    """By worker: bytes for copies."""
+    copy_bytes: int | None
+    """Of one worker's copies."""
+
+
+def rooms(spec: JobSpec, reports: Iterable[Report]) -> Rooms:
+    """From the sizes and limits that sidecars report: beside the least that a worker needs for its own ranks, and with deltas if
+    they are taken now.
+    """
+    known = list(reports)
+    snapshot = max((report.memory.snapshot for report in known), default=0)
+    if not snapshot:
+        return Rooms({}, {}, None)
+    taken = spec.delta is not DeltaMode.NONE and not any(report.trainer.no_deltas for report in known)
+    delta = max((report.memory.delta for report in known), default=0) if taken else 0
+    chain = max((report.snapshot_every for report in known), default=0) + SPARE_DELTAS if delta else 0
+    row = chain * cost(delta) if delta else 0
+    own = spec.procs_per_worker * (OWN_SLOTS_MIN * cost(snapshot) + row)
+    each = spec.procs_per_worker * (HOSTED_SLOTS * cost(snapshot) + row)
+    free = {report.worker: max(0, report.memory.limit - own) for report in known}
+    enough = 2 * max(1, spec.copies) + 2
+    copies = {worker: size // each for worker, size in sorted(free.items()) if size // each < enough}
+    return Rooms(copies, free, each)
 
 
 def _some(count: int, noun: str) -> str:

@@ -41,6 +41,8 @@ class Patience:
     """For pods that were told to finish to end by themselves, before they are deleted."""
     flush: float = 600.0
     """The same with a remote tier, to which they may still owe a version."""
+    relocate: float = 5.0
+    """For a reason to move copies to last, before they move; twelve times as long where nothing is at risk."""
     retry: float = 10.0
     """Between attempts to restore that failed, and between pods that never came up."""
 
@@ -56,6 +58,7 @@ class JobSpec:
     template: Mapping[str, Any]
     topology_preset: str | None
     topology_levels: tuple[Mapping[str, str], ...] | None
+    """The user's own, or those of the Kueue Topology once it was found."""
     size_limit: str
     copies: int
     spread_level: str | None
@@ -91,6 +94,10 @@ class JobSpec:
     sanity_gate: bool = True
     state_size: int | None = None
     """Bytes of one rank's snapshot, as far as the user knows before the job starts."""
+    kueue_topology: str | None = None
+    """Name of a Kueue Topology that the levels are to be taken from."""
+    topology_problem: str = ""
+    """Why they are not, as a sentence; then the host is the only level."""
     rollback_after: int | None = None
     """Steps in a row that the sanity gate may refuse before the job goes back; None: it never does for that."""
 
@@ -175,6 +182,8 @@ class NodeView:
     conditions: Mapping[str, str] = field(default_factory=dict)
     """Status by type: those of Kubernetes, and of whatever watches the hardware."""
     schedulable: bool = True
+    cordoned: bool = False
+    """Somebody means to empty it: it keeps no copies if there is another way."""
 
     @property
     def hostname(self) -> str:

@@ -74,6 +74,7 @@ def _spec(raw: Mapping[str, Any]) -> JobSpec:
         template=raw["template"],
         topology_preset=topology.get("preset"),
         topology_levels=tuple(levels) if levels else None,
+        kueue_topology=topology.get("kueueTopology"),
         size_limit=str(local.get("sizeLimit") or "8Gi"),
         copies=int(copies),
         spread_level=spread.get("level"),
@@ -217,6 +218,7 @@ def parse_node(raw: Mapping[str, Any], signs: NodeSigns = NO_SETTINGS) -> NodeVi
             for entry in status.get("conditions") or []
             if entry.get("type")
         },
+        cordoned=bool(spec.get("unschedulable")),
         schedulable=not spec.get("unschedulable")
         and not any(taint.get("effect") in ("NoSchedule", "NoExecute") for taint in taints),
     )

@@ -11,11 +11,15 @@ from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.record import PlacementRecord
 from tiercheck_operator.planning.code_group import CodeGroup
 from tiercheck_operator.planning.inventory import Distance
-from tiercheck_operator.planning.parity import ParityPolicy, place_parity
-from tiercheck_operator.planning.placement import Placement, PlacementPolicy, WorkerSite, place
+from tiercheck_operator.planning.parity import ParityPolicy, describe_parity, place_parity
+from tiercheck_operator.planning.placement import Placement, PlacementPolicy, WorkerSite, describe, place
 from tiercheck_operator.planning.placement import Unplaceable as Impossible
+from tiercheck_operator.planning.replan import named
 from tiercheck_operator.planning.saved_placement import SavedDomains, SavedMember, SavedPlacement
 from tiercheck_operator.planning.topology import Topology, levels_from_spec, spread_level
+
+_SENTENCE = 500
+"""Characters of a sentence in the status, at most."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,38 @@ class Placed:
         )
 
 
-def place_members(obs: Observation, membership: Membership) -> Placed | Unplaceable:
-    """The placement for the members, close to the last one. Every worker must have a pod on a node."""
+@dataclass(frozen=True)
+class Layout:
+    """Where the members are, and how far apart their copies are wanted."""
+
+    topology: Topology
+    level: str
+    nodes: tuple[str, ...]
+    """By worker."""
+    sites: tuple[WorkerSite, ...]
+    suspects: frozenset[str]
+    avoided: frozenset[str]
+    """Cordoned nodes: as good as any if there is no other way."""
+    copies: PlacementPolicy
+    parity: ParityPolicy | None
+
+    def place(self, before: SavedPlacement | None, suspects: frozenset[str]) -> Placement | Impossible:
+        """Close to the last placement. Raises ValueError as the planner does."""
+        if self.parity is not None:
+            return place_parity(self.sites, self.topology, self.parity, suspects, before.groups if before else ())
+        return place(self.sites, self.topology, self.copies, suspects, before.lasting() if before else {})
+
+    def describe(self, saved: SavedPlacement) -> Placement:
+        """What the placement is worth."""
+        if self.parity is not None and saved.groups:
+            return describe_parity(self.sites, self.topology, self.parity, saved.groups)
+        return describe(self.sites, self.topology, self.copies, saved.holders())
+
+
+def lay_out(
+    obs: Observation, membership: Membership, memory: Mapping[int, int] | None = None, copy_bytes: int | None = None
+) -> Layout | Unplaceable:
+    """Of members that all have a node. `memory`: bytes that each worker can give to copies, where known."""
     spec = obs.job.spec
     try:
         levels = levels_from_spec(spec.topology_preset, spec.topology_levels)
@@ -61,22 +95,43 @@ def place_members(obs: Observation, membership: Membership) -> Placed | Unplacea
         return Unplaceable(conditions.INVALID_SPEC, f"spec.topology: {error}")
     nodes = tuple(membership.members[worker].node or "" for worker in range(spec.workers))
     labels = {name: obs.nodes[name].labels if name in obs.nodes else {} for name in {*nodes}}
-    topology = Topology.build(labels, levels)
-    sites = [WorkerSite(worker, node) for worker, node in enumerate(nodes)]
-    before = obs.placement
+    return Layout(
+        topology=Topology.build(labels, levels),
+        level=level,
+        nodes=nodes,
+        sites=tuple(WorkerSite(worker, node, (memory or {}).get(worker)) for worker, node in enumerate(nodes)),
+        suspects=frozenset(membership.suspects),
+        avoided=frozenset(name for name in nodes if name in obs.nodes and obs.nodes[name].cordoned),
+        copies=PlacementPolicy(spec.copies, level, spec.spread_required, copy_bytes),
+        parity=None if spec.parity is None else ParityPolicy(*spec.parity, level, spec.spread_required),
+    )
+
+
+def place_members(obs: Observation, membership: Membership) -> Placed | Unplaceable:
+    """The placement for the members, close to the last one. Every worker must have a pod on a node."""
+    layout = lay_out(obs, membership)
+    if isinstance(layout, Unplaceable):
+        return layout
     try:
-        if spec.parity is not None:
-            data, parity = spec.parity
-            wanted = ParityPolicy(data, parity, level, spec.spread_required)
-            outcome = place_parity(sites, topology, wanted, membership.suspects, before.groups if before else ())
-        else:
-            copies = PlacementPolicy(spec.copies, level, spec.spread_required)
-            outcome = place(sites, topology, copies, membership.suspects, before.holders() if before else {})
+        outcome = layout.place(obs.placement, layout.suspects)
+        if layout.avoided and isinstance(outcome, Placement):
+            aside = layout.place(obs.placement, layout.suspects | layout.avoided)
+            if isinstance(aside, Placement) and _no_worse(aside, outcome):
+                outcome = aside
     except ValueError as error:
         return Unplaceable(conditions.INVALID_SPEC, f"spec.tiers.peer: {error}")
     if isinstance(outcome, Impossible):
         return Unplaceable(conditions.INSUFFICIENT_DOMAINS, outcome.reason)
-    return _placed(outcome, topology, nodes, level)
+    return judge(outcome, layout)
+
+
+def _no_worse(one: Placement, other: Placement) -> bool:
+    return one.achieved_level == other.achieved_level and len(one.unprotected) <= len(other.unprotected)
+
+
+def judge(outcome: Placement, layout: Layout) -> Placed:
+    """The planner's answer in the controller's words."""
+    return _placed(outcome, layout.topology, layout.nodes, layout.level)
 
 
 def _placed(outcome: Placement, topology: Topology, nodes: tuple[str, ...], level: str) -> Placed:
@@ -85,16 +140,17 @@ def _placed(outcome: Placement, topology: Topology, nodes: tuple[str, ...], leve
         spread_achieved=outcome.achieved_level or "none",
         tolerates=outcome.tolerates,
         unprotected_workers=len(outcome.unprotected),
+        unprotected_reason=f"{named(outcome.unprotected)}: {outcome.reason}"[:_SENTENCE] if outcome.unprotected else "",
     )
     reason, message = conditions.ALL_PLACED, outcome.reason or "every worker has a node and its copies have holders"
     # A label that the wanted spread does not look at is no reason to alarm anybody.
     missing = [(entry, bare) for entry, bare in topology.missing if entry.name == level]
     if missing:
         entry, bare = missing[0]
-        named = ", ".join(bare[:5]) + (f" and {len(bare) - 5} more" if len(bare) > 5 else "")
+        bare_ones = ", ".join(bare[:5]) + (f" and {len(bare) - 5} more" if len(bare) > 5 else "")
         reason = conditions.NODES_UNLABELLED
         message = (
-            f"nodes without the label {entry.label} (level {entry.name}): {named}. Label them, or name the labels that "
+            f"nodes without the label {entry.label} (level {entry.name}): {bare_ones}. Label them, or name the labels that "
             f"your nodes have in spec.topology.levels. {outcome.reason}"
         )
     elif outcome.achieved_level != level and (any(outcome.holders) or outcome.groups):

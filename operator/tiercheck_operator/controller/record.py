@@ -87,6 +87,8 @@ class PlacementRecord:
     spread_achieved: str
     tolerates: tuple[str, ...]
     unprotected_workers: int
+    unprotected_reason: str = ""
+    """Which they are and why, in one sentence; empty if there are none."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,7 @@ def parse_record(raw: Mapping[str, Any]) -> JobRecord:
             spread_achieved=str(placement.get("spreadAchieved") or ""),
             tolerates=tuple(placement.get("tolerates") or ()),
             unprotected_workers=int(placement.get("unprotectedWorkers") or 0),
+            unprotected_reason=str(placement.get("unprotectedReason") or ""),
         ),
         spares=None if not raw.get("spares") else SparesRecord(
             *(int(raw["spares"].get(name) or 0) for name in ("wanted", "ready"))
@@ -245,13 +248,14 @@ def render_record(record: JobRecord) -> dict[str, Any]:
             name: {"step": tier.step, "time": tier.time, "lagSteps": tier.lag_steps}
             for name, tier in sorted(record.tiers.items())
         } or None,
-        "placement": None if record.placement is None else {
+        "placement": None if record.placement is None else _present({
             "hash": record.placement.hash,
             "spreadAchieved": record.placement.spread_achieved,
             "tolerates": list(record.placement.tolerates),
             "tolerance": ", ".join(record.placement.tolerates) or "nothing",
             "unprotectedWorkers": record.placement.unprotected_workers,
-        },
+            "unprotectedReason": record.placement.unprotected_reason or None,
+        }),
         "spares": None if record.spares is None else {"wanted": record.spares.wanted, "ready": record.spares.ready},
         "checkpoint": None if record.checkpoint is None else _present({
             "snapshotEverySteps": record.checkpoint.snapshot_every or None,

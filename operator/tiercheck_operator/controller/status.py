@@ -177,7 +177,8 @@ def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report])
     if record.placement is not None and record.placement.unprotected_workers:
         return Finding(
             conditions.UNPROTECTED_WORKERS,
-            f"{record.placement.unprotected_workers} workers have no copy or parity on other nodes. "
+            f"{record.placement.unprotected_workers} workers have no copy or parity on other nodes, or less of it than asked for. "
+            f"{record.placement.unprotected_reason or 'The nodes do not suffice'}. "
             "Add nodes, or spread the workers over more of them.",
         )
     if "peer" not in record.tiers:

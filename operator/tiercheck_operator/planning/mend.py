@@ -49,7 +49,7 @@ def _worth_keeping(ground: Ground, start: int, worker: int, kept: Sequence[int])
 
 def _allowed(ground: Ground, worker: int, holder: int) -> bool:
     return (
-        holder != worker and ground.can_hold[holder] and (ground.one_node or ground.node[holder] != ground.node[worker])
+        holder != worker and ground.can_hold[holder] and (ground.node[holder] != ground.node[worker] or ground.one_node)
     )
 
 

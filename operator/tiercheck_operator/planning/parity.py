@@ -84,6 +84,15 @@ def place_parity(
     return _describe(ground, policy, start, groups)
 
 
+def describe_parity(
+    sites: Sequence[WorkerSite], topology: Topology, policy: ParityPolicy, groups: Sequence[CodeGroup]
+) -> Placement:
+    """What these groups are worth, however they came about. Raises ValueError as `place_parity` does."""
+    ground = Ground.of(sites, topology, policy.parity, None, frozenset())
+    level = len(ground.levels) - 1 if policy.level is None else topology.level_index(policy.level)
+    return _describe(ground, policy, level, tuple(groups))
+
+
 def _best(ground: Ground, start: int, data: int, previous: Sequence[CodeGroup]) -> tuple[CodeGroup, ...]:
     """What keeps most of the last placement, if nothing better can be had; else the best of several drafts."""
     drafts: list[tuple[CodeGroup, ...]] = []

@@ -108,6 +108,16 @@ def place(
     return _describe(ground, policy, start, holders)
 
 
+def describe(
+    sites: Sequence[WorkerSite], topology: Topology, policy: PlacementPolicy, holders: Mapping[int, tuple[int, ...]]
+) -> Placement:
+    """What these holders are worth, however they came about. Raises ValueError as `place` does."""
+    ground = Ground.of(sites, topology, policy.copies, policy.copy_bytes, frozenset())
+    level = len(ground.levels) - 1 if policy.level is None else topology.level_index(policy.level)
+    given = tuple(tuple(holders.get(worker, ())) for worker in range(ground.workers))
+    return _describe(ground, policy, level if policy.copies else 0, given)
+
+
 def _could_part(ground: Ground, level: int) -> bool:
     return not ground.unlabelled[level] and len(ground.domain_name[level]) > 1
 

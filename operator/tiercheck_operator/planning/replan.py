@@ -59,9 +59,10 @@ def plan_round(around: Surroundings, current: Holders, room: Mapping[int, int] |
     memory can hold in all; a worker that is not in it has enough. Raises ValueError as `place` does.
     """
     wanted, ground, start = _wanted(around, current)
-    if wanted is None:
-        return Round()
     before = [tuple(current.get(worker, ())) for worker in range(ground.workers)]
+    if wanted is None:
+        stuck = tuple(w for w, kept in enumerate(before) if any(not ground.can_hold[holder] for holder in kept))
+        return Round(postponed=stuck, reason=_nowhere_else(around, before, stuck))
     load = Counter(holder for kept in before for holder in kept)
     at_once = max(_LEAST_AT_ONCE, ground.workers // _PART_AT_ONCE)
     holders: dict[int, tuple[int, ...]] = {}
@@ -69,7 +70,7 @@ def plan_round(around: Surroundings, current: Holders, room: Mapping[int, int] |
     postponed: list[int] = []
     full: list[int] = []
     urgent = False
-    for parts, gain in _worthwhile(ground, start, before, wanted):
+    for parts, gain in _worthwhile(ground, start, before, wanted, at_once=at_once):
         if holders and len(holders) + len(parts) > at_once:
             continue
         more = Counter(holder for worker in parts for holder in wanted[worker] if holder not in before[worker])
@@ -116,17 +117,19 @@ def _wanted(around: Surroundings, current: Holders) -> tuple[list[tuple[int, ...
     all_avoided = frozenset(around.suspects) | frozenset(around.avoided)
     strict = Ground.of(around.sites, topology, policy.copies, policy.copy_bytes, all_avoided)
     before = [tuple(current.get(worker, ())) for worker in range(strict.workers)]
+    if standing(strict, start, before) == _perfect(strict, start):
+        return None, strict, start
     candidates: list[Sequence[tuple[int, ...]]] = [before]
     for suspects in dict.fromkeys((all_avoided, frozenset(around.suspects))):
         ground = Ground.of(around.sites, topology, policy.copies, policy.copy_bytes, suspects)
         mended = mend(ground, start, before)
         if mended is not None:
             candidates.append(mended)
+            if standing(strict, start, mended) == _perfect(strict, start):
+                break
         anew = place(around.sites, topology, policy, suspects, dict(enumerate(before)))
         if isinstance(anew, Placement):
             candidates.append(anew.holders)
-        if min(standing(strict, start, each) for each in candidates) == _perfect(strict, start):
-            break
     scores = [(standing(strict, start, each), _moved(before, each)) for each in candidates]
     best = scores.index(min(scores))
     if scores[best][0] >= scores[0][0]:
@@ -143,20 +146,28 @@ def _moved(before: Sequence[tuple[int, ...]], after: Sequence[tuple[int, ...]]) 
 
 
 def _worthwhile(
-    ground: Ground, start: int, before: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]]
+    ground: Ground,
+    start: int,
+    before: Sequence[tuple[int, ...]],
+    wanted: Sequence[tuple[int, ...]],
+    *,
+    at_once: int,
 ) -> list[tuple[list[int], bool]]:
     """The parts of a change that each make the placement better by themselves, those that matter most first, and whether each is
     urgent. A part is a set of workers whose changes touch the same holders: no load outside of it changes.
     """
     found = []
-    for parts in _parts(before, wanted):
-        after = list(before)
-        for worker in parts:
-            after[worker] = wanted[worker]
-        touched = {*parts, *(holder for worker in parts for holder in (*before[worker], *wanted[worker]))}
-        old, new = standing(ground, start, before, touched), standing(ground, start, after, touched)
-        if new < old:
-            found.append((_gain(old, new), parts, new.urgent < old.urgent))
+    for whole in _parts(before, wanted):
+        # Of a large part as many as may move at once, if that is a step forward; else it can be made as a whole only.
+        for parts in (whole[:at_once], whole):
+            after = list(before)
+            for worker in parts:
+                after[worker] = wanted[worker]
+            touched = {*parts, *(holder for worker in parts for holder in (*before[worker], *wanted[worker]))}
+            old, new = standing(ground, start, before, touched), standing(ground, start, after, touched)
+            if new < old:
+                found.append((_gain(old, new), parts, new.urgent < old.urgent))
+                break
     return [(parts, urgent) for _, parts, urgent in sorted(found, key=lambda each: (each[0], each[1]))]
 
 
@@ -192,6 +203,20 @@ def _parts(before: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]])
     for worker in moving:
         found.setdefault(root(min({*before[worker]} ^ {*wanted[worker]})), []).append(worker)
     return [found[key] for key in sorted(found, key=lambda key: found[key][0])]
+
+
+def _nowhere_else(around: Surroundings, before: Sequence[tuple[int, ...]], stuck: Sequence[int]) -> str:
+    if not stuck:
+        return ""
+    nodes = {site.worker: site.node for site in around.sites}
+    wrong = {*around.suspects, *around.avoided}
+    where = sorted({nodes[holder] for worker in stuck for holder in before[worker]} & wrong)
+    there = (
+        f"node {where[0]}" + (f" and {len(where) - 1} more" if where[1:] else "")
+        if where
+        else "holders short of memory"
+    )
+    return f"copies of {named(stuck)} stay on {there}: no other worker is as far away from them and has room"
 
 
 def _no_room(postponed: Sequence[int], full: Sequence[int]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tiercheck_operator.planning.code_group import CodeGroup
@@ -54,6 +54,20 @@ class SavedDomains:
 
 
 @dataclass(frozen=True)
+class Replanning:
+    """What re-planning has to remember. Times are unix seconds."""
+
+    checked: str = ""
+    """Digest of what the placement was last compared with; as long as that is the same, there is nothing to think about."""
+    wish: str = ""
+    """Digest of the moves that would be made, if they are still wanted in a while; empty: none."""
+    since: float = 0.0
+    """Since when."""
+    moved: float = 0.0
+    """When moves last began."""
+
+
+@dataclass(frozen=True)
 class SavedPlacement:
     """The placement of `attempt`, as kept in a ConfigMap of the job."""
 
@@ -63,9 +77,30 @@ class SavedPlacement:
     """With parity in place of copies."""
     domains: SavedDomains | None = None
     """Where the nodes stood; None: not written down."""
+    leaving: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(worker, those of its holders that stop when the others are complete)."""
+    replanning: Replanning = Replanning()
 
     def holders(self) -> dict[int, tuple[int, ...]]:
+        """Everybody who keeps copies now."""
         return {member.worker: member.holders for member in self.members}
+
+    def lasting(self) -> dict[int, tuple[int, ...]]:
+        """Without those that are about to stop."""
+        gone = dict(self.leaving)
+        return {
+            member.worker: tuple(holder for holder in member.holders if holder not in gone.get(member.worker, ()))
+            for member in self.members
+        }
+
+    def same_holders(self, other: SavedPlacement) -> bool:
+        """Whether the two ask the same of every worker."""
+        return (self.members, self.groups, self.leaving) == (other.members, other.groups, other.leaving)
+
+    def with_holders(self, holders: Mapping[int, tuple[int, ...]]) -> SavedPlacement:
+        """With other holders for these workers."""
+        members = (replace(member, holders=holders.get(member.worker, member.holders)) for member in self.members)
+        return replace(self, members=tuple(members))
 
 
 def placement_name(job: str) -> str:
@@ -75,7 +110,8 @@ def placement_name(job: str) -> str:
 
 def placement_data(placement: SavedPlacement) -> dict[str, str]:
     """`workers` has one JSON list per line: worker, pod, pod UID, incarnation, node, holders; `groups`, with parity, one per
-    group: members, holders; `nodes`, as far as there is room, the keys of the levels' labels, and then one per node: node, values.
+    group: members, holders; `leaving`, while copies move: worker, holders that stop; `replanning` is one JSON object; `nodes`, as far as
+    there is room, the keys of the levels' labels, and then one per node: node, values.
     """
     data = {
         "attempt": str(placement.attempt),
@@ -83,6 +119,8 @@ def placement_data(placement: SavedPlacement) -> dict[str, str]:
             [m.worker, m.pod, m.pod_uid, m.incarnation, m.node, list(m.holders)] for m in placement.members
         ),
         "groups": _lines([list(group.members), list(group.holders)] for group in placement.groups),
+        "leaving": _lines([worker, list(holders)] for worker, holders in placement.leaving),
+        "replanning": json.dumps(asdict(placement.replanning), separators=(",", ":")),
     }
     if placement.domains is not None:
         known = placement.domains
@@ -103,8 +141,20 @@ def read_placement_data(data: Mapping[str, str]) -> SavedPlacement:
             CodeGroup(tuple(int(member) for member in inside), tuple(int(holder) for holder in holders))
             for inside, holders in map(json.loads, (data.get("groups") or "").splitlines())
         )
-        return SavedPlacement(int(data["attempt"]), members, groups, _domains(data.get("nodes") or ""))
-    except (KeyError, TypeError, ValueError) as error:
+        leaving = tuple(
+            (int(worker), tuple(int(holder) for holder in holders))
+            for worker, holders in map(json.loads, (data.get("leaving") or "").splitlines())
+        )
+        known = json.loads(data.get("replanning") or "{}")
+        replanning = Replanning(
+            str(known.get("checked", "")),
+            str(known.get("wish", "")),
+            float(known.get("since", 0)),
+            float(known.get("moved", 0)),
+        )
+        domains = _domains(data.get("nodes") or "")
+        return SavedPlacement(int(data["attempt"]), members, groups, domains, leaving, replanning)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"not a placement: {error}") from error
 
 

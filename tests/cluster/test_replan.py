@@ -1,0 +1,79 @@
+"""Nodes get other labels under a job that trains: its copies move, in the same attempt, and are worth something where they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from tests.cluster.jobs import PATIENCE, Job, Jobs
+from tests.cluster.test_recovery import assert_same_as_undisturbed
+from tiercheck.protocol.directive import Tier
+from tiercheck_local.client import CONFIG_MAPS, NODES
+from tiercheck_local.cluster import LocalCluster
+from tiercheck_operator.planning.saved_placement import SavedPlacement, placement_name, read_placement_data
+
+pytestmark = pytest.mark.cluster
+
+PDU = "example.com/pdu"
+
+
+@pytest.fixture
+def unlabelled(cluster: LocalCluster) -> Iterator[None]:
+    """The nodes are shared: what is put on them is taken off again."""
+    yield
+    label(cluster, dict.fromkeys(cluster.nodes))
+
+
+def label(cluster: LocalCluster, pdus: Mapping[str, str | None]) -> None:
+    for node, pdu in pdus.items():
+        cluster.api.patch(NODES, None, node, {"metadata": {"labels": {PDU: pdu}}})
+
+
+def placement(job: Job) -> SavedPlacement:
+    return read_placement_data(job.cluster.api.get(CONFIG_MAPS, "default", placement_name(job.name))["data"])
+
+
+def copied(job: Job) -> dict[int, int]:
+    """Per rank, the newest snapshot that some other worker keeps."""
+    found: dict[int, int] = {}
+    for report in job.reports().values():
+        for holding in report.holdings:
+            if holding.tier is Tier.PEER:
+                found[holding.rank] = max(found.get(holding.rank, 0), holding.version.step)
+    return found
+
+
+@pytest.mark.usefixtures("unlabelled")
+def test_copies_follow_the_labels_while_training_goes_on(jobs: Jobs, cluster: LocalCluster) -> None:
+    levels = [{"name": "pdu", "label": PDU}]
+    tiers = {"local": {"sizeLimit": "64Mi"}, "peer": {"copies": 1, "spread": {"level": "pdu"}}}
+    job = jobs.start(workers=4, topology={"levels": levels}, tiers=tiers)
+    before = job.wait_trained(6)
+    first, uids = placement(job).holders(), job.uids()
+    mark = before["tiers"]["peer"]["step"]
+    (partner,) = first[0]
+    same = {job.stage.node_of(0), job.stage.node_of(partner)}
+    pdu = {node: "a" if node in same else "b" for node in cluster.nodes}
+    label(cluster, pdu)
+
+    def apart() -> bool:
+        kept = copied(job)
+        assert all(kept.get(rank, 0) >= mark // 5 * 5 for rank in range(4)), f"a promised copy is gone: {kept}"
+        now = placement(job)
+        return not now.leaving and all(
+            pdu[job.stage.node_of(worker)] != pdu[job.stage.node_of(holder)]
+            for worker, kept_by in now.holders().items()
+            for holder in kept_by
+        )
+
+    cluster.wait_for(apart, PATIENCE, "every copy to be on another pdu")
+    moved = job.wait("the new placement to be told", lambda status: "any one pdu" in status["placement"]["tolerates"])
+    assert (moved["attempt"], job.uids()) == (before["attempt"], uids), json.dumps(moved.get("lastRecovery"))
+    job.wait_trained(moved["progress"]["step"] + 10)
+    cluster.faults.kill_node(job.stage.node_of(1))
+    recovery = job.wait_recovered(moved["attempt"])
+    assert recovery["tiers"] == {"local": 3, "peer": 1, "remote": 0}
+    assert recovery["step"] >= mark
+    assert_same_as_undisturbed(job)
