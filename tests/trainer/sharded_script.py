@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -59,8 +60,8 @@ def wrap(kind: str, model: nn.Sequential) -> nn.Module:
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "tensor"))
         return shard(split(model, mesh["tensor"]), mesh["data"])
     if kind == "pipeline":
-        half = len(model) // 2
-        return model[:half] if dist.get_rank() == 0 else model[half:]
+        layers, half = list(model.named_children()), len(model) // 2
+        return nn.Sequential(OrderedDict(layers[:half] if dist.get_rank() == 0 else layers[half:]))
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 

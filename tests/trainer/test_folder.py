@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from small_runs import Run, adamw
 
 from tiercheck.protocol.version import Version
@@ -97,12 +96,23 @@ def test_newest_complete_versions_are_kept_though_another_rank_is_behind(tmp_pat
     assert found(tmp_path, 1, 2) == 30
 
 
-def test_checkpoints_of_another_number_of_ranks_are_not_used_and_said_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_checkpoint_of_another_number_of_ranks_is_offered_if_it_is_newer(tmp_path: Path) -> None:
     write(tmp_path, 0, 1, 10)
-    assert found(tmp_path, 0, 2) is None
-    assert "another number of ranks" in caplog.text
+    write(tmp_path, 0, 3, 20)  # the other two never came
+    offer = FolderBackend(tmp_path, 0, 2, keep=2).find()
+    assert offer is not None
+    assert offer.borrow is not None
+    assert (offer.version, offer.path, offer.world_size) == (Version(10, 0), "", 1)
+    assert Path(offer.borrow(0, ())).is_file()
+
+
+def test_checkpoints_of_another_number_of_ranks_go_when_enough_newer_ones_are_complete(tmp_path: Path) -> None:
+    write(tmp_path, 0, 1, 10)
+    for step in (20, 30):
+        assert steps_in(tmp_path, 0, 1) == [10]
+        for rank in (1, 0):
+            write(tmp_path, rank, 2, step)
+    assert steps_in(tmp_path, 0, 1) == []
 
 
 def test_version_order_is_by_step_then_attempt(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Both are one small interface. Its methods are called by the saver's thread, exce
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +15,9 @@ from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.version import Version
 
 log = logging.getLogger("tiercheck")
+
+Ranges = Sequence[tuple[int, int]]
+"""Of bytes in a slot: from the first to before the second."""
 
 
 class Skipped(Exception):
@@ -34,7 +38,12 @@ class Offer:
 
     version: Version
     path: str
+    """Empty if other ranks than these have saved the version."""
     deltas: tuple[str, ...] = ()
+    world_size: int = 0
+    """Ranks that saved it."""
+    borrow: Callable[[int, Ranges], str] | None = None
+    """How to get at the slots of all of them (`resharding.OtherRanks`); None: only the own one can be read."""
 
 
 class Backend(Protocol):

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.names import ENV_RUN_DIR
+from tiercheck.protocol.slot import NotASlot
 from tiercheck.protocol.version import Version
 from tiercheck.trainer import stacks, user_state
 from tiercheck.trainer.backend import Backend, Offer, RestoreError
@@ -39,14 +40,16 @@ from tiercheck.trainer.deltas import Deltas, innermost
 from tiercheck.trainer.folder_backend import FolderBackend
 from tiercheck.trainer.inventories import Inventories
 from tiercheck.trainer.last_words import LastWords
-from tiercheck.trainer.load import load_all
+from tiercheck.trainer.load import fits, load_all
 from tiercheck.trainer.partitioned import Partitions
-from tiercheck.trainer.ranks import rank_and_world
+from tiercheck.trainer.ranks import anywhere, rank_and_world
 from tiercheck.trainer.replay import Mismatch, Replay
 from tiercheck.trainer.replicas import Shares
+from tiercheck.trainer.resharding import OtherRanks, load_resharded
 from tiercheck.trainer.saver import Saver
 from tiercheck.trainer.sidecar_backend import SidecarBackend
 from tiercheck.trainer.slot_file import SlotReader
+from tiercheck.trainer.wrapped import Wrapped
 
 log = logging.getLogger("tiercheck")
 
@@ -82,7 +85,8 @@ class Checkpointer:
     ) -> None:
         if every is not None and every < 1:
             raise ValueError(f"every must be at least 1, not {every}")
-        self._model = model
+        wrapped = Wrapped.look(model)
+        model = self._model = wrapped.model
         self._partitions = Partitions([optimizer] if isinstance(optimizer, Optimizer) else list(optimizer))
         self._optimizers = self._partitions.inner
         self._state: user_state.State = state or {}
@@ -100,7 +104,7 @@ class Checkpointer:
             stacks.answer_with_stacks()
             self._last_words = LastWords(self._backend.failing)
         self._inventories = Inventories(model, self._optimizers)
-        self._shares = Shares(model, self._partitions)
+        self._shares = Shares(wrapped, self._partitions)
         self._sanity_gate = sanity_gate
         self._saver = Saver(self._backend, self.rank, self.world_size, gate=lambda: self.sanity_gate)
         self._deltas = Deltas(model, self._optimizers, self._shares, self._backend, self._saver)
@@ -244,6 +248,9 @@ class Checkpointer:
 
     def _load(self, offer: Offer) -> int:
         """Bring back what is offered; the bytes of the largest delta in it. Raises RestoreError or DifferentState."""
+        if self._other_mesh(offer):
+            self._load_resharded(offer)
+            return 0
         slot, content = self._open(offer.path, offer.version if not offer.deltas else None, Kind.SNAPSHOT)
         load_all(self._model, self._optimizers, self._shares, slot, content["facts"])
         step, room = slot.header.version.step, 0
@@ -265,6 +272,27 @@ class Checkpointer:
         self._partitions.loaded()
         user_state.put_back(self._state, content)
         return room
+
+    def _other_mesh(self, offer: Offer) -> bool:
+        """Whether another number of ranks saved it, or ranks with other shards than these: the same answer on each of them."""
+        if offer.borrow is None:
+            return False
+        if not offer.path:
+            return True
+        slot = SlotReader.open(offer.path)
+        return anywhere(not fits(slot, self._shares.own(self._inventories.take().entries)))
+
+    def _load_resharded(self, offer: Offer) -> None:
+        assert offer.borrow is not None
+        if offer.deltas:
+            raise RestoreError(f"{offer.version} was saved on another mesh, on which its deltas cannot be replayed")
+        try:
+            others = OtherRanks(offer.world_size, offer.borrow)
+            content = load_resharded(self._model, self._optimizers, self._shares, others, self.rank)
+        except (OSError, NotASlot, KeyError, TypeError, NotCapturable) as error:
+            raise RestoreError(f"{offer.version} cannot be read: {error}") from error
+        self._partitions.loaded()
+        user_state.put_back(self._state, content)
 
     def _open(self, path: str, version: Version | None, kind: Kind) -> tuple[SlotReader, dict[str, Any]]:
         """A slot and its user blob. Raises RestoreError if it is not what it should be."""

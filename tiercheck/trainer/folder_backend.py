@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,10 +22,11 @@ from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.manifest import parse_version_name, version_name
 from tiercheck.protocol.names import ENV_ATTEMPT
 from tiercheck.protocol.version import Version
-from tiercheck.trainer.backend import Offer, Skipped, log
+from tiercheck.trainer.backend import Offer, Ranges, Skipped, log
 from tiercheck.trainer.ranks import distributed
 
 _CHUNK = 4 * 1024 * 1024
+_NONE = Version(-1, -1)
 
 
 class FolderBackend:
@@ -43,15 +45,21 @@ class FolderBackend:
         self.attempt = int(os.environ.get(ENV_ATTEMPT, "0"))
 
     def find(self) -> Offer | None:
-        self._warn_of_other_world_size()
-        version = self._agreed()
+        version, world = max(self._offers(), key=lambda offer: offer[0] or _NONE, default=(None, self._world_size))
         # What is newer was refused or is incomplete. Left there, it could become complete with files of another history.
         for newer in self._held(self._rank):
             if version is None or newer > version:
                 self._remove(newer)
         for unfinished in self._place(self._rank).glob("*.tmp"):
             unfinished.unlink(missing_ok=True)
-        return None if version is None else Offer(version, str(self._data(self._rank, version)))
+        if version is None:
+            return None
+        own = str(self._data(self._rank, version)) if world == self._world_size else ""
+
+        def borrow(rank: int, _: Ranges) -> str:
+            return str(self._data(rank, version, world))
+
+        return Offer(version, own, world_size=world, borrow=borrow)
 
     def restored(self, step: int) -> None:
         return
@@ -111,22 +119,36 @@ class FolderBackend:
     def close(self) -> None:
         return
 
-    def _agreed(self) -> Version | None:
-        """The newest version that is intact for every rank, the same answer on each of them."""
-        if distributed() and self._world_size > 1:
-            mine = [version for version in self._held(self._rank) if self._intact(self._rank, version)]
-            everyones: list[list[Version]] = [[] for _ in range(self._world_size)]
-            dist.all_gather_object(everyones, mine)
-            return max(set.intersection(*map(set, everyones)), default=None)
-        for version in sorted(self._complete(), reverse=True):
-            if all(self._intact(rank, version) for rank in range(self._world_size)):
-                return version
-        return None
+    def _offers(self) -> Iterator[tuple[Version | None, int]]:
+        """For each number of ranks that ever saved here, this one first, the newest version that is intact."""
+        yield self._agreed(self._world_size), self._world_size
+        worlds = {path.name.rpartition("-of-")[2] for path in self._folder.glob("rank-0-of-*")}
+        for world in sorted(int(each) for each in worlds if each.isdigit()):
+            if world != self._world_size:
+                yield self._agreed(world), world
 
-    def _intact(self, rank: int, version: Version) -> bool:
-        path = self._data(rank, version)
+    def _agreed(self, world: int) -> Version | None:
+        """The newest version that is intact for every one of `world` ranks, the same answer on each of them.
+
+        Each rank looks at its share of the files.
+        """
+        shared = distributed() and self._world_size > 1
+        ranks = range(self._rank, world, self._world_size) if shared else range(world)
+        if not shared:
+            for version in sorted(self._complete(world), reverse=True):
+                if all(self._intact(rank, version, world) for rank in ranks):
+                    return version
+            return None
+        complete = self._complete(world)
+        mine = {version for version in complete if all(self._intact(rank, version, world) for rank in ranks)}
+        everyones: list[set[Version]] = [set() for _ in range(self._world_size)]
+        dist.all_gather_object(everyones, mine)
+        return max(set.intersection(*everyones), default=None)
+
+    def _intact(self, rank: int, version: Version, world: int) -> bool:
+        path = self._data(rank, version, world)
         try:
-            record = json.loads(self._record(rank, version).read_text())
+            record = json.loads(self._record(rank, version, world).read_text())
             same_size = path.stat().st_size == record["size"]
             intact = bool(same_size and _checksums(path, record["chunk"]) == record["crc32"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -135,46 +157,48 @@ class FolderBackend:
             log.warning("%s is corrupt or gone; an older version is used", path)
         return intact
 
-    def _held(self, rank: int) -> set[Version]:
+    def _held(self, rank: int, world: int | None = None) -> set[Version]:
         """Versions whose record exists, so that their writer had finished."""
         versions = set()
-        for path in self._place(rank).glob("*.json"):
+        for path in self._place(rank, world).glob("*.json"):
             try:
                 versions.add(parse_version_name(path.stem))
             except ValueError:
                 continue  # not ours
         return versions
 
-    def _complete(self) -> set[Version]:
-        return set.intersection(*(self._held(rank) for rank in range(self._world_size)))
+    def _complete(self, world: int | None = None) -> set[Version]:
+        return set.intersection(*(self._held(rank, world) for rank in range(world or self._world_size)))
 
     def _prune(self) -> None:
         kept = sorted(self._complete())[-self._keep :]
         for version in self._held(self._rank):
             if kept and version < kept[0]:
                 self._remove(version)
+        if len(kept) == self._keep and self._rank == 0:
+            for path in self._folder.glob("rank-*-of-*"):
+                rank, _, world = path.name.removeprefix("rank-").partition("-of-")
+                if rank.isdigit() and world.isdigit() and int(world) != self._world_size:
+                    for version in self._held(int(rank), int(world)):
+                        if version < kept[0]:
+                            self._remove(version, int(rank), int(world))
 
-    def _remove(self, version: Version) -> None:
-        self._record(self._rank, version).unlink(missing_ok=True)
-        self._data(self._rank, version).unlink(missing_ok=True)
-
-    def _warn_of_other_world_size(self) -> None:
-        for path in self._folder.glob("rank-*-of-*"):
-            if path.name.rpartition("-of-")[2] != str(self._world_size):
-                log.warning("%s was written by another number of ranks than %d and is not used", path, self._world_size)
-                return
+    def _remove(self, version: Version, rank: int | None = None, world: int | None = None) -> None:
+        rank = self._rank if rank is None else rank
+        self._record(rank, version, world).unlink(missing_ok=True)
+        self._data(rank, version, world).unlink(missing_ok=True)
 
     def _version(self, step: int) -> Version:
         return Version(step, self.attempt)
 
-    def _place(self, rank: int) -> Path:
-        return self._folder / f"rank-{rank}-of-{self._world_size}"
+    def _place(self, rank: int, world: int | None = None) -> Path:
+        return self._folder / f"rank-{rank}-of-{world or self._world_size}"
 
-    def _data(self, rank: int, version: Version) -> Path:
-        return self._place(rank) / f"{version_name(version)}.safetensors"
+    def _data(self, rank: int, version: Version, world: int | None = None) -> Path:
+        return self._place(rank, world) / f"{version_name(version)}.safetensors"
 
-    def _record(self, rank: int, version: Version) -> Path:
-        return self._place(rank) / f"{version_name(version)}.json"
+    def _record(self, rank: int, version: Version, world: int | None = None) -> Path:
+        return self._place(rank, world) / f"{version_name(version)}.json"
 
     def _temporary(self, version: Version) -> Path:
         return self._place(self._rank) / f"{version_name(version)}.tmp"

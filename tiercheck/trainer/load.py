@@ -45,6 +45,15 @@ def load_all(
     _fill(wanted, shares, tensors, pieces)
 
 
+def fits(slot: SlotReader, entries: Sequence[Entry]) -> bool:
+    """Whether the model's tensors lie in the slot, each as the part of the whole that it is here."""
+    pieces = slot.pieces()
+    names = {name for name in slot.tensors() if name.startswith("model/")}
+    return names == {entry.name for entry in entries if entry.name.startswith("model/")} and all(
+        pieces.get(entry.name, entry.piece) == entry.piece for entry in entries if entry.piece is not None
+    )
+
+
 def _fill(
     wanted: Sequence[tuple[str, Tensor, Tensor]], shares: Shares, tensors: StoredTensors, pieces: Mapping[str, Piece]
 ) -> None:
@@ -158,15 +167,18 @@ def room_for(
     sharded = described.get("sharded")
     if sharded is None:
         return local, local
+    if not hasattr(parameter, "placements"):
+        raise DifferentState("the optimizer's state was sharded, its parameter is not")
+    return local, sharded_like(local, parameter, torch.Size(sharded["shape"]), tuple(sharded["stride"]))
+
+
+def sharded_like(local: Tensor, parameter: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    """The DTensor of that shape whose shard is `local`, on the parameter's mesh; `local` itself if that has none."""
+    if not hasattr(parameter, "placements"):
+        return local
     from torch.distributed.tensor import DTensor
 
-    if not isinstance(parameter, DTensor):
-        raise DifferentState("the optimizer's state was sharded, its parameter is not")
-    return local, DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=torch.Size(sharded["shape"]),
-        stride=tuple(sharded["stride"]),
+    assert isinstance(parameter, DTensor)
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
     )

@@ -12,6 +12,15 @@ def distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def anywhere(mine: bool) -> bool:
+    """Whether it is so at any rank. A collective call."""
+    if not distributed() or dist.get_world_size() == 1:
+        return mine
+    everyones: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return any(everyones)
+
+
 def rank_and_world() -> tuple[int, int]:
     """(rank, number of ranks); (0, 1) for a process on its own."""
     if distributed():

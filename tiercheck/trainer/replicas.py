@@ -14,12 +14,13 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from tiercheck.protocol.pieces import Piece, fair_span
 from tiercheck.trainer.capture import Entry, local_shard
 from tiercheck.trainer.partitioned import Partitions
 from tiercheck.trainer.sharding import shard_of
+from tiercheck.trainer.wrapped import Wrapped
 
 SMALLEST = 64 * 1024
 """Bytes; a smaller tensor is stored whole by every replica, because a share of it would cost more than it saves."""
@@ -58,16 +59,15 @@ class Replicas:
 class Shares:
     """Which part of each tensor of a state this rank stores."""
 
-    def __init__(self, model: nn.Module, partitions: Partitions) -> None:
+    def __init__(self, wrapped: Wrapped, partitions: Partitions) -> None:
         self._partitions = partitions
         self._of_name: dict[str, Replicas] = {}
-        for prefix, module in model.named_modules():
-            if isinstance(module, nn.parallel.DistributedDataParallel) and module.process_group.size() > 1:
+        for path, module in wrapped.replicated:
+            if module.process_group.size() > 1:
                 replicas = Replicas((module.process_group,))
-                path = f"{prefix}." if prefix else ""
                 for name, _ in module.module.named_parameters(remove_duplicate=False):
                     if name not in module.parameters_to_ignore:
-                        self._of_name[f"{path}module.{name}"] = replicas
+                        self._of_name[path + name] = replicas
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
         self._of_mesh: dict[tuple[object, tuple[int, ...]], Replicas] = {}
 

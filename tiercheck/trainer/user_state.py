@@ -153,7 +153,8 @@ def put_back(state: State, content: Mapping[str, Any]) -> None:
         else:
             holder.clear()
             holder.update(content["state"][name])
-    set_random_state(content["random"])
+    if content["random"] is not None:
+        set_random_state(content["random"])
 
 
 def random_state() -> dict[str, Any]:

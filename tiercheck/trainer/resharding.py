@@ -1,0 +1,271 @@
+"""A state comes back on other ranks, or another mesh, than those that saved it: each rank reads the parts that it now holds.
+
+Only the rank knows its sharding, so it reads the beginnings of all slots (header and table of pieces), chooses the
+slots and bytes that it needs, has them brought, and cuts its shards out of them. No byte that no shard needs is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tiercheck.protocol.pieces import Box, NotCovered, Piece, Take, cover
+from tiercheck.trainer import user_state
+from tiercheck.trainer.backend import Ranges
+from tiercheck.trainer.capture import (
+    Entry,
+    is_extra,
+    local_shard,
+    model_items,
+    named_parameters_of,
+)
+from tiercheck.trainer.gradients import set_hyper_parameters
+from tiercheck.trainer.load import DifferentState, sharded_like
+from tiercheck.trainer.replicas import Shares
+from tiercheck.trainer.slot_file import USER_BLOB, SlotReader
+
+Borrow = Callable[[int, Ranges], str]
+"""Rank, and byte ranges of its slot that must be there: the path of a file with them at their places. The header and the
+table of pieces are always there. Raises RestoreError."""
+
+
+_NEAR = 64 * 1024
+"""Bytes between two ranges that are cheaper read than left out."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """One tensor of this rank that is to be filled."""
+
+    name: str
+    local: Tensor
+    piece: Piece | None
+    """Without a span: all of the shard. None: a private one."""
+
+
+class OtherRanks:
+    """The slots of the `world_size` ranks that saved a version."""
+
+    def __init__(self, world_size: int, borrow: Borrow) -> None:
+        self.world_size, self._borrow = world_size, borrow
+
+    @cached_property
+    def beginnings(self) -> list[SlotReader]:
+        return [SlotReader.open(self._borrow(rank, ())) for rank in range(self.world_size)]
+
+    @cached_property
+    def holders(self) -> dict[str, list[tuple[int, Piece]]]:
+        """Of each tensor, who holds what of it."""
+        found: dict[str, list[tuple[int, Piece]]] = {}
+        for rank, slot in enumerate(self.beginnings):
+            for name, piece in slot.pieces().items():
+                found.setdefault(name, []).append((rank, piece))
+        return found
+
+    @cached_property
+    def private(self) -> dict[str, list[int]]:
+        """Of each tensor that is a rank's own affair, the ranks that have one of that name."""
+        found: dict[str, list[int]] = {}
+        for rank, slot in enumerate(self.beginnings):
+            pieces = slot.pieces()
+            for name in slot.tensors():
+                if name not in pieces:
+                    found.setdefault(name, []).append(rank)
+        return found
+
+    def open(self, rank: int, ranges: Ranges) -> SlotReader:
+        return SlotReader.open(self._borrow(rank, ranges))
+
+    def sources(self, name: str, rank: int) -> list[tuple[int, Piece]]:
+        """Who has what of a tensor, for `rank`: the one with its number first."""
+        held = self.holders.get(name)
+        if held is None:  # nobody said what it is of the whole, so it is one for each rank
+            ranks = self.private.get(name, [])
+            numbers = [number for number in (rank, rank % self.world_size) if number in ranks] or ranks
+            held = [(number, Piece.whole(self._stored(number, name).shape)) for number in numbers[:1]]
+        return sorted(held, key=lambda source: source[0] != rank)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor. Raises DifferentState if nobody has one of that name."""
+        sources = self.sources(name, 0)
+        if not sources:
+            raise DifferentState(f"{name} is missing in the checkpoint")
+        return sources[0][1].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._stored(self.sources(name, 0)[0][0], name).dtype
+
+    def _stored(self, rank: int, name: str) -> Tensor:
+        return self.beginnings[rank].tensors()[name]
+
+    def place(self, rank: int, name: str) -> tuple[int, int]:
+        """Where a tensor's bytes are in the slot of `rank`."""
+        return next((t.begin, t.end) for t in self.beginnings[rank].header.tensors if t.name == name)
+
+
+@torch.no_grad()
+def load_resharded(
+    model: nn.Module, optimizers: Sequence[Optimizer], shares: Shares, others: OtherRanks, rank: int
+) -> dict[str, Any]:
+    """Fill model and optimizers; the user blob that belongs to this rank. Raises DifferentState, RestoreError, NotCapturable.
+
+    A rank that did not exist takes the blob of rank `rank % world_size`, without its random numbers: two ranks with
+    the same ones would see the same data.
+    """
+    namesake = rank % others.world_size
+    blobs = {namesake: _blob(others, namesake)}
+    takes = _plan(list(_model(model, shares, blobs[namesake]["facts"])), others, rank)
+    for index, optimizer in enumerate(optimizers):
+        # What an optimizer keeps of a parameter is told by any rank that had it.
+        for source in _having(index, optimizer, model, others) - blobs.keys():
+            blobs[source] = _blob(others, source)
+        more = _optimizer(index, optimizer, model, shares, others, blobs=blobs, namesake=namesake)
+        takes += _plan(more, others, rank)
+    _read(takes, others)
+    content = blobs[namesake]
+    if content["facts"]["model_extra"]:
+        model.load_state_dict(content["facts"]["model_extra"], strict=False)
+    return {**content, "random": content["random"] if rank < others.world_size else None}
+
+
+def _blob(others: OtherRanks, rank: int) -> dict[str, Any]:
+    return user_state.unpack(others.open(rank, [others.place(rank, USER_BLOB)]).user_blob())
+
+
+def _model(model: nn.Module, shares: Shares, facts: Mapping[str, Any]) -> Iterator[_Wanted]:
+    for key, value, lazy in model_items(model):
+        if isinstance(value, Tensor) and not is_extra(key):
+            local = local_shard(value)
+            yield _Wanted(f"model/{key}", local, _shard(shares, f"model/{key}", local, value, lazy))
+        elif key not in facts["model_extra"]:
+            raise DifferentState(f"{key} is only in the model")
+
+
+def _shard(shares: Shares, name: str, local: Tensor, value: Tensor, lazy: bool = True) -> Piece | None:
+    piece = shares.describe(Entry(name, local, lazy, origin=value)).piece
+    return None if piece is None else Piece(piece.shape, piece.box)
+
+
+def _having(index: int, optimizer: Optimizer, model: nn.Module, others: OtherRanks) -> set[int]:
+    """For each parameter one rank whose optimizer knew it."""
+    found = set()
+    for name, _ in named_parameters_of(optimizer, model):
+        prefix = f"optimizer{index}/{name}/"
+        sources = [holders[0][0] for stored, holders in others.holders.items() if stored.startswith(prefix)] + [
+            ranks[0] for stored, ranks in others.private.items() if stored.startswith(prefix)
+        ]
+        found |= {*sources[:1]}
+    return found
+
+
+def _optimizer(
+    index: int,
+    optimizer: Optimizer,
+    model: nn.Module,
+    shares: Shares,
+    others: OtherRanks,
+    *,
+    blobs: Mapping[int, dict[str, Any]],
+    namesake: int,
+) -> list[_Wanted]:
+    """Rebuild the optimizer's state, empty; what is to be filled."""
+    saved = [blob["facts"]["optimizers"][index] for blob in blobs.values()]
+    own = blobs[namesake]["facts"]["optimizers"][index]
+    if own["class"] != type(optimizer).__name__:
+        raise DifferentState(f"optimizer {index} is {own['class']} in the checkpoint, here {type(optimizer).__name__}")
+    if len(own["groups"]) != len(optimizer.param_groups):
+        raise DifferentState(f"optimizer {index} has another number of parameter groups than in the checkpoint")
+    set_hyper_parameters(optimizer, own["groups"])
+    optimizer.state.clear()
+    wanted: list[_Wanted] = []
+    for name, parameter in named_parameters_of(optimizer, model):
+        kept: Mapping[str, Any] = next((entry["states"][name] for entry in saved if entry["states"].get(name)), {})
+        state: dict[str, Any] = {}
+        for key, described in kept.items():
+            if "value" in described:
+                state[key] = described["value"]
+                continue
+            stored = f"optimizer{index}/{name}/{key}"
+            local, state[key] = _room(others.shape(stored), others.dtype(stored), described, parameter)
+            wanted.append(_Wanted(stored, local, _shard(shares, stored, local, state[key])))
+        if state:
+            optimizer.state[parameter] = state
+    return wanted
+
+
+def _room(
+    shape: tuple[int, ...], dtype: torch.dtype, described: Mapping[str, Any], parameter: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What is to be filled, and the optimizer's tensor that it is the local shard of (or itself)."""
+    shard = local_shard(parameter)
+    device = shard.device if described["device"] != "cpu" else torch.device("cpu")
+    if shape == tuple(parameter.shape) and (shape or not hasattr(parameter, "placements")):
+        local = torch.empty_like(shard, dtype=dtype, device=device)
+        return local, sharded_like(local, parameter, parameter.shape, parameter.stride())
+    if "sharded" in described:
+        raise DifferentState(
+            f"optimizer state of shape {shape} was sharded in its own way and cannot come back on another mesh"
+        )
+    local = torch.empty(shape, dtype=dtype, device=device)
+    return local, local
+
+
+_Plan = list[tuple[_Wanted, Take[int]]]
+
+
+def _plan(wanted: Sequence[_Wanted], others: OtherRanks, rank: int) -> _Plan:
+    """From which rank each part is taken: from the one of the same number if it has it, for that is most often the nearest."""
+    takes: _Plan = []
+    for each in wanted:
+        sources = others.sources(each.name, rank)
+        if not sources:
+            raise DifferentState(f"{each.name} is only in the model")
+        piece = each.piece or Piece.whole(each.local.shape)
+        saved, dtype = sources[0][1].shape, others.dtype(each.name)
+        if (saved, dtype) != (piece.shape, each.local.dtype):
+            raise DifferentState(
+                f"{each.name} is {saved} {dtype} in the checkpoint, here it is {piece.shape} {each.local.dtype}"
+            )
+        try:
+            takes += ((each, take) for take in cover(piece.box, sources))
+        except NotCovered as error:
+            raise DifferentState(f"{each.name}: {error}") from error
+    return takes
+
+
+def _read(takes: _Plan, others: OtherRanks) -> None:
+    by_source: dict[int, _Plan] = {}
+    for each, take in takes:
+        by_source.setdefault(take.source, []).append((each, take))
+    for source, parts in sorted(by_source.items()):
+        ranges = [
+            bytes_of for each, take in parts for bytes_of in _ranges(take, *others.place(source, each.name), each.local)
+        ]
+        stored = others.open(source, _merged(ranges)).tensors()
+        for each, take in parts:
+            part, box = take.part, each.piece.box if each.piece is not None else Box.whole(each.local.shape)
+            whole = stored[each.name].view(-1)[part.at : part.at + part.box.count].view(part.box.shape)
+            each.local[take.box.within(box)].copy_(whole[take.box.within(part.box)])
+
+
+def _ranges(take: Take[int], begin: int, end: int, like: Tensor) -> Iterator[tuple[int, int]]:
+    size = like.element_size()
+    for first, last in take.part.ranges(take.box):
+        yield begin + first * size, min(begin + last * size, end)
+
+
+def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """In order, and those with little between them as one."""
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if merged and begin <= merged[-1][1] + _NEAR:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged
