@@ -2,6 +2,7 @@
 
     python charts/generate.py
 
+- `crds/tiercheckpolicies.yaml`: the parts of a TierCheckJob that a TierCheckPolicy has too
 - `templates/crds/`: the definitions in `crds/`, behind `crds.enabled` and `crds.keep`
 - `templates/rbac/_rules.tpl`: the rules of `deploy/operator.yaml`, comments included
 - the table of values in the chart's README: from `values.schema.json` and `values.yaml`
@@ -11,11 +12,15 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+sys.path.insert(0, str(Path(__file__).parent))
+from policy_definition import policy_definition
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "charts" / "tiercheck"
@@ -37,16 +42,17 @@ _FOR_DISCOVERY = "apiextensions.k8s.io"
 
 def generated() -> dict[Path, str]:
     """Every generated file and what belongs into it."""
-    return {**_definitions(), **_rules(), **_readme()}
+    return {**policy_definition(), **_definitions(), **_rules(), **_readme()}
 
 
 def _definitions() -> dict[Path, str]:
     files = {}
-    for source in sorted((ROOT / "crds").glob("*.yaml")):
-        text = source.read_text()
-        if len(list(yaml.safe_load_all(text))) != 1 or text.count("\nmetadata:\n") != 1:
+    policies = policy_definition()
+    sources = {path: path.read_text() for path in (ROOT / "crds").glob("*.yaml")} | policies
+    for source, original in sorted(sources.items()):
+        if len(list(yaml.safe_load_all(original))) != 1 or original.count("\nmetadata:\n") != 1:
             raise ValueError(f"{source}: expected one definition with one top-level `metadata:`")
-        text = re.sub(r"\A(#.*\n)+", "", text).replace("{{", '{{ "{{" }}')
+        text = re.sub(r"\A(#.*\n)+", "", original).replace("{{", '{{ "{{" }}')
         head, metadata, body = text.partition("\nmetadata:\n")
         files[CHART / "templates" / "crds" / source.name] = (
             _NOTICE % f"crds/{source.name}"

@@ -20,9 +20,10 @@ import kopf
 import kubernetes
 
 from tiercheck.protocol import names
+from tiercheck_operator.attach.service import AttachService
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.loop import JobLoop, Surroundings
-from tiercheck_operator.controller.parsing import parse_node, parse_pod
+from tiercheck_operator.controller.parsing import identity_of, parse_node, parse_pod
 from tiercheck_operator.election.elector import Elector, boot_clock
 from tiercheck_operator.health import stuck, verdict
 from tiercheck_operator.kube import ApiFailure, Kube, load_configuration
@@ -50,6 +51,8 @@ class Operator:
         self._elector: Elector | None = None
         self._kube = Kube(configuration, may_write=self._may_act, called=self._metrics.called)
         self._loops: dict[str, JobLoop] = {}
+        self._known_as: dict[str, str] = {}
+        """UID of each job by what its pods know it by."""
         self._jobs: Watched[Mapping[str, Any]] = Watched()
         self._view = ClusterView()
         self._leading = config.lease is None
@@ -57,6 +60,13 @@ class Operator:
         self._watching = asyncio.Event()
         self._beaten = boot_clock()
         self._around = Surroundings(self._view.pods_of, self._view.all_nodes, self._kube, config, self._metrics)
+        self._attach = AttachService(
+            self._kube,
+            Kube(configuration, called=self._metrics.called),
+            config,
+            lambda uid: uid in self._known_as,
+            self._view.pods_of,
+        )
         jobs = f"/apis/{names.API_GROUP}/{names.API_VERSION}"
         self._resync = Resync(
             self._kube,
@@ -74,6 +84,7 @@ class Operator:
         """Until `stop` is set, or a watch is lost for good (then the process ends, to be started again)."""
         pages = Pages(self._metrics.text, self._trouble, self._ready)
         await pages.start(self._config.metrics_host, self._config.metrics_port)
+        self._attach.start()
         quiet = asyncio.Event()
         background = [asyncio.create_task(self._beat()), asyncio.create_task(self._resync.run(self._watching))]
         try:
@@ -93,6 +104,7 @@ class Operator:
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
+            await self._attach.stop()
             await pages.stop()
             self._kube.close()
 
@@ -165,11 +177,14 @@ class Operator:
         self._metrics.leads(True)
         for job in self._jobs.views():
             self._start(job)
+        for pod in self._view.pods.views():
+            self._attach.pod_seen(pod)
 
     async def _cease(self) -> None:
         self._leading = False
         self._metrics.leads(False)
         loops, self._loops = self._loops, {}
+        await self._attach.cease()
         await asyncio.gather(*(loop.stop() for loop in loops.values()))
         for loop in loops.values():
             self._metrics.job_gone(*loop.key)
@@ -239,6 +254,8 @@ class Operator:
             self._view.put_pod(uid, pod, version)
             if pod is not None:
                 self._wake(pod.job_uid)
+            if self._leading:
+                self._attach.pod_seen(pod)
 
         @kopf.index("v1", "nodes", id="nodes_seen", registry=registry)
         async def nodes_seen(body: kopf.Body, **_: Any) -> None:
@@ -274,6 +291,7 @@ class Operator:
     def _job_changed(self, raw: Mapping[str, Any]) -> None:
         uid, version = _identity(raw)
         self._jobs.put(uid, version, raw)
+        self._known_as[identity_of(raw)] = uid
         if uid in self._loops:
             self._loops[uid].changed(raw)
         elif self._leading:
@@ -285,6 +303,7 @@ class Operator:
 
     async def _job_gone(self, uid: str) -> None:
         self._jobs.drop(uid)
+        self._known_as = {identity: job for identity, job in self._known_as.items() if job != uid}
         loop = self._loops.pop(uid, None)
         if loop is not None:
             await loop.stop()
@@ -300,7 +319,8 @@ class Operator:
             self._wake_all()
 
     def _wake(self, job_uid: str) -> None:
-        loop = self._loops.get(job_uid)
+        """`job_uid`: as the label of its pods has it."""
+        loop = self._loops.get(self._known_as.get(job_uid, job_uid))
         if loop is not None:
             loop.wake()
 

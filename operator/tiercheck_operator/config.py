@@ -14,6 +14,20 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class WebhookConfig:
+    """Where the webhook of attach mode is served, and what it is known by."""
+
+    host: str
+    port: int
+    secret: tuple[str, str]
+    """Namespace and name of the Secret with its certificate."""
+    configuration: str
+    """Name of the MutatingWebhookConfiguration."""
+    hosts: tuple[str, ...]
+    """DNS names or addresses by which the API server calls it."""
+
+
+@dataclass(frozen=True)
 class Config:
     """Read from TIERCHECK_* environment variables; see `from_env` for their names."""
 
@@ -49,6 +63,8 @@ class Config:
     log_level: str = "INFO"
     signs: NodeSigns = NO_SETTINGS
     """Which nodes are to be left."""
+    webhook: WebhookConfig | None = None
+    """None: no attach mode."""
     patience: Patience = field(default_factory=Patience)
 
     @staticmethod
@@ -56,7 +72,7 @@ class Config:
         """Raises ValueError, naming the variable, if a value cannot be understood."""
         default = Config()
         patience = Patience()
-        host, port = _address(env.get("TIERCHECK_METRICS_ADDRESS", ""), default)
+        host, port = _address(env, "TIERCHECK_METRICS_ADDRESS", (default.metrics_host, default.metrics_port))
         return Config(
             namespaces=tuple(name for name in env.get("TIERCHECK_NAMESPACES", "").replace(",", " ").split() if name),
             metrics_host=host,
@@ -76,6 +92,7 @@ class Config:
             stuck_seconds=_number(env, "TIERCHECK_STUCK_SECONDS", default.stuck_seconds),
             log_level=env.get("TIERCHECK_LOG_LEVEL") or default.log_level,
             signs=_signs(env),
+            webhook=_webhook(env),
             patience=Patience(
                 settle=_number(env, "TIERCHECK_SETTLE_SECONDS", patience.settle),
                 accused=_number(env, "TIERCHECK_ACCUSED_SECONDS", patience.accused),
@@ -120,13 +137,14 @@ def _parsed(env: Mapping[str, str], name: str, default: T, parse: Callable[[str]
         raise ValueError(f"{name}={text!r}: {error}") from error
 
 
-def _address(text: str, default: Config) -> tuple[str, int]:
+def _address(env: Mapping[str, str], name: str, default: tuple[str, int]) -> tuple[str, int]:
+    text = env.get(name, "")
     if not text:
-        return default.metrics_host, default.metrics_port
+        return default
     host, separator, port = text.rpartition(":")
     if not separator or not port.isdigit():
-        raise ValueError(f"TIERCHECK_METRICS_ADDRESS={text!r}: expected HOST:PORT")
-    return host.strip("[]") or default.metrics_host, int(port)
+        raise ValueError(f"{name}={text!r}: expected HOST:PORT")
+    return host.strip("[]") or default[0], int(port)
 
 
 def _lease(text: str) -> tuple[str, str] | None:
@@ -136,3 +154,18 @@ def _lease(text: str) -> tuple[str, str] | None:
     if not namespace or not name or "/" in name:
         raise ValueError(f"TIERCHECK_LEASE={text!r}: expected NAMESPACE/NAME")
     return namespace, name
+
+
+def _webhook(env: Mapping[str, str]) -> WebhookConfig | None:
+    host, port = _address(env, "TIERCHECK_WEBHOOK_ADDRESS", ("", 0))
+    namespace, _, secret = env.get("TIERCHECK_WEBHOOK_SECRET", "").partition("/")
+    configuration = env.get("TIERCHECK_WEBHOOK_CONFIGURATION", "")
+    hosts = tuple(env.get("TIERCHECK_WEBHOOK_HOSTS", "").split())
+    if not port:
+        return None
+    if not (namespace and secret and configuration and hosts):
+        raise ValueError(
+            "TIERCHECK_WEBHOOK_ADDRESS needs TIERCHECK_WEBHOOK_SECRET=NAMESPACE/NAME, TIERCHECK_WEBHOOK_CONFIGURATION and "
+            "TIERCHECK_WEBHOOK_HOSTS beside it"
+        )
+    return WebhookConfig(host, port, (namespace, secret), configuration, hosts)

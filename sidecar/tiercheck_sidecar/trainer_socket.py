@@ -144,4 +144,5 @@ class TrainerSocket:
             master_host=directive.master_host,
             master_port=directive.master_port,
             dump_stacks=self._board.trainer.report.stalled_since is not None,
+            exit_code=directive.exit_code,
         )

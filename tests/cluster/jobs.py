@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,11 +111,14 @@ class Job:
     def printed(self) -> list[dict[str, Any]]:
         """Every JSON line of every trainer of the job, pod by pod."""
         lines = []
-        for path in sorted(self.cluster.logs.glob(f"{self.name}-*/trainer.log")):
+        for path in self.log_files():
             for line in path.read_text().splitlines():
                 if line.startswith("{"):
                     lines.append(json.loads(line))
         return lines
+
+    def log_files(self) -> Iterator[Path]:
+        yield from sorted(self.cluster.logs.glob(f"{self.name}-*/trainer.log"))
 
     def last_words(self) -> dict[int, tuple[int, str]]:
         """Per rank: how many steps it trained in all, and the digest of its parameters."""

@@ -3,7 +3,8 @@
 Deterministic: the same step gives the same bits on any attempt. Without STEPS the first attempt trains until it is hit,
 and a later one TAIL steps beyond where it came back to, so that no test depends on speed. PACE is in seconds per step,
 FAIL_AT=n exits at step n, GATE=file stands still once the file exists (first attempt only; GATE_RANK=n: only this rank), ALONE=1 uncouples the ranks,
-DIVERGE_AT=n makes the loss infinite from step n on (first attempt only), NOISY=1 takes an optimizer that draws random numbers of its own.
+FAILURES=n makes the first n
+attempts go on until they are hit, DIVERGE_AT=n makes the loss infinite from step n on (first attempt only), NOISY=1 takes an optimizer that draws random numbers of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tiercheck import Checkpointer
 STEPS = int(os.environ.get("STEPS", "0"))
 TAIL = int(os.environ.get("TAIL", "10"))
 PACE = float(os.environ.get("PACE", "0.05"))
+FAILURES = int(os.environ.get("FAILURES", "1"))
 ENDLESS = 10**9
 
 
@@ -94,7 +96,7 @@ def main() -> None:
     model, optimizer = build(rank)
     with Checkpointer(model, optimizer) as checkpointer:
         start = checkpointer.restore()
-        last = STEPS or (ENDLESS if attempt == 1 else start + TAIL)
+        last = STEPS or (ENDLESS if attempt <= FAILURES else start + TAIL)
         say(start=start, attempt=attempt)
         for step in range(start + 1, last + 1):
             factor = math.inf if attempt == 1 and step >= diverge_at else 1.0

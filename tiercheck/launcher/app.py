@@ -155,7 +155,7 @@ class Launcher:
         if order is None:
             return None
         if order.phase is Phase.FINISH:
-            return 0
+            return order.exit_code
         if order.attempt > self._state.attempt:
             if order.phase is Phase.HOLD:
                 self._tell(LauncherEvent("idle", order.attempt))

@@ -25,6 +25,9 @@ def command_environment(base: Mapping[str, str], order: Order) -> dict[str, str]
         # A rank that fails must end the attempt: torchrun's own restart would begin without the others.
         "PET_MAX_RESTARTS": "0",
     }
+    # Set by other controllers in attached pods. With them torchrun would go to a rendezvous that knows nothing of attempts.
+    for name in ("PET_RDZV_ENDPOINT", "PET_STANDALONE"):
+        environment.pop(name, None)
     if pod_ip := base.get(ENV_POD_IP):
         environment["PET_LOCAL_ADDR"] = pod_ip
     if order.procs_per_worker == 1:

@@ -156,5 +156,7 @@ class Directive:
     """The group that this worker's artifacts are coded with; then it has no `holders`."""
     folded: tuple[ParityGroup, ...] = ()
     """Groups that this worker is a holder of."""
+    exit_code: int = 0
+    """With Finish: what the launcher exits with. Other than zero only for an attached job that failed, whose owner must see it."""
     revision: str = ""
     """Digest of the above, chosen by the controller; the sidecar echoes it in its report."""

@@ -42,6 +42,8 @@ class Order:
     master_port: int
     dump_stacks: bool = False
     """No step for long: the running command's processes are to write where they stand to the log, once per attempt."""
+    exit_code: int = 0
+    """With Finish: what the launcher exits with."""
 
 
 @dataclass(frozen=True)

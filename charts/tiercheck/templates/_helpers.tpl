@@ -18,6 +18,10 @@
 {{ include "tiercheck.fullname" . }}-operator
 {{- end }}
 
+{{- define "tiercheck.attach" -}}
+{{ include "tiercheck.fullname" . }}-attach
+{{- end }}
+
 {{- /* Suffix of names that are not in a namespace, so that several releases, each for its own namespaces, can stand side by side. */ -}}
 {{- define "tiercheck.clusterSuffix" -}}
 {{- if .Values.watchNamespaces }}-{{ .Release.Namespace }}{{ end }}

@@ -7,6 +7,7 @@ from tiercheck_local.apiserver.clock import now
 from tiercheck_local.apiserver.errors import Object
 from tiercheck_local.apiserver.objects import DeleteOptions, Objects
 from tiercheck_local.apiserver.resources import PDBS, PODS
+from tiercheck_local.apiserver.selectors import matches_selector
 from tiercheck_local.apiserver.storage import Key
 
 
@@ -83,20 +84,7 @@ def _selects(budget: Object, pod: Object) -> bool:
     selector = budget.get("spec", {}).get("selector")
     if selector is None:
         return False
-    labels = pod["metadata"].get("labels") or {}
-    if any(labels.get(key) != value for key, value in (selector.get("matchLabels") or {}).items()):
-        return False
-    return all(_expression_holds(term, labels) for term in selector.get("matchExpressions") or ())
-
-
-def _expression_holds(term: Object, labels: Object) -> bool:
-    present, value = term["key"] in labels, labels.get(term["key"])
-    return {
-        "In": present and value in term.get("values", ()),
-        "NotIn": value not in term.get("values", ()),
-        "Exists": present,
-        "DoesNotExist": not present,
-    }[term["operator"]]
+    return matches_selector(selector, pod["metadata"].get("labels") or {})
 
 
 def _with_condition(pod: Object, condition: Object) -> Object:

@@ -52,6 +52,11 @@ BUILT_IN: tuple[Resource, ...] = (
     _core("events", "Event", short_names=("ev",)),
     _core("serviceaccounts", "ServiceAccount", short_names=("sa",)),
     Resource("events.k8s.io", "v1", "events", "Event", short_names=("ev",), collection="/events"),
+    Resource("batch", "v1", "jobs", "Job", subresources=("status",), categories=("all",)),
+    Resource(
+        "admissionregistration.k8s.io", "v1", "mutatingwebhookconfigurations", "MutatingWebhookConfiguration", namespaced=False,
+        categories=("api-extensions",),
+    ),
     Resource("coordination.k8s.io", "v1", "leases", "Lease"),
     Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget", short_names=("pdb",), subresources=("status",)),
     Resource(
@@ -62,6 +67,7 @@ BUILT_IN: tuple[Resource, ...] = (
 
 EVENTS = BUILT_IN[6]
 NAMESPACES, NODES, PODS = BUILT_IN[0], BUILT_IN[1], BUILT_IN[2]
+WEBHOOKS = BUILT_IN[10]
 CRDS = BUILT_IN[-1]
 PDBS = BUILT_IN[-2]
 

@@ -144,3 +144,14 @@ def _field(value: Any, path: str) -> str:
     if value is None:
         return "false" if path in ("spec.unschedulable", "spec.hostNetwork") else ""
     return str(value)
+
+
+def matches_selector(selector: Mapping[str, Any], labels: Labels) -> bool:
+    """A LabelSelector of the API (`matchLabels`, `matchExpressions`). An empty one matches everything."""
+    operators = {"In": "in", "NotIn": "notin", "Exists": "exists", "DoesNotExist": "absent"}
+    terms = [Requirement(key, "in", (value,)) for key, value in (selector.get("matchLabels") or {}).items()]
+    terms += [
+        Requirement(entry["key"], operators[entry["operator"]], tuple(entry.get("values") or ()))
+        for entry in selector.get("matchExpressions") or []
+    ]
+    return all(term.matches(labels) for term in terms)

@@ -7,6 +7,7 @@ import random
 from aiohttp import web
 
 from tiercheck_local.apiserver import discovery, errors, openapi
+from tiercheck_local.apiserver.admission import admitted
 from tiercheck_local.apiserver.objects import Objects
 from tiercheck_local.apiserver.paths import Target, resolve
 from tiercheck_local.apiserver.requests import Call, carry_out, selection
@@ -45,10 +46,11 @@ class _Handler:
         chosen = view(target.resource, request.headers.get("Accept", ""), request.query.get("includeObject", ""))
         if request.method == "GET" and request.query.get("watch") in ("true", "1") and not target.subresource:
             return await self._watch(request, target, chosen)
-        # The body is read whole before anything is done, so a call is carried out in one piece.
+        # The body is read whole, and webhooks are asked, before anything is done, so a call is carried out in one piece.
         call = Call(
             request.method, request.query, request.content_type if request.body_exists else "", await request.read()
         )
+        call = await admitted(self._objects, target, call)
         status, body = carry_out(self._objects, target, call, chosen)
         response = _json(body, status)
         for warning in call.warnings:

@@ -36,7 +36,7 @@ class LaptopStage:
     def pod(self, worker: int) -> Object:
         """The worker's newest pod."""
         pods = [pod for pod in self.pods() if pod["metadata"]["labels"].get(names.LABEL_WORKER) == str(worker)]
-        return max(pods, key=lambda pod: int(pod["metadata"]["labels"][names.LABEL_INCARNATION]))
+        return max(pods, key=_age)
 
     def pod_of(self, worker: int) -> str:
         return str(self.pod(worker)["metadata"]["name"])
@@ -81,3 +81,10 @@ class LaptopStage:
 
     def _get_secret(self) -> Mapping[str, Any]:
         return self.cluster.api.get(SECRETS, self.namespace, f"{self.job}-credentials")
+
+
+def _age(pod: Object) -> tuple[int, bool, str]:
+    """Larger for newer pods of a worker. Attached pods have no incarnation; of those the one that is not being deleted is newer."""
+    metadata = pod["metadata"]
+    incarnation = int(metadata["labels"].get(names.LABEL_INCARNATION, 0))
+    return incarnation, "deletionTimestamp" not in metadata, metadata["creationTimestamp"]

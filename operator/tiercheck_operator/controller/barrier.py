@@ -88,11 +88,12 @@ def pushes(
     members: Mapping[int, PodView],
     placement: SavedPlacement | None,
     phase: Phase,
+    *,
+    exit_code: int = 0,
 ) -> list[Push]:
-    """A directive for every sidecar that has answered and follows another one."""
-    directives = build_directives(
-        obs, status, members, placement, phase=phase, sources=_sources(obs, status, members, placement, phase)
-    )
+    """A directive for every sidecar that has answered and follows another one. `exit_code`: with Finish, of the launchers."""
+    sources = _sources(obs, status, members, placement, phase)
+    directives = build_directives(obs, status, members, placement, phase=phase, sources=sources, exit_code=exit_code)
     return [
         Push(members[worker].uid, directive)
         for worker, directive in directives.items()

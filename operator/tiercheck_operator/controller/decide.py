@@ -14,6 +14,7 @@ from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Report
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.actions import Action, Decision, EnsureCredentials, EnsureService, SavePlacement
+from tiercheck_operator.controller.attached import started_again, without_ended
 from tiercheck_operator.controller.attempt import Begun, begin_attempt
 from tiercheck_operator.controller.barrier import (
     advance,
@@ -54,10 +55,11 @@ def decide(obs: Observation) -> Decision:
     if job.deleting or job.spec.managed_by != names.CONTROLLER:
         return Decision()
     if finished(job.status):
-        return after_finish(obs)
+        again = started_again(obs)
+        return after_finish(obs) if again is None else _kept_running(again)
     if job.spec.suspend:
         return _suspended(obs)
-    problem = template_problem(job.spec.template)
+    problem = template_problem(job.spec.template) if job.spec.attach is None else ""
     if problem:
         unplaced = Findings(unplaced=Finding(conditions.INVALID_TEMPLATE, problem))
         return _concluded(obs, job.status, unplaced)
@@ -103,6 +105,8 @@ def _kept_running(obs: Observation) -> Decision:
     membership = find_members(obs)
     spares = keep_spares(obs, membership)
     pods, put_off = replacements(obs, membership, spares.taken)
+    if obs.job.spec.attach is not None:
+        pods = without_ended(obs, pods)
     before: list[Action] = [*_belongings(obs), *spares.takeovers, *pods, *spares.actions]
     put_off = min((entry for entry in (put_off, spares.wake) if entry is not None), default=None)
     after: list[Action] = []
@@ -208,7 +212,7 @@ def _belongings(obs: Observation) -> list[Action]:
     missing: list[Action] = []
     if not obs.have_credentials:
         missing.append(EnsureCredentials())
-    if not obs.have_service:
+    if not obs.have_service and obs.job.spec.attach is None:
         missing.append(EnsureService())
     return missing
 

@@ -73,10 +73,11 @@ def build_directives(
     *,
     phase: Phase,
     sources: Mapping[int, tuple[Source, ...]],
+    exit_code: int = 0,
 ) -> dict[int, Directive]:
     """By worker. `sources` are those of each rank, nearest first. For Hold and Release `members` must be
     complete and have addresses, and there must be a `placement`; Finish goes to whoever is left."""
-    spec, uid = obs.job.spec, obs.job.uid
+    spec, uid = obs.job.spec, obs.job.identity
     hosts = {worker: pod.ip or "" for worker, pod in members.items()}
     holders = {} if placement is None else placement.holders()
     groups = [parity_group(group, members) for group in placement.groups] if placement is not None else []
@@ -113,6 +114,7 @@ def build_directives(
             master_port=master_port(uid, status.attempt),
             parity=group_of.get(worker),
             folded=tuple(folded.get(worker, ())),
+            exit_code=exit_code,
         )
         directives[worker] = dataclasses.replace(directive, revision=_revision(directive))
     return directives

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tiercheck.protocol.directive import Phase
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.actions import Action, Decision, DeleteJob, DeletePod
+from tiercheck_operator.controller.attached import exit_code
 from tiercheck_operator.controller.barrier import pushes
 from tiercheck_operator.controller.membership import removal
 from tiercheck_operator.controller.observation import Observation
@@ -28,12 +29,16 @@ def after_finish(obs: Observation) -> Decision:
     for pod in live:
         node = obs.nodes.get(pod.node) if pod.node else None
         lost = node is not None and bool(node.lost)
+        if obs.job.spec.attach is not None:
+            continue  # its owner decides
         if lost or (now - ended > limit and not pod.deleting):
             before.append(DeletePod(pod.name, pod.uid, force=lost))
         elif not pod.deleting:
             wake = max(1.0, ended + limit - now)
     members = {pod.worker: pod for pod in live if pod.ip and not pod.deleting}
-    after: list[Action] = list(pushes(obs, status, members, None, Phase.FINISH)) if members and status.attempt else []
+    after: list[Action] = []
+    if members and status.attempt:
+        after += pushes(obs, status, members, None, Phase.FINISH, exit_code=exit_code(obs))
     ttl = obs.job.spec.ttl_seconds
     if ttl is not None:
         left = ended + ttl - now

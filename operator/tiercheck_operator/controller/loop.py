@@ -84,8 +84,8 @@ class JobLoop:
         self._task = asyncio.create_task(self._run(), name=f"job {metadata['namespace']}/{metadata['name']}")
 
     def changed(self, raw: Mapping[str, Any]) -> None:
-        """A watch event; one that is older than what we wrote ourselves is ignored."""
-        if _version(raw) >= _version(self._raw):
+        """A watch event; one that is older than what we wrote ourselves is ignored, as is a second job for the same owner."""
+        if raw["metadata"]["uid"] == self.uid and _version(raw) >= _version(self._raw):
             self._raw = raw
         self.wake()
 
@@ -170,16 +170,16 @@ class JobLoop:
 
     def _over(self, job: JobView) -> bool:
         """Whether nobody needs what the job owns any more: finished jobs may be kept by the hundred."""
-        return finished(job.status) and all(pod.terminal for pod in self._around.pods(job.uid))
+        return finished(job.status) and all(pod.terminal for pod in self._around.pods(job.identity))
 
     def _observe(self, job: JobView) -> Observation:
         around = self._around
-        pods = tuple(around.pods(job.uid))
+        pods = tuple(around.pods(job.identity))
         credentials = self._belongings.credentials
         if credentials is not None and self._sidecars is None:
             config = around.config
             self._sidecars = JobSidecars(
-                job.uid,
+                job.identity,
                 credentials,
                 self.wake,
                 poll_seconds=config.poll_seconds,

@@ -48,6 +48,18 @@ class Patience:
 
 
 @dataclass(frozen=True)
+class Attach:
+    """`spec.attach`: another controller's workload, whose pods are the job's workers."""
+
+    api_version: str
+    kind: str
+    name: str
+    uid: str
+    container: str
+    """The one that runs the training command."""
+
+
+@dataclass(frozen=True)
 class JobSpec:
     """The part of `spec` that decisions use."""
 
@@ -87,6 +99,8 @@ class JobSpec:
     """Seconds; None: the operator's default."""
     node_memory: bool = False
     """`spec.tiers.local.medium` is NodeMemory."""
+    attach: Attach | None = None
+    """None: the pods are made from the template."""
     parity: tuple[int, int] | None = None
     """`spec.tiers.peer.parity` as (data, parity), in place of copies; None: copies."""
     peer_bandwidth: int | None = None
@@ -114,6 +128,11 @@ class JobView:
     status: JobRecord
     sidecar_image: str = ""
     """What the sidecars of this job are, see `sidecar_image.pinned`; empty: not known yet."""
+
+    @property
+    def identity(self) -> str:
+        """What pods and sidecars know the job by: its UID, or if it is attached its owner's, because such pods come before it."""
+        return self.uid if self.spec.attach is None else self.spec.attach.uid
 
 
 @dataclass(frozen=True)
@@ -145,6 +164,9 @@ class PodView:
     ip: str | None
     phase: str
     created: float
+    namespace: str = ""
+    attached: str = ""
+    """Its annotation of that name, which tells what it was attached to; empty: it is a pod of our own."""
     deleting: bool = False
     deleted_at: float | None = None
     """When the deletion was asked for (not when its grace ends)."""

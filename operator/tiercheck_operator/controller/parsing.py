@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from tiercheck_operator.controller.failure_spec import DEFAULT_RESET_SECONDS, pa
 from tiercheck_operator.controller.node_signs import NO_SETTINGS, NodeSigns
 from tiercheck_operator.controller.observation import (
     ANNOTATION_AVOIDED,
+    Attach,
     ContainerView,
     JobSpec,
     JobView,
@@ -55,6 +57,12 @@ def parse_job(raw: Mapping[str, Any]) -> JobView:
     )
 
 
+def identity_of(raw: Mapping[str, Any]) -> str:
+    """Of a TierCheckJob as the API gives it: what its pods know it by (`JobView.identity`)."""
+    owner = ((raw.get("spec") or {}).get("attach") or {}).get("owner") or {}
+    return str(owner.get("uid") or raw["metadata"]["uid"])
+
+
 def _spec(raw: Mapping[str, Any]) -> JobSpec:
     tiers = raw.get("tiers") or {}
     local, peer, remote = (tiers.get(name) or {} for name in ("local", "peer", "remote"))
@@ -71,7 +79,8 @@ def _spec(raw: Mapping[str, Any]) -> JobSpec:
         procs_per_worker=int(raw.get("procsPerWorker") or 1),
         suspend=bool(raw.get("suspend")),
         managed_by=str(raw.get("managedBy") or names.CONTROLLER),
-        template=raw["template"],
+        template=raw.get("template") or {},
+        attach=_attach(raw.get("attach")),
         topology_preset=topology.get("preset"),
         topology_levels=tuple(levels) if levels else None,
         kueue_topology=topology.get("kueueTopology"),
@@ -99,6 +108,13 @@ def _spec(raw: Mapping[str, Any]) -> JobSpec:
         state_size=_bytes(checkpoint.get("stateSize")),
         rollback_after=_int(policy.get("rollbackAfterNonFinite")),
     )
+
+
+def _attach(raw: Mapping[str, Any] | None) -> Attach | None:
+    if not raw:
+        return None
+    owner = raw["owner"]
+    return Attach(owner["apiVersion"], owner["kind"], owner["name"], owner["uid"], raw["container"])
 
 
 def _int(value: Any) -> int | None:
@@ -138,6 +154,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
     sidecar: Mapping[str, Any] = next(
         (e for e in status.get("initContainerStatuses") or [] if e.get("name") == names.SIDECAR_CONTAINER), {}
     )
+    attached = str((metadata.get("annotations") or {}).get(names.ANNOTATION_ATTACHED) or "")
     return PodView(
         name=str(metadata.get("name") or ""),
         uid=str(metadata.get("uid") or ""),
@@ -148,6 +165,8 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         ip=status.get("podIP") or None,
         phase=str(status.get("phase") or "Pending"),
         created=created,
+        namespace=str(metadata.get("namespace") or ""),
+        attached=attached,
         deleting=deletion is not None,
         deleted_at=None if deletion is None else deletion - grace,
         disruption=str(
@@ -160,11 +179,19 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         avoided=frozenset(
             name for name in ((metadata.get("annotations") or {}).get(ANNOTATION_AVOIDED) or "").split(",") if name
         ),
-        trainer=_container(spec.get("containers"), status.get("containerStatuses"), names.TRAINER_CONTAINER),
+        trainer=_container(spec.get("containers"), status.get("containerStatuses"), _trainer_name(attached)),
         spare=spare,
         resource_version=str(metadata.get("resourceVersion") or ""),
         sidecar=_container(spec.get("initContainers"), status.get("initContainerStatuses"), names.SIDECAR_CONTAINER),
     )
+
+
+def _trainer_name(attached: str) -> str:
+    """Of the container that trains; in an attached pod its annotation tells."""
+    try:
+        return str(json.loads(attached)["container"]) if attached else names.TRAINER_CONTAINER
+    except (ValueError, KeyError, TypeError):
+        return names.TRAINER_CONTAINER
 
 
 def _container(specs: Any, statuses: Any, name: str) -> ContainerView:

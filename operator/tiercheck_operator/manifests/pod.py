@@ -82,6 +82,17 @@ def _build(
     spec["subdomain"] = owned.service_name(job)
     if spec.get("terminationGracePeriodSeconds") is None:
         spec["terminationGracePeriodSeconds"] = _GRACE if job.spec.remote is None else _GRACE_WITH_REMOTE
+    equip(job, worker, spec, names.TRAINER_CONTAINER, image)
+    if avoid_nodes:
+        _avoid(spec, sorted(avoid_nodes))
+    if prefer:
+        _prefer(spec, prefer)
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def equip(job: JobView, worker: str, spec: dict[str, Any], trainer: str, image: str) -> None:
+    """Add to `spec`, a PodSpec, all that makes it the pod of a worker, whoever made it. `trainer`: the container to wrap;
+    `image`: the sidecar's."""
     spec["securityContext"] = _pod_security(spec)
     spec["initContainers"] = [
         _library(spec, image),
@@ -89,16 +100,11 @@ def _build(
         *(spec.get("initContainers") or []),
     ]
     spec["containers"] = [
-        _trainer(job, worker, entry) if entry.get("name") == names.TRAINER_CONTAINER else entry
+        _trainer(job, worker, entry) if entry.get("name") == trainer else entry
         for entry in spec.get("containers") or []
     ]
     spec["volumes"] = [*(spec.get("volumes") or []), *_volumes(job)]
     spec.setdefault("topologySpreadConstraints", _soft_spread(job, spare=worker == names.SPARE_WORKER))
-    if avoid_nodes:
-        _avoid(spec, sorted(avoid_nodes))
-    if prefer:
-        _prefer(spec, prefer)
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
 def _library(spec: Mapping[str, Any], image: str) -> dict[str, Any]:
@@ -202,7 +208,7 @@ def _trainer_environment(job: JobView, theirs: Sequence[Mapping[str, Any]]) -> l
 def _identity(job: JobView, worker: str) -> list[dict[str, Any]]:
     return [
         {"name": names.ENV_JOB, "value": f"{job.namespace}/{job.name}"},
-        {"name": names.ENV_JOB_UID, "value": job.uid},
+        {"name": names.ENV_JOB_UID, "value": job.identity},
         {"name": names.ENV_WORKER, "value": worker},
         {"name": names.ENV_PROCS_PER_WORKER, "value": str(job.spec.procs_per_worker)},
         {"name": names.ENV_POD_UID, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
@@ -260,7 +266,7 @@ def _soft_spread(job: JobView, spare: bool) -> list[dict[str, Any]]:
     A domain with more than half of the workers could not be matched, so a replacement belongs where the lost pod was, and
     spares are not counted. A spare counts both, so that it stands where workers and other spares are fewest.
     """
-    selector: dict[str, Any] = {"matchLabels": {names.LABEL_JOB_UID: job.uid}}
+    selector: dict[str, Any] = {"matchLabels": {names.LABEL_JOB_UID: job.identity}}
     if not spare:
         selector["matchExpressions"] = [{"key": names.LABEL_WORKER, "operator": "Exists"}]
     try:

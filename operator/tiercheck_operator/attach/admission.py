@@ -1,0 +1,98 @@
+"""One pod at admission: what it is to be, or why it stays as it is. Reads from the API server, changes nothing there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tiercheck.protocol import names
+from tiercheck_operator.attach.injection import (
+    Attachment,
+    attached_job,
+    attachment_of,
+    inject,
+    injected,
+    job_name,
+    refused,
+)
+from tiercheck_operator.attach.owners import Owner, Unattachable, find_owner, find_seat
+from tiercheck_operator.kube import JOBS, ApiFailure, Kube
+
+log = logging.getLogger(__name__)
+
+POLICIES = f"/apis/{names.API_GROUP}/{names.API_VERSION}/namespaces/{{namespace}}/{names.POLICY_PLURAL}/{{name}}"
+_REMEMBERED = 5.0
+"""Seconds that an answer of the API server is used again: the pods of a workload come in one burst."""
+_PATIENCE = 4.0
+"""Seconds for all that a pod needs to be read; less than the webhook's own timeout, so that the pod still hears why."""
+
+
+class Admission:
+    """`admit` is all there is."""
+
+    def __init__(self, kube: Kube, sidecar_image: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._kube, self._image, self._clock = kube, sidecar_image, clock
+        self._known: dict[str, tuple[float, Mapping[str, Any] | None]] = {}
+
+    async def admit(self, namespace: str, pod: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+        """The pod as it should be, and a warning if it could not be attached. Never raises for a strange pod."""
+        policy = ((pod.get("metadata") or {}).get("labels") or {}).get(names.LABEL_INJECT)
+        if not policy or injected(pod):
+            return pod, ""
+        try:
+            return await asyncio.wait_for(self._attached(namespace, pod, policy), _PATIENCE), ""
+        except Unattachable as error:
+            why = str(error)
+        except TimeoutError:
+            why = "the API server did not answer in time"
+        except ApiFailure as error:
+            why = f"what is needed could not be read: {error}"
+        sentence = f"TierCheck does not look after this pod: {why}."
+        log.warning("%s/%s: %s", namespace, _named(pod), sentence)
+        return refused(pod, sentence), sentence
+
+    async def _attached(self, namespace: str, pod: Mapping[str, Any], policy: str) -> dict[str, Any]:
+        owner = find_owner(pod)
+        raw_owner = await self._read(owner.path(namespace))
+        if raw_owner is None:
+            raise Unattachable(f"there is no {owner.kind} {owner.name}")
+        seat = find_seat(pod, owner, raw_owner)
+        job = await self._job(namespace, owner)
+        if job is None:
+            found = await self._read(POLICIES.format(namespace=namespace, name=policy))
+            if found is None:
+                raise Unattachable(f"there is no TierCheckPolicy {policy} in namespace {namespace}")
+            spec = found.get("spec") or {}
+            attachment = attachment_of(pod, owner, seat, policy, spec.get("procsPerWorker"))
+            job = attached_job(namespace, attachment, spec)
+        else:
+            # The job has it already; what pods of one job agree on must not depend on when they came.
+            attach = job["spec"]["attach"]
+            procs, workers = int(job["spec"]["procsPerWorker"]), int(job["spec"]["workers"])
+            attachment = Attachment(owner, attach.get("policy") or policy, attach["container"], workers, procs)
+        return inject(pod, attachment, seat, job, self._image)
+
+    async def _job(self, namespace: str, owner: Owner) -> Mapping[str, Any] | None:
+        """The owner's job, if it exists; one of an earlier owner of the same name does not count."""
+        path = (JOBS + "/{name}").format(namespace=namespace, name=job_name(owner))
+        found = await self._read(path)
+        attach = ((found or {}).get("spec") or {}).get("attach") or {}
+        return found if (attach.get("owner") or {}).get("uid") == owner.uid else None
+
+    async def _read(self, path: str) -> Mapping[str, Any] | None:
+        now = self._clock()
+        known = self._known.get(path)
+        if known is not None and known[0] > now and known[1] is not None:
+            return known[1]
+        self._known = {key: entry for key, entry in self._known.items() if entry[0] > now}
+        found = await self._kube.get(path)
+        self._known[path] = (now + _REMEMBERED, found)
+        return found
+
+
+def _named(pod: Mapping[str, Any]) -> str:
+    metadata = pod.get("metadata") or {}
+    return str(metadata.get("name") or metadata.get("generateName") or "?")

@@ -1,0 +1,91 @@
+"""Sees to it that every owner with attached pods has its TierCheckJob. Pods say all that is needed, so nothing is remembered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterable
+
+from tiercheck_operator.attach.admission import POLICIES
+from tiercheck_operator.attach.injection import Attachment, attached_job
+from tiercheck_operator.controller.observation import PodView
+from tiercheck_operator.event_posting import ObjectEvents
+from tiercheck_operator.kube import JOBS, ApiFailure, Kube
+
+log = logging.getLogger(__name__)
+
+_BACKOFF = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+class Adoption:
+    """`pod_seen` for every pod that a watch shows. `has_job` tells whether the job of an owner's UID is known, `pods_of` what
+    pods there still are of it."""
+
+    def __init__(self, kube: Kube, has_job: Callable[[str], bool], pods_of: Callable[[str], Iterable[PodView]]) -> None:
+        self._kube, self._has_job, self._pods_of = kube, has_job, pods_of
+        self._events = ObjectEvents(kube)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def pod_seen(self, pod: PodView) -> None:
+        if not pod.attached:
+            return
+        try:
+            attachment = Attachment.from_json(pod.attached)
+        except ValueError as error:
+            log.warning("%s/%s: %s", pod.namespace, pod.name, error)
+            return
+        uid = attachment.owner.uid
+        if pod.job_uid != uid or self._has_job(uid) or uid in self._tasks:
+            return
+        self._tasks[uid] = asyncio.create_task(self._make(pod.namespace, attachment), name=f"adopt {uid}")
+        self._tasks[uid].add_done_callback(lambda _: self._tasks.pop(uid, None))
+
+    async def stop(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _make(self, namespace: str, attachment: Attachment) -> None:
+        """Again and again until the job is there or nobody needs it: the pods cannot start without its Secret."""
+        owner, failures = attachment.owner, 0
+        while not self._has_job(owner.uid) and any(self._pods_of(owner.uid)):
+            try:
+                await self._try(namespace, attachment)
+                failures = 0
+            except ApiFailure as error:
+                log.warning("%s/%s: no job for %s: %s", namespace, owner.name, owner.kind, error)
+                if error.refused or error.not_found:
+                    about = {"apiVersion": owner.api_version, "kind": owner.kind, "name": owner.name, "uid": owner.uid}
+                    await self._events.warn({**about, "namespace": namespace}, "NotAttached", str(error))
+                failures += 1
+            await asyncio.sleep(_BACKOFF[min(failures, len(_BACKOFF) - 1)] if failures else _BACKOFF[-1])
+
+    async def _try(self, namespace: str, attachment: Attachment) -> None:
+        owner = attachment.owner
+        # Anybody may write annotations: an owner that is not there, or is another one, gets no job.
+        raw = await self._kube.get(owner.path(namespace))
+        if raw is None or raw["metadata"]["uid"] != owner.uid:
+            raise ApiFailure(404, f"{owner.kind} {owner.name} of its pods is gone")
+        policy = await self._kube.get(POLICIES, namespace=namespace, name=attachment.policy)
+        if policy is None:
+            raise ApiFailure(404, f"there is no TierCheckPolicy {attachment.policy} in namespace {namespace} any more")
+        job = attached_job(namespace, attachment, policy.get("spec") or {})
+        try:
+            await self._kube.create(JOBS, job, namespace=namespace)
+        except ApiFailure as error:
+            if not error.conflict:
+                raise
+            name = job["metadata"]["name"]
+            known = await self._kube.get(JOBS + "/{name}", namespace=namespace, name=name)
+            attach = ((known or {}).get("spec") or {}).get("attach") or {}
+            if known is not None and (attach.get("owner") or {}).get("uid") != owner.uid:
+                # Of an earlier owner of the same name, and goes with it; or somebody's own.
+                raise ApiFailure(
+                    422, f"TierCheckJob {name} belongs to another owner; if it stays, remove or rename it"
+                ) from error
+        else:
+            log.info("%s/%s: made for %s %s", namespace, job["metadata"]["name"], owner.kind, owner.name)

@@ -1,0 +1,190 @@
+"""A pod of another controller becomes a worker: the same sidecar, volumes and launcher as in pods of our own. Pure."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tiercheck.protocol import names
+from tiercheck_operator.attach.owners import Owner, Seat, Unattachable
+from tiercheck_operator.controller.observation import JobView
+from tiercheck_operator.controller.parsing import parse_job
+from tiercheck_operator.manifests.pod import equip
+
+_KNOWN_CONTAINERS = (names.TRAINER_CONTAINER, "pytorch", "node")
+"""Where the command is if nothing is said: as in a TierCheckJob, in a PyTorchJob, in a TrainJob's runtimes."""
+_LONGEST_NAME = 40
+_DEFAULT_GRACE, _GRACE_WITH_REMOTE = 30, 300
+_PROCS = "PET_NPROC_PER_NODE"
+_FROM_POLICY = ("topology", "checkpoint", "tiers", "restore", "failurePolicy")
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """What a pod was attached to, as written on it: all that is needed to make its job."""
+
+    owner: Owner
+    policy: str
+    container: str
+    workers: int
+    procs_per_worker: int
+
+    def to_json(self) -> str:
+        owner = self.owner
+        return json.dumps(
+            {
+                "owner": {"apiVersion": owner.api_version, "kind": owner.kind, "name": owner.name, "uid": owner.uid},
+                "policy": self.policy, "container": self.container, "workers": self.workers,
+                "procsPerWorker": self.procs_per_worker,
+            },
+            separators=(",", ":"),
+        )  # fmt: skip
+
+    @staticmethod
+    def from_json(text: str) -> Attachment:
+        """Raises ValueError if it was not written by `to_json`."""
+        try:
+            raw = json.loads(text)
+            owner = raw["owner"]
+            return Attachment(
+                Owner(owner["apiVersion"], owner["kind"], owner["name"], owner["uid"]),
+                str(raw["policy"]), str(raw["container"]), int(raw["workers"]), int(raw["procsPerWorker"]),
+            )  # fmt: skip
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not an attachment: {error}") from error
+
+
+def job_name(owner: Owner) -> str:
+    """The name of the owner's TierCheckJob: known before the job is, and the same again for an owner of the same name."""
+    plain = f"{owner.kind.lower()}-{owner.name}"
+    if len(plain) <= _LONGEST_NAME and re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", plain):
+        return plain
+    digest = hashlib.sha256(plain.encode()).hexdigest()[:8]
+    readable = re.sub(r"[^-a-z0-9]", "-", plain)[: _LONGEST_NAME - 9].rstrip("-")
+    return f"{readable}-{digest}"
+
+
+def attached_job(namespace: str, attachment: Attachment, policy: Mapping[str, Any]) -> dict[str, Any]:
+    """The TierCheckJob of an owner. `policy`: the spec of its TierCheckPolicy."""
+    owner = attachment.owner
+    reference = {"apiVersion": owner.api_version, "kind": owner.kind, "name": owner.name, "uid": owner.uid}
+    return {
+        "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
+        "kind": names.KIND,
+        "metadata": {
+            "name": job_name(owner),
+            "namespace": namespace,
+            "ownerReferences": [{**reference, "controller": False, "blockOwnerDeletion": False}],
+        },
+        "spec": {
+            "workers": attachment.workers,
+            "procsPerWorker": attachment.procs_per_worker,
+            "attach": {"owner": reference, "container": attachment.container, "policy": attachment.policy},
+            **{field: copy.deepcopy(policy[field]) for field in _FROM_POLICY if field in policy},
+        },
+    }
+
+
+def attachment_of(pod: Mapping[str, Any], owner: Owner, seat: Seat, policy: str, procs: int | None) -> Attachment:
+    """`procs`: processes per worker by the policy; None: what the pod says. Raises Unattachable."""
+    container = _trainer(pod)
+    return Attachment(owner, policy, container["name"], seat.workers, procs or _procs(container))
+
+
+def injected(pod: Mapping[str, Any]) -> bool:
+    """Whether the pod is attached already, by this webhook or an earlier round of it."""
+    annotations = (pod.get("metadata") or {}).get("annotations") or {}
+    containers = (pod.get("spec") or {}).get("initContainers") or []
+    return names.ANNOTATION_ATTACHED in annotations and any(
+        c.get("name") == names.SIDECAR_CONTAINER for c in containers
+    )
+
+
+def inject(
+    pod: Mapping[str, Any], attachment: Attachment, seat: Seat, job: Mapping[str, Any], sidecar_image: str
+) -> dict[str, Any]:
+    """The pod as a worker of `job`, a TierCheckJob as the API has it. Raises Unattachable."""
+    new: dict[str, Any] = copy.deepcopy(dict(pod))
+    view = _view(job, attachment)
+    spec = new["spec"]
+    _check_names(spec)
+    if view.spec.remote is not None and spec.get("terminationGracePeriodSeconds", _DEFAULT_GRACE) == _DEFAULT_GRACE:
+        # The API server's default is not the user's wish; the sidecar may still have to upload when the trainers have ended.
+        spec["terminationGracePeriodSeconds"] = _GRACE_WITH_REMOTE
+    equip(view, str(seat.worker), spec, attachment.container, sidecar_image)
+    metadata = new["metadata"]
+    metadata["labels"] = {
+        **(metadata.get("labels") or {}),
+        names.LABEL_JOB: view.name,
+        names.LABEL_JOB_UID: view.identity,
+        names.LABEL_WORKER: str(seat.worker),
+    }
+    metadata["annotations"] = {**(metadata.get("annotations") or {}), names.ANNOTATION_ATTACHED: attachment.to_json()}
+    return new
+
+
+def refused(pod: Mapping[str, Any], sentence: str) -> dict[str, Any]:
+    """The pod as it is, with the reason written on it for whoever looks."""
+    new: dict[str, Any] = copy.deepcopy(dict(pod))
+    metadata = new.setdefault("metadata", {})
+    metadata["annotations"] = {**(metadata.get("annotations") or {}), names.ANNOTATION_NOT_ATTACHED: sentence}
+    return new
+
+
+def _view(job: Mapping[str, Any], attachment: Attachment) -> JobView:
+    """Of a job that may not exist yet."""
+    metadata = {"uid": "", **job["metadata"]}
+    try:
+        return parse_job({**job, "metadata": metadata})
+    except (KeyError, TypeError, ValueError) as error:
+        raise Unattachable(f"TierCheckPolicy {attachment.policy} cannot be understood: {error}") from error
+
+
+def _trainer(pod: Mapping[str, Any]) -> Mapping[str, Any]:
+    containers = (pod.get("spec") or {}).get("containers") or []
+    by_name = {str(entry.get("name")): entry for entry in containers}
+    named = ((pod.get("metadata") or {}).get("annotations") or {}).get(names.ANNOTATION_CONTAINER)
+    if named:
+        found = by_name.get(named)
+        if found is None:
+            raise Unattachable(f"the pod has no container named {named!r}, which {names.ANNOTATION_CONTAINER} names")
+    else:
+        found = next((by_name[name] for name in _KNOWN_CONTAINERS if name in by_name), None)
+        if found is None and len(containers) == 1:
+            found = containers[0]
+        if found is None:
+            raise Unattachable(
+                f"it is not clear which container trains; name it in the annotation {names.ANNOTATION_CONTAINER} of the pod template"
+            )
+    if not found.get("command"):
+        raise Unattachable(
+            f"container {found.get('name')!r} has no command; set `command` in the pod template, because the entry point of the "
+            "image cannot be seen from here and so cannot be started by TierCheck's launcher"
+        )
+    return dict(found)
+
+
+def _procs(container: Mapping[str, Any]) -> int:
+    for entry in container.get("env") or []:
+        if entry.get("name") == _PROCS and str(entry.get("value") or "").isdigit():
+            return max(1, int(entry["value"]))
+        if entry.get("name") == _PROCS:
+            raise Unattachable(
+                f"{_PROCS} is {entry.get('value') or 'not a plain value'!r}; set spec.procsPerWorker of the TierCheckPolicy, "
+                "because ranks must be known before they start"
+            )
+    return 1
+
+
+def _check_names(spec: Mapping[str, Any]) -> None:
+    for field in ("containers", "initContainers", "volumes"):
+        for entry in spec.get(field) or []:
+            if str(entry.get("name")).startswith("tiercheck-"):
+                raise Unattachable(
+                    f"{field} of the pod: the name {entry['name']!r} is taken by TierCheck; choose another"
+                )

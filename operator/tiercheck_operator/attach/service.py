@@ -1,0 +1,58 @@
+"""Attach mode as one thing for the operator to start, to tell of pods, and to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from tiercheck_operator.attach.admission import Admission
+from tiercheck_operator.attach.adoption import Adoption
+from tiercheck_operator.attach.trust import Trust
+from tiercheck_operator.attach.webhook import Webhook
+from tiercheck_operator.config import Config
+from tiercheck_operator.controller.observation import PodView
+from tiercheck_operator.kube import Kube
+
+
+class AttachService:
+    """Does nothing if the webhook is not configured. Every replica answers the API server, only the leading one makes jobs.
+
+    `kube` writes only while this replica leads, `always` at any time. `has_job` and `pods_of` are asked with the UID of an owner.
+    """
+
+    def __init__(
+        self,
+        kube: Kube,
+        always: Kube,
+        config: Config,
+        has_job: Callable[[str], bool],
+        pods_of: Callable[[str], Iterable[PodView]],
+    ) -> None:
+        self._always = always
+        self._webhook: Webhook | None = None
+        self._adoption: Adoption | None = None
+        if config.webhook is not None:
+            settings = config.webhook
+            trust = Trust(always, settings.secret, settings.configuration, settings.hosts)
+            admission = Admission(always, config.sidecar_image)
+            self._webhook = Webhook(settings.host, settings.port, trust, admission)
+            self._adoption = Adoption(kube, has_job, pods_of)
+
+    def start(self) -> None:
+        if self._webhook is not None:
+            self._webhook.start()
+
+    def pod_seen(self, pod: PodView | None) -> None:
+        """For every pod of a job, while this replica leads."""
+        if self._adoption is not None and pod is not None:
+            self._adoption.pod_seen(pod)
+
+    async def cease(self) -> None:
+        """This replica leads no more."""
+        if self._adoption is not None:
+            await self._adoption.stop()
+
+    async def stop(self) -> None:
+        await self.cease()
+        if self._webhook is not None:
+            await self._webhook.stop()
+        self._always.close()

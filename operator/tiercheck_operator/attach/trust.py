@@ -1,0 +1,122 @@
+"""The webhook's certificate, and that the API server trusts it: made, shared by replicas and renewed without anybody's help.
+
+The Secret is the one truth. Every replica looks at it now and then, makes it if it is missing, renews it when two thirds of its life
+are over, and sees to it that the webhook configuration names its authorities. A renewed Secret keeps the last authority too, and a
+replica shows a new certificate only after it found the configuration to name the new authority, so that no call fails in between.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Any
+
+from cryptography import x509
+
+from tiercheck_operator.certificates import issue_pair
+from tiercheck_operator.kube import CORE, ApiFailure, Kube
+
+CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/{name}"
+_SECRETS = CORE + "/secrets"
+_LIFETIME = datetime.timedelta(days=90)
+_END = b"-----END CERTIFICATE-----\n"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What the Secret holds, PEM. `authorities`: the newest first, then the one before it."""
+
+    authorities: bytes
+    certificate: bytes
+    key: bytes
+
+
+def renewed(current: Bundle | None, hosts: Sequence[str], now: datetime.datetime) -> Bundle | None:
+    """The bundle that should take the place of `current`; None: it is good for long enough."""
+    if current is not None and _good(current, hosts, now):
+        return None
+    pair = issue_pair("tiercheck webhook", hosts, _LIFETIME, now)
+    last = current.authorities.partition(_END) if current is not None else (b"", b"", b"")
+    return Bundle(pair.ca + last[0] + last[1], pair.certificate, pair.key)
+
+
+def _good(bundle: Bundle, hosts: Sequence[str], now: datetime.datetime) -> bool:
+    try:
+        certificate = x509.load_pem_x509_certificate(bundle.certificate)
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (ValueError, x509.ExtensionNotFound):
+        return False
+    left = certificate.not_valid_after_utc - now
+    covered = {*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))}
+    return left > _LIFETIME / 3 and {_plain(host) for host in hosts} <= covered
+
+
+def _plain(host: str) -> str:
+    try:
+        return str(ip_address(host))
+    except ValueError:
+        return host
+
+
+class Trust:
+    """For one replica. `secret`: namespace and name; `configuration`: the MutatingWebhookConfiguration; `hosts`: our names."""
+
+    def __init__(self, kube: Kube, secret: tuple[str, str], configuration: str, hosts: Sequence[str]) -> None:
+        self._kube, self._secret, self._configuration, self._hosts = kube, secret, configuration, hosts
+
+    async def establish(self, now: datetime.datetime) -> tuple[Bundle, bool]:
+        """The bundle to show, and whether the API server has had time to hear of its authority. Raises ApiFailure."""
+        namespace, name = self._secret
+        raw = await self._kube.get(_SECRETS + "/{name}", namespace=namespace, name=name)
+        current = None if raw is None else _parsed(raw)
+        wanted = renewed(current, self._hosts, now)
+        if wanted is not None:
+            body = _secret(namespace, name, wanted)
+            if raw is None:
+                await self._kube.create(_SECRETS, body, namespace=namespace)
+            else:
+                # With the version that was read: of two replicas one fails here, and takes the other's next time.
+                body["metadata"]["resourceVersion"] = raw["metadata"]["resourceVersion"]
+                await self._kube.replace(_SECRETS + "/{name}", body, namespace=namespace, name=name)
+        bundle = wanted or current
+        assert bundle is not None
+        return bundle, await self._announced(bundle)
+
+    async def _announced(self, bundle: Bundle) -> bool:
+        """Whether the configuration named the bundle's authorities already; it does afterwards."""
+        raw = await self._kube.get(CONFIGURATION, name=self._configuration)
+        if raw is None:
+            raise ApiFailure(404, f"there is no MutatingWebhookConfiguration {self._configuration}")
+        text = base64.b64encode(bundle.authorities).decode()
+        stale = [hook for hook in raw.get("webhooks") or [] if (hook.get("clientConfig") or {}).get("caBundle") != text]
+        if not stale:
+            return True
+        for hook in stale:
+            hook["clientConfig"]["caBundle"] = text
+        await self._kube.replace(CONFIGURATION, raw, name=self._configuration)
+        return False
+
+
+def _secret(namespace: str, name: str, bundle: Bundle) -> dict[str, Any]:
+    data = {"ca.crt": bundle.authorities, "tls.crt": bundle.certificate, "tls.key": bundle.key}
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "kubernetes.io/tls",
+        "metadata": {"name": name, "namespace": namespace, "labels": {"app.kubernetes.io/managed-by": "tiercheck"}},
+        "data": {key: base64.b64encode(value).decode() for key, value in data.items()},
+    }
+
+
+def _parsed(raw: Mapping[str, Any]) -> Bundle | None:
+    """None if it is not usable, so that it is made anew."""
+    data = raw.get("data") or {}
+    try:
+        parts = [base64.b64decode(data[key], validate=True) for key in ("ca.crt", "tls.crt", "tls.key")]
+    except (KeyError, binascii.Error):
+        return None
+    return Bundle(*parts)
