@@ -307,6 +307,12 @@ def test_gpus_that_all_complain_at_once_move_nobody() -> None:
     assert set(world.pods) == pods
 
 
+def test_bus_error_comes_with_the_advice_that_usually_helps() -> None:
+    world = running_world()
+    world.crash(1, code=135, reason="Signalled")
+    assert "/dev/shm" in recovered(world)["message"]
+
+
 # How restarts are counted.
 
 
@@ -511,6 +517,13 @@ def test_lost_rack_is_called_by_its_name() -> None:
     assert summary["cause"] == "DomainLost"
     assert summary["message"].startswith(f"rack r0 lost: workers {workers[0]}, {workers[1]}")
     assert (world.status.crashes, world.status.disruptions) == (0, 1)
+
+
+def test_rule_on_lost_nodes_means_those_of_a_lost_rack_as_well() -> None:
+    world = running_world(rules=rules(on_reasons("nodes", "Restart", "NodeLost")))
+    lose(world, "n00", "n01")
+    summary = recovered(world)
+    assert (summary["cause"], summary["rule"]) == ("DomainLost", "nodes")
 
 
 def test_one_lost_node_of_a_rack_is_a_lost_node() -> None:

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from world_in_memory import REMOTE, World, make_spec
 
 from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.report import RankFailure
 from tiercheck.protocol.version import Version
+from tiercheck_operator.controller.failure_spec import HangSpec
+from tiercheck_operator.controller.observation import ContainerView
 from tiercheck_operator.controller.record import render_record
 
 RACK = "topology.kubernetes.io/rack"
@@ -20,6 +23,7 @@ _FAULTS = st.tuples(
         [
             *("crash", "evict", "vanish", "node", "rack", "all", "silent", "remote", "revive"),
             *("skip", "diverge", "replay", "copies", "parity"),
+            *("hang", "gpu", "oom", "sidecar"),
             *("cut", "deaf", "closed", "mend", "leave", "stay"),
             *("cordon", "label"),
         ]
@@ -45,6 +49,23 @@ def _strike(world: World, fault: str, target: int) -> None:
         case "evict":
             for uid in worker_pods:
                 world.evict(uid)
+        case "hang":
+            if world.status.recovery is None and world.status.attempt:
+                world.hung = (world.status.attempt, target)
+                world.crashes += 1
+        case "gpu":
+            sidecar = world.live_sidecar(target)
+            if sidecar is not None and world.crash(target):
+                said = RankFailure(target, "GPUFault", "RuntimeError: CUDA error: uncorrectable ECC error", 1)
+                sidecar.trainer = replace(sidecar.trainer, failure=said)
+                world.crashes += 1  # if several say so at once
+        case "oom":
+            if world.crash(target, code=137, reason="OOMKilled"):
+                world.crashes += 1
+        case "sidecar":
+            for uid in worker_pods:
+                ended = ContainerView(world.pods[uid].sidecar.restarts + 1, "Error", world.now, 137)
+                world.pods[uid] = replace(world.pods[uid], sidecar=ended)
         case "vanish":
             for uid in worker_pods:
                 world._gone(uid)
@@ -113,7 +134,8 @@ def _heal(world: World) -> None:
 def test_job_survives_any_faults_with_everything_committed(
     faults: list[tuple[int, str, int]], kills: dict[int, int], shape: dict[str, object]
 ) -> None:
-    world = World(make_spec(remote=REMOTE, max_restarts=1000, rollback_after=3, **shape))
+    hang = HangSpec(factor=2, least=8.0)
+    world = World(make_spec(remote=REMOTE, max_restarts=1000, rollback_after=3, hang=hang, **shape))
     world.pulses = True
     moment = 0
     kept: Version | None = None
@@ -138,6 +160,7 @@ def test_job_survives_any_faults_with_everything_committed(
     for _ in range(30):
         tick()
     _heal(world)
+    world.hung = None
     for _ in range(250):
         tick()
         if world.status.phase == "Running" and world.status.recovery is None:

@@ -14,6 +14,10 @@ COLLECTIVE_FAILED = "CollectiveFailed"
 CONTAINER_RESTARTED = "ContainerRestarted"
 _ECHOES = {1, 134, 143}
 """Exit codes that a rank has whose partner is gone: an exception, the abort of a collective's watchdog, SIGTERM."""
+_HINTS = {
+    135: "A bus error is most often a full /dev/shm: mount an emptyDir with medium Memory there in spec.template.",
+}
+"""What is worth knowing about an exit code."""
 _ECHO_SECONDS = 5.0
 """Ends that are so close to the first one may be its cause as well: the nodes' clocks differ."""
 _CLOCK = 2.0
@@ -76,6 +80,8 @@ def describe_exit(report: Report, pod: PodView | None = None) -> str:
         return _out_of_memory(report, pod, code)[:1000]
     reason = f" ({trainer.reason})" if trainer.reason else ""
     detail = f": {trainer.message}" if trainer.message else ""
+    if trainer.exit_code in _HINTS:
+        detail = f"{detail or '.'} {_HINTS[trainer.exit_code]}"
     if trainer.failure is not None:
         said = trainer.failure
         own = f" (exit code {said.exit_code})" if said.exit_code not in (0, 1, trainer.exit_code) else ""

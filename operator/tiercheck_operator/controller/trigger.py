@@ -163,7 +163,10 @@ def _lost_members(obs: Observation, membership: Membership) -> Trigger:
     told = [domain.message] if domain is not None else []
     facts = Facts(
         None,
-        tuple(dict.fromkeys(loss.pod.disruption for loss in losses if loss.pod is not None and loss.pod.disruption)),
+        (
+            *(loss.cause.value for loss in losses),  # a rule on lost nodes means those of a lost rack as well
+            *(loss.pod.disruption for loss in losses if loss.pod is not None and loss.pod.disruption),
+        ),
         tuple(dict.fromkeys(node for node in map(_node_of, losses) if node)),
     )
     return Trigger(cause, "; ".join([*told, _summary(losses)]), min(times, default=None), merged(NO_FACTS, facts))
