@@ -9,6 +9,7 @@ from typing import TypeVar
 from tiercheck_operator.controller.node_signs import NO_SETTINGS, NodeSigns, parse_signs
 from tiercheck_operator.controller.observation import Patience
 from tiercheck_operator.election.candidate import Terms
+from tiercheck_operator.manifests.node_memory import NodeMemory, absolute_path
 
 T = TypeVar("T")
 
@@ -60,6 +61,7 @@ class Config:
     """How late a watch may be before it counts as deaf."""
     stuck_seconds: float = 300.0
     """How long one reconcile may take before the process counts as ill."""
+    node_memory: NodeMemory = field(default_factory=NodeMemory)
     log_level: str = "INFO"
     signs: NodeSigns = NO_SETTINGS
     """Which nodes are to be left."""
@@ -90,6 +92,10 @@ class Config:
             watch_check_seconds=_number(env, "TIERCHECK_WATCH_CHECK_SECONDS", default.watch_check_seconds),
             watch_grace_seconds=_number(env, "TIERCHECK_WATCH_GRACE_SECONDS", default.watch_grace_seconds),
             stuck_seconds=_number(env, "TIERCHECK_STUCK_SECONDS", default.stuck_seconds),
+            node_memory=NodeMemory(
+                path=_parsed(env, "TIERCHECK_NODE_MEMORY_PATH", NodeMemory.path, absolute_path),
+                keep_seconds=_number(env, "TIERCHECK_NODE_MEMORY_KEEP_SECONDS", NodeMemory.keep_seconds),
+            ),
             log_level=env.get("TIERCHECK_LOG_LEVEL") or default.log_level,
             signs=_signs(env),
             webhook=_webhook(env),
@@ -100,6 +106,7 @@ class Config:
                 suspect=_number(env, "TIERCHECK_SUSPECT_SECONDS", patience.suspect),
                 silent=_number(env, "TIERCHECK_SILENT_SECONDS", patience.silent),
                 unschedulable=_number(env, "TIERCHECK_UNSCHEDULABLE_SECONDS", patience.unschedulable),
+                capacity=_number(env, "TIERCHECK_CAPACITY_SECONDS", patience.capacity),
                 suspend=_number(env, "TIERCHECK_SUSPEND_SECONDS", patience.suspend),
                 flush=_number(env, "TIERCHECK_FLUSH_SECONDS", patience.flush),
                 relocate=_number(env, "TIERCHECK_RELOCATE_SECONDS", patience.relocate),

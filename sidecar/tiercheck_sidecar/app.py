@@ -7,6 +7,7 @@ import logging
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 from aiohttp import web
@@ -22,6 +23,7 @@ from tiercheck_sidecar.coordinator import Coordinator
 from tiercheck_sidecar.exchange.handshake import Identity
 from tiercheck_sidecar.exchange.pulse import Pulse
 from tiercheck_sidecar.exchange.server import ExchangeServer
+from tiercheck_sidecar.node_memory import Claim, sweep_job
 from tiercheck_sidecar.offload import Offloader
 from tiercheck_sidecar.parity.holder import ParityHolder
 from tiercheck_sidecar.parity.sender import ParitySender
@@ -46,7 +48,7 @@ class Sidecar:
     def __init__(self, config: SidecarConfig) -> None:
         self.config = config
         self.board = Board(config)
-        self.vault = Vault(config.memory_dir, config.memory_limit, config.ranks, self.board.bump)
+        self.vault = Vault(config.vault_dir, config.memory_limit, config.ranks, self.board.bump)
         self.reporter = Reporter(self.board, self.vault)
         self.socket = TrainerSocket(self.board, self.vault)
         self.reclaimer = Reclaimer(self.board, self.vault)
@@ -72,7 +74,7 @@ class Sidecar:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         await self._serve(self._health(), self.config.metrics_port, secure=False)
-        await asyncio.to_thread(self.vault.open)
+        await asyncio.to_thread(self._open_memory)
         self.socket.start()
         self.exchange.start()
         for name, loop_body in self._loops():
@@ -93,8 +95,31 @@ class Sidecar:
         self.offloader.close()
         for runner in self._runners:
             await runner.cleanup()
+        if self._claim is not None and self._over:
+            self._claim.discard()
 
     _ready = False
+    _claim: Claim | None = None
+
+    def _open_memory(self) -> None:
+        config = self.config
+        if config.node_memory_keep is not None:
+            self._claim = Claim(config.vault_dir, config.worker, time.time())
+            # A spare is nobody's next pod.
+            adopted = self._claim.adopt() if config.worker != SPARE else 0
+            log.info("%d slots of earlier pods of this worker lie in the node's memory", adopted)
+        self.vault.open()
+
+    def _sweep(self) -> None:
+        """What moved workers of this job left on this node."""
+        keep = self.config.node_memory_keep
+        while keep is not None and not self.board.stopping:
+            sweep_job(self.config.memory_dir, keep, time.time())
+            self.board.wait_until(lambda: False, max(1.0, keep / 4))
+
+    @property
+    def _over(self) -> bool:
+        return self.board.directive is not None and self.board.directive.phase is Phase.FINISH
 
     def _loops(self) -> list[tuple[str, Callable[[], None]]]:
         return [
@@ -107,6 +132,7 @@ class Sidecar:
             ("coordinate", self.coordinator.run),
             ("offload", self.offloader.run),
             ("tiers", self.tiers.run),
+            ("sweep", self._sweep),
             ("pulse", self.pulse.run),
         ]
 
@@ -114,6 +140,8 @@ class Sidecar:
         log.info("this spare is worker %d from now on", config.worker)
         self.vault.ranks = config.ranks
         self.identity.worker = config.worker
+        if self._claim is not None:
+            self._claim.identify(config.worker)
 
     def _acknowledged(self) -> list[tuple[int, frozenset[Artifact]]]:
         return [*self.replicator.acknowledged(), *self.parity.acknowledged()]

@@ -41,6 +41,8 @@ class SidecarConfig:
     token: str
     remote_credentials_dir: Path | None = None
     """Where the Secret with the remote tier's credentials is mounted; None: there is none."""
+    node_memory_keep: float | None = None
+    """The memory is the node's, not the pod's: seconds that what dead pods left there is kept. None: it is the pod's."""
     grace: int = 30
     """Seconds between SIGTERM and SIGKILL, by the pod's terminationGracePeriodSeconds."""
     control_port: int = names.CONTROL_PORT
@@ -54,6 +56,11 @@ class SidecarConfig:
             return ()
         first = self.worker * self.procs_per_worker
         return tuple(range(first, first + self.procs_per_worker))
+
+    @property
+    def vault_dir(self) -> Path:
+        """Where the slots are: in the node's memory in a folder of this pod's own."""
+        return self.memory_dir if self.node_memory_keep is None else self.memory_dir / self.pod_uid
 
     @property
     def flush_seconds(self) -> float:
@@ -89,6 +96,9 @@ class SidecarConfig:
             remote=env.get(names.ENV_REMOTE) or None,
             token=token,
             remote_credentials_dir=Path(text) if (text := env.get(names.ENV_REMOTE_CREDENTIALS_DIR)) else None,
+            node_memory_keep=float(_number(env, names.ENV_NODE_MEMORY_KEEP))
+            if env.get(names.ENV_NODE_MEMORY_KEEP)
+            else None,
             grace=_number(env, names.ENV_GRACE_SECONDS) if env.get(names.ENV_GRACE_SECONDS) else SidecarConfig.grace,
         )
 

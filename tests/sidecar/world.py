@@ -94,6 +94,9 @@ class World:
         self.remote: str | None = None
         self.spares: set[int] = set()
         """Workers whose sidecar is started as a spare, which learns who it is."""
+        self.node_memory = False
+        """Whether memory is the node's: each worker has a node of its own."""
+        self.pods = {worker: f"pod-{worker}" for worker in range(workers)}
         self.history = History()
         self.base: Version | None = None
         self.attempt = 0
@@ -121,13 +124,15 @@ class World:
             names.ENV_JOB_UID: JOB_UID,
             names.ENV_WORKER: names.SPARE_WORKER if worker in self.spares else str(worker),
             names.ENV_PROCS_PER_WORKER: str(self.procs),
-            names.ENV_POD_UID: f"pod-{worker}",
+            names.ENV_POD_UID: self.pods[worker],
             names.ENV_POD_IP: self.host(worker),
             names.ENV_MEMORY_DIR: str(self.memory_dir(worker)),
             names.ENV_MEMORY_LIMIT: str(self.limit),
             names.ENV_RUN_DIR: str(self.run_dir(worker)),
             names.ENV_CREDENTIALS_DIR: str(self.root / "credentials"),
         }
+        if self.node_memory:
+            env[names.ENV_NODE_MEMORY_KEEP] = "3600"
         if self.remote:
             env[names.ENV_REMOTE] = self.remote
         return env

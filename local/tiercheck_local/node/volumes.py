@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,9 @@ from typing import Any
 from tiercheck_local.node.environment import BadReference, Lookup, PodFacts, field
 
 Object = Mapping[str, Any]
+
+_NODE_MEMORY = ("/dev/shm", "/run")
+"""Where a Linux node has a tmpfs."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,13 @@ class Roots:
     def of_pod(self, uid: str) -> tuple[Path, Path]:
         """Memory and scratch folder of one pod."""
         return self.memory / uid[:13], self.scratch / uid[:13]
+
+    def on_node(self, path: Path) -> Path:
+        """Where a hostPath lies. The nodes share this machine's disk, but each has a memory of its own, gone when it is killed."""
+        in_memory = any(path.is_relative_to(place) for place in _NODE_MEMORY)
+        if not in_memory or path.is_relative_to(tempfile.gettempdir()):
+            return path
+        return self.memory / "node" / path.relative_to("/")
 
     def remove(self, uid: str) -> None:
         for folder in self.of_pod(uid):
@@ -66,7 +77,7 @@ def _prepare(volume: Object, facts: PodFacts, roots: Roots, lookup: Lookup) -> P
             folder = memory / volume["name"]
         folder.mkdir(parents=True, exist_ok=True)
     elif "hostPath" in volume:
-        folder = Path(volume["hostPath"]["path"])
+        folder = roots.on_node(Path(volume["hostPath"]["path"]))
         if volume["hostPath"].get("type") == "DirectoryOrCreate":
             folder.mkdir(parents=True, exist_ok=True)
         elif not folder.exists():

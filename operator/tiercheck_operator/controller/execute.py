@@ -88,12 +88,12 @@ class Executor:
             case SavePlacement(placement):
                 await self._belongings.save_placement(job, placement)
             case CreatePod(worker, incarnation, avoid, prefer):
-                image = job.sidecar_image or self._config.sidecar_image
-                await self._create_pod(job, build_pod(job, worker, incarnation, avoid, image, prefer=prefer))
+                image, memory = job.sidecar_image or self._config.sidecar_image, self._config.node_memory
+                pod = build_pod(job, worker, incarnation, avoid, image, prefer=prefer, node_memory=memory)
+                await self._create_pod(job, pod)
             case CreateSpare(number, avoid):
-                await self._create_pod(
-                    job, build_spare(job, number, avoid, job.sidecar_image or self._config.sidecar_image)
-                )
+                image, memory = job.sidecar_image or self._config.sidecar_image, self._config.node_memory
+                await self._create_pod(job, build_spare(job, number, avoid, image, node_memory=memory))
             case Promote():
                 await self._promote(job, action)
             case DeletePod():

@@ -102,8 +102,20 @@ def replacements(
         if pause > 0:
             wait = pause if wait is None else min(wait, pause)
             continue
-        actions.append(CreatePod(worker, next_incarnation(obs, worker), avoid))
+        actions.append(CreatePod(worker, next_incarnation(obs, worker), avoid, _home(obs, membership, worker)))
     return actions + _removals(obs, membership), wait
+
+
+def _home(obs: Observation, membership: Membership, worker: int) -> str:
+    """Host name of the node where the worker's memory outlived its pod; empty: there is none, or it is not well."""
+    if not obs.job.spec.node_memory:
+        return ""
+    names = [loss.pod.node for loss in membership.losses if loss.worker == worker and loss.pod is not None]
+    saved = obs.placement.members if obs.placement is not None else ()
+    names += [member.node for member in saved if member.worker == worker]
+    name = next((entry for entry in names if entry), "")
+    node = obs.nodes.get(name)
+    return node.hostname if node is not None and not node.lost and name not in membership.suspects else ""
 
 
 def avoided(obs: Observation, membership: Membership) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from tiercheck.protocol.sizing import LONGEST_CADENCE
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.actions import Probe
+from tiercheck_operator.controller.capacity import shortage
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.membership import Membership
 from tiercheck_operator.controller.observation import Observation, PodView
@@ -39,14 +40,9 @@ def waiting_for_pods(obs: Observation, membership: Membership) -> Waiting | None
     missing = membership.missing(obs.job.spec.workers)
     if missing:
         return Waiting(conditions.WAITING_FOR_PODS, f"workers without a pod: {_some(missing)}", wake_after=1.0)
-    homeless = [pod for pod in membership.members.values() if pod.unschedulable_since is not None and pod.node is None]
-    if homeless:
-        return Waiting(
-            conditions.UNSCHEDULABLE,
-            f"{len(homeless)} of {obs.job.spec.workers} pods have no node. {homeless[0].name}: {homeless[0].message.rstrip('.')}. "
-            "Add nodes, or ask for less in spec.template or spec.workers.",
-            wake_after=obs.patience.unschedulable,
-        )
+    lack = shortage(obs, membership)
+    if lack is not None:
+        return Waiting(lack.reason, lack.message, wake_after=lack.wake_after)
     pending = [pod for pod in membership.members.values() if not pod.ip]
     if pending:
         said = next((f"; {pod.name}: {pod.message}" for pod in pending if pod.message), "")

@@ -16,6 +16,7 @@ from tiercheck_operator.controller.saving import EVERY_STEP, TURNED_OFF, saved
 from tiercheck_operator.controller.sidecar_ends import sidecar_ended
 from tiercheck_operator.controller.spares import SparesStanding, spares_standing
 from tiercheck_operator.controller.suspend import resumed
+from tiercheck_operator.manifests.node_memory import forbidden
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,9 @@ def _started(obs: Observation, record: JobRecord, findings: Findings) -> str | N
 
 def with_refusal(obs: Observation, record: JobRecord, sentence: str) -> JobRecord:
     """`record` when the API server refused what it needs: a person has to read why."""
-    wanted = _condition(conditions.PLACED, False, Finding(conditions.REFUSED, sentence))
+    advice = forbidden(obs.job, sentence)
+    finding = Finding(conditions.NODE_MEMORY_FORBIDDEN, advice) if advice else Finding(conditions.REFUSED, sentence)
+    wanted = _condition(conditions.PLACED, False, finding)
     phase = "Pending" if record.phase in ("", "Starting") else record.phase
     return replace(record, conditions=_merge(obs, record.conditions, [wanted]), phase=phase)
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck_operator.controller.observation import ANNOTATION_AVOIDED, JobView
 from tiercheck_operator.manifests import owned, remote_settings
+from tiercheck_operator.manifests.node_memory import NodeMemory, environment, memory_volume, node_volume, preparation
 from tiercheck_operator.planning.quantity import parse_quantity
 from tiercheck_operator.planning.topology import levels_from_spec, spread_level
 
@@ -28,6 +30,8 @@ _GRACE = 30
 _GRACE_WITH_REMOTE = 300
 """The same with a remote tier: when the trainers have ended, Kubernetes ends the sidecar, which may still have to upload."""
 
+_NODE_MEMORY = NodeMemory()
+
 _RESTRICTED: dict[str, Any] = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
@@ -37,20 +41,44 @@ _RESTRICTED: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class _Kit:
+    """What the operator's settings bring into every pod."""
+
+    image: str
+    node_memory: NodeMemory
+
+
 def build_pod(
-    job: JobView, worker: int, incarnation: int, avoid_nodes: Sequence[str], sidecar_image: str, *, prefer: str = ""
+    job: JobView,
+    worker: int,
+    incarnation: int,
+    avoid_nodes: Sequence[str],
+    sidecar_image: str,
+    *,
+    prefer: str = "",
+    node_memory: NodeMemory = _NODE_MEMORY,
 ) -> dict[str, Any]:
     """The pod of `worker`; it is not scheduled onto `avoid_nodes`, and onto `prefer` if that is possible (host names)."""
     labels = {names.LABEL_WORKER: str(worker), names.LABEL_INCARNATION: str(incarnation)}
     name = owned.pod_name(job, worker, incarnation)
-    return _build(job, name, labels, worker=str(worker), avoid_nodes=avoid_nodes, image=sidecar_image, prefer=prefer)
+    kit = _Kit(sidecar_image, node_memory)
+    return _build(job, name, labels, worker=str(worker), avoid_nodes=avoid_nodes, kit=kit, prefer=prefer)
 
 
-def build_spare(job: JobView, number: int, avoid_nodes: Sequence[str], sidecar_image: str) -> dict[str, Any]:
+def build_spare(
+    job: JobView,
+    number: int,
+    avoid_nodes: Sequence[str],
+    sidecar_image: str,
+    *,
+    node_memory: NodeMemory = _NODE_MEMORY,
+) -> dict[str, Any]:
     """A pod like a worker's, but for the identity, which it is given later."""
     labels = {names.LABEL_SPARE: str(number)}
     name = owned.spare_name(job, number)
-    return _build(job, name, labels, worker=names.SPARE_WORKER, avoid_nodes=avoid_nodes, image=sidecar_image)
+    kit = _Kit(sidecar_image, node_memory)
+    return _build(job, name, labels, worker=names.SPARE_WORKER, avoid_nodes=avoid_nodes, kit=kit)
 
 
 def _build(
@@ -60,7 +88,7 @@ def _build(
     *,
     worker: str,
     avoid_nodes: Sequence[str],
-    image: str,
+    kit: _Kit,
     prefer: str = "",
 ) -> dict[str, Any]:
     """`worker`: what the containers find in their environment."""
@@ -95,15 +123,16 @@ def equip(job: JobView, worker: str, spec: dict[str, Any], trainer: str, image: 
     `image`: the sidecar's."""
     spec["securityContext"] = _pod_security(spec)
     spec["initContainers"] = [
-        _library(spec, image),
-        _sidecar(job, worker, spec, image),
+        _library(spec, kit.image),
+        *([preparation(job, kit.node_memory, kit.image, _security(spec))] if job.spec.node_memory else []),
+        _sidecar(job, worker, spec, kit),
         *(spec.get("initContainers") or []),
     ]
     spec["containers"] = [
         _trainer(job, worker, entry) if entry.get("name") == trainer else entry
         for entry in spec.get("containers") or []
     ]
-    spec["volumes"] = [*(spec.get("volumes") or []), *_volumes(job)]
+    spec["volumes"] = [*(spec.get("volumes") or []), *_volumes(job, kit.node_memory)]
     spec.setdefault("topologySpreadConstraints", _soft_spread(job, spare=worker == names.SPARE_WORKER))
 
 
@@ -118,13 +147,14 @@ def _library(spec: Mapping[str, Any], image: str) -> dict[str, Any]:
     }
 
 
-def _sidecar(job: JobView, worker: str, spec: Mapping[str, Any], image: str) -> dict[str, Any]:
+def _sidecar(job: JobView, worker: str, spec: Mapping[str, Any], kit: _Kit) -> dict[str, Any]:
     size = parse_quantity(job.spec.size_limit)
     env = [
         *_identity(job, worker),
         {"name": names.ENV_CREDENTIALS_DIR, "value": names.CREDENTIALS_DIR},
         {"name": names.ENV_MEMORY_LIMIT, "value": str(size)},
         {"name": names.ENV_GRACE_SECONDS, "value": str(spec["terminationGracePeriodSeconds"])},
+        *(environment(kit.node_memory) if job.spec.node_memory else []),
     ]
     mounts = [
         {"name": "tiercheck-memory", "mountPath": names.MEMORY_DIR},
@@ -138,7 +168,7 @@ def _sidecar(job: JobView, worker: str, spec: Mapping[str, Any], image: str) -> 
         mounts.append({"name": remote_settings.REMOTE_VOLUME, "mountPath": remote_settings.REMOTE_DIR})
     container: dict[str, Any] = {
         "name": names.SIDECAR_CONTAINER,
-        "image": image,
+        "image": kit.image,
         "command": ["python3", "-m", "tiercheck_sidecar"],
         "restartPolicy": "Always",
         "env": env,
@@ -218,9 +248,11 @@ def _identity(job: JobView, worker: str) -> list[dict[str, Any]]:
     ]
 
 
-def _volumes(job: JobView) -> list[dict[str, Any]]:
+def _volumes(job: JobView, node_memory: NodeMemory) -> list[dict[str, Any]]:
+    memory: dict[str, Any] = {"emptyDir": {"medium": "Memory", "sizeLimit": job.spec.size_limit}}
     volumes: list[dict[str, Any]] = [
-        {"name": "tiercheck-memory", "emptyDir": {"medium": "Memory", "sizeLimit": job.spec.size_limit}},
+        {"name": "tiercheck-memory", **(memory_volume(job, node_memory) if job.spec.node_memory else memory)},
+        *([node_volume(node_memory)] if job.spec.node_memory else []),
         {"name": "tiercheck-run", "emptyDir": {}},
         {"name": "tiercheck-library", "emptyDir": {}},
         {

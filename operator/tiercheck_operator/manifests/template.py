@@ -22,7 +22,7 @@ def template_problem(template: Mapping[str, Any]) -> str:
             f"container {names.TRAINER_CONTAINER!r} of spec.template has no command; set `command` explicitly, "
             "because the entrypoint of the image cannot be wrapped"
         )
-    reserved = {names.SIDECAR_CONTAINER, names.LIBRARY_CONTAINER}
+    reserved = {names.SIDECAR_CONTAINER, names.LIBRARY_CONTAINER, names.NODE_MEMORY_CONTAINER}
     for entry in [*containers, *((template.get("spec") or {}).get("initContainers") or [])]:
         if entry.get("name") in reserved:
             return f"container name {entry['name']!r} in spec.template is reserved; choose another"

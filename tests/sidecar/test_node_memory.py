@@ -1,0 +1,180 @@
+"""What a pod leaves in its node's memory: for the next pod of the same worker, verified, and cleared away when nobody needs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from test_restore import train, training
+from test_save_local import flip
+from world import World, until
+
+from tiercheck.protocol.directive import Phase, Tier
+from tiercheck.protocol.version import Version
+from tiercheck_sidecar.node_memory import OWNER, Claim, prepare, sweep, sweep_job
+
+MakeWorld = Callable[..., World]
+
+
+def slot(folder: Path, name: str) -> None:
+    (folder / f"{name}.safetensors").write_bytes(b"bytes")
+    (folder / f"{name}.safetensors.seal").write_bytes(b"seal")
+
+
+def left_behind(job: Path, pod: str, worker: int, claimed: float, *slots: str) -> Path:
+    """A folder of a pod that is gone."""
+    claim = Claim(job / pod, worker, claimed)
+    for name in slots:
+        slot(claim.folder, name)
+    claim.close()
+    return claim.folder
+
+
+def age(folder: Path, seconds: float) -> None:
+    for path in (*folder.iterdir(), folder):
+        moment = time.time() - seconds
+        os.utime(path, (moment, moment))
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {OWNER}
+
+
+def test_next_pod_of_a_worker_takes_over_what_was_sealed_and_nothing_else(tmp_path: Path) -> None:
+    old = left_behind(tmp_path, "old", 1, 10.0, "own-1-a")
+    (old / "torn.safetensors").write_bytes(b"no seal")
+    other = left_behind(tmp_path, "other", 2, 10.0, "own-2-a")
+    new = Claim(tmp_path / "new", 1, 20.0)
+    assert new.adopt() == 1
+    assert names_in(new.folder) == {"own-1-a.safetensors", "own-1-a.safetensors.seal"}
+    assert not old.exists(), "the rest of a dead pod's folder is removed"
+    assert names_in(other) == {"own-2-a.safetensors", "own-2-a.safetensors.seal"}, "another worker's is left alone"
+
+
+def test_later_pod_takes_from_one_that_is_still_dying_and_never_the_other_way_round(tmp_path: Path) -> None:
+    old, new = Claim(tmp_path / "old", 1, 10.0), Claim(tmp_path / "new", 1, 20.0)
+    slot(old.folder, "own-1-a")
+    slot(new.folder, "own-1-b")
+    assert old.adopt() == 0
+    assert new.adopt() == 1
+    assert names_in(new.folder) >= {"own-1-a.safetensors", "own-1-b.safetensors"}
+    assert old.folder.exists(), "its owner lives"
+
+
+def test_sidecar_that_is_restarted_in_its_pod_is_no_later_pod(tmp_path: Path) -> None:
+    old = left_behind(tmp_path, "old", 1, 10.0)
+    new = Claim(tmp_path / "new", 1, 20.0)
+    slot(new.folder, "own-1-b")
+    assert Claim(old, 1, 30.0).adopt() == 0
+    assert names_in(new.folder) == {"own-1-b.safetensors", "own-1-b.safetensors.seal"}
+
+
+def test_what_a_spare_keeps_is_its_workers_once_it_is_one(tmp_path: Path) -> None:
+    spare = Claim(tmp_path / "spare", -1, 10.0)
+    slot(spare.folder, "own-3-a")
+    spare.identify(3)
+    spare.close()
+    assert Claim(tmp_path / "next", 3, 20.0).adopt() == 1
+
+
+def test_folder_has_one_owner_at_a_time(tmp_path: Path) -> None:
+    first = Claim(tmp_path / "pod", 1, 10.0)
+    with pytest.raises(OSError, match="temporarily unavailable"):
+        Claim(tmp_path / "pod", 1, 10.0)
+    first.close()
+
+
+def test_sweep_removes_what_is_dead_and_old_and_nothing_that_lives_or_is_young(tmp_path: Path) -> None:
+    now = time.time()
+    gone_job, job = tmp_path / "gone", tmp_path / "job"
+    dead_old = left_behind(gone_job, "a", 0, 1.0, "x")
+    dead_young = left_behind(job, "b", 0, 1.0, "x")
+    alive = Claim(job / "c", 1, 1.0)
+    slot(alive.folder, "x")
+    for folder in (dead_old, alive.folder):
+        age(folder, 100)
+    assert sweep(tmp_path, 50, now) == 1
+    assert not dead_old.exists()
+    assert dead_young.exists()
+    assert alive.folder.exists()
+    assert gone_job.exists(), "it was written into just now"
+    assert sweep(tmp_path, 50, now + 60) == 1
+    assert not gone_job.exists()
+    assert not dead_young.exists()
+    assert names_in(alive.folder), "whatever its age, a living pod's memory stays"
+    alive.close()
+    assert sweep_job(job, 50, now + 200) == 1
+
+
+def test_torn_word_about_the_owner_is_never_trusted_and_swept_in_time(tmp_path: Path) -> None:
+    old = left_behind(tmp_path, "old", 1, 10.0, "own-1-a")
+    (old / OWNER).write_text('{"worker": 1')
+    assert Claim(tmp_path / "new", 1, 20.0).adopt() == 0
+    age(old, 100)
+    assert sweep_job(tmp_path, 50, time.time()) == 1
+
+
+def test_prepared_folder_is_open_to_any_user_of_the_jobs_pods_and_commands_are_checked(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tiercheck_sidecar.node_memory"]
+    orphan = left_behind(tmp_path / "gone", "a", 0, 1.0, "x")
+    age(orphan, 100)
+    subprocess.run([*command, str(tmp_path), "uid", "50"], check=True)
+    assert (tmp_path / "uid").stat().st_mode & 0o7777 == 0o1777
+    assert not orphan.exists(), "each pod that starts on a node sweeps it"
+    wrong = subprocess.run([*command, str(tmp_path)], check=False, capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert "usage" in wrong.stderr
+    (tmp_path / "file").write_text("")
+    assert subprocess.run([*command, str(tmp_path / "file"), "uid", "50"], check=False).returncode == 1
+    prepare(tmp_path, "uid")
+
+
+def node_memory_world(make_world: MakeWorld) -> World:
+    """Two workers, each on a node of its own."""
+    world = make_world(workers=2)
+    world.node_memory = True
+    return training(world)
+
+
+def test_recreated_pod_restores_from_its_nodes_memory(make_world: MakeWorld) -> None:
+    world = node_memory_world(make_world)
+    train(world, 4)
+    world.kill(1)
+    world.pods[1] = "pod-1-again"
+    world.start(1)
+    version = Version(4, 1)
+    assert {each.version.step for each in world.report(1).holdings if each.tier is Tier.LOCAL} >= {1, 4}
+    world.begin(version, {0: (world.from_peer(1),), 1: (world.from_peer(0),)})
+    (restored,) = world.report(1).restore.ranks
+    assert restored.tier is Tier.LOCAL
+    train(world, 6, first=5)
+
+
+def test_damaged_slot_in_node_memory_is_not_trusted(make_world: MakeWorld) -> None:
+    world = node_memory_world(make_world)
+    train(world, 4)
+    world.kill(1)
+    for path in (world.memory_dir(1) / "pod-1").glob("own-*.safetensors"):
+        if path.with_name(path.name + ".seal").exists():
+            flip(path, 100)
+    world.pods[1] = "pod-1-again"
+    world.start(1)
+    assert not [each for each in world.report(1).holdings if each.tier is Tier.LOCAL]
+    version = Version(4, 1)
+    world.begin(version, {0: (world.from_peer(1),), 1: (world.from_peer(0),)})
+    assert world.report(1).restore.ranks[0].tier is Tier.PEER
+
+
+def test_job_that_is_over_leaves_nothing_and_one_that_only_lost_a_pod_does(make_world: MakeWorld) -> None:
+    world = node_memory_world(make_world)
+    train(world, 4)
+    world.terminate(1)
+    assert names_in(world.memory_dir(1) / "pod-1"), "the pod may come back"
+    world.direct(Phase.FINISH)
+    world.terminate(0)
+    until(lambda: not (world.memory_dir(0) / "pod-0").exists(), "the folder is gone")
