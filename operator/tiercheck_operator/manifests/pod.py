@@ -110,7 +110,7 @@ def _build(
     spec["subdomain"] = owned.service_name(job)
     if spec.get("terminationGracePeriodSeconds") is None:
         spec["terminationGracePeriodSeconds"] = _GRACE if job.spec.remote is None else _GRACE_WITH_REMOTE
-    equip(job, worker, spec, names.TRAINER_CONTAINER, image)
+    equip(job, worker, spec, names.TRAINER_CONTAINER, kit.image, node_memory=kit.node_memory)
     if avoid_nodes:
         _avoid(spec, sorted(avoid_nodes))
     if prefer:
@@ -118,9 +118,18 @@ def _build(
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
-def equip(job: JobView, worker: str, spec: dict[str, Any], trainer: str, image: str) -> None:
+def equip(
+    job: JobView,
+    worker: str,
+    spec: dict[str, Any],
+    trainer: str,
+    image: str,
+    *,
+    node_memory: NodeMemory = _NODE_MEMORY,
+) -> None:
     """Add to `spec`, a PodSpec, all that makes it the pod of a worker, whoever made it. `trainer`: the container to wrap;
     `image`: the sidecar's."""
+    kit = _Kit(image, node_memory)
     spec["securityContext"] = _pod_security(spec)
     spec["initContainers"] = [
         _library(spec, kit.image),
