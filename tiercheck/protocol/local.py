@@ -73,6 +73,9 @@ class Request:
     - "mismatch": replaying the delta of `step` did not give the state that it was taken from (`message` says where). No
       version that needs it may be restored again.
     - "restored": the rank has loaded the version it was offered.
+    - "borrow": the artifact of another `rank`, of `kind` after `step`, as far as `ranges` of its bytes are concerned (none: its
+      header and table of pieces, which are always there). Reply carries the `path` of a file with these bytes at their places, verified;
+      what else is in it is undefined. It is there until "restored".
     - "failing": the process is about to end with `exit_code`, because of `message`; `reason` is a CamelCase word for it.
     """
 
@@ -86,6 +89,8 @@ class Request:
     step_seconds: float | None = None
     not_finite: int = 0
     message: str = ""
+    rank: int = -1
+    ranges: tuple[tuple[int, int], ...] = ()
     reason: str = ""
     exit_code: int = 0
 
@@ -114,6 +119,8 @@ class Welcome:
     """A sealed, verified snapshot; valid, as are the deltas, until the rank's "restored" request."""
     restore_deltas: tuple[str, ...] = ()
     """Sealed, verified deltas, to be replayed on the snapshot in this order to get to the version."""
+    restore_world_size: int = 0
+    """Ranks that saved the version. If they are not as many as now, there is no `restore_path`, and all is borrowed."""
     delta: DeltaMode = DeltaMode.NONE
     sanity_gate: bool = True
     error: str = ""

@@ -277,10 +277,8 @@ class Checkpointer:
         """Whether another number of ranks saved it, or ranks with other shards than these: the same answer on each of them."""
         if offer.borrow is None:
             return False
-        if not offer.path:
-            return True
-        slot = SlotReader.open(offer.path)
-        return anywhere(not fits(slot, self._shares.own(self._inventories.take().entries)))
+        entries = self._shares.own(self._inventories.take().entries)
+        return anywhere(not offer.path or not fits(SlotReader.open(offer.path), entries))
 
     def _load_resharded(self, offer: Offer) -> None:
         assert offer.borrow is not None

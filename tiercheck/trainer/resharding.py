@@ -37,6 +37,8 @@ table of pieces are always there. Raises RestoreError."""
 
 _NEAR = 64 * 1024
 """Bytes between two ranges that are cheaper read than left out."""
+_MOST = 4096
+"""Ranges asked for at once."""
 
 
 @dataclass(frozen=True)
@@ -260,12 +262,12 @@ def _ranges(take: Take[int], begin: int, end: int, like: Tensor) -> Iterator[tup
         yield begin + first * size, min(begin + last * size, end)
 
 
-def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """In order, and those with little between them as one."""
+def _merged(ranges: Sequence[tuple[int, int]], near: int = _NEAR) -> list[tuple[int, int]]:
+    """In order, and those with little between them as one; not more than `_MOST`, because a message has to name them."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
-        if merged and begin <= merged[-1][1] + _NEAR:
+        if merged and begin <= merged[-1][1] + near:
             merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
             merged.append((begin, end))
-    return merged
+    return merged if len(merged) <= _MOST else _merged(merged, 4 * near)

@@ -11,7 +11,7 @@ from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.local import Hello, Reply, Request, Welcome
 from tiercheck.protocol.names import ENV_ATTEMPT, SOCKET_NAME
-from tiercheck.trainer.backend import Offer, RestoreError, Skipped, WarnOnce
+from tiercheck.trainer.backend import Offer, Ranges, RestoreError, Skipped, WarnOnce
 from tiercheck.trainer.sidecar_link import LinkBroken, SidecarLink
 
 ANSWER_SECONDS = 2.0
@@ -19,6 +19,7 @@ ANSWER_SECONDS = 2.0
 RESERVE_SECONDS = 60.0
 """The same when it has to allocate and touch all slots."""
 FIRST_CONNECT_SECONDS = 60.0
+BORROW_SECONDS = 600.0
 """How long `restore` waits for the sidecar: without it nobody knows what to restore."""
 _BACKOFF = (0.5, 30.0)  # seconds between attempts to connect again: first, longest
 _PROGRESS_LATE = 0.5  # seconds without a progress message after which the training thread sends it itself
@@ -73,9 +74,24 @@ class SidecarBackend:
                     raise RestoreError(str(error)) from error
                 time.sleep(0.1)
         assert self._welcome is not None
-        if self._welcome.restore_version is None:
+        version = self._welcome.restore_version
+        if version is None:
             return None
-        return Offer(self._welcome.restore_version, self._welcome.restore_path, self._welcome.restore_deltas)
+
+        def borrow(rank: int, ranges: Ranges) -> str:
+            wanted = Request("borrow", step=version.step, rank=rank, ranges=tuple(ranges))
+            try:
+                return self._ask(wanted, BORROW_SECONDS)
+            except Skipped as error:
+                raise RestoreError(f"{version} of rank {rank} cannot be had: {error}") from error
+
+        return Offer(
+            version,
+            self._welcome.restore_path,
+            self._welcome.restore_deltas,
+            world_size=self._welcome.restore_world_size,
+            borrow=borrow if self._welcome.restore_world_size else None,
+        )
 
     def restored(self, step: int) -> None:
         self._restored_step = step
