@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -42,9 +44,11 @@ class Cluster:
         """As kubectl finds it: the given kubeconfig, $KUBECONFIG, ~/.kube/config, or the pod's own service account."""
         configuration = kubernetes.client.Configuration()
         config: Any = kubernetes.config
+        # The client looks at $KUBECONFIG only once, when it is imported.
+        path = kubeconfig or os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
         try:
-            config.load_kube_config(config_file=kubeconfig, context=context, client_configuration=configuration)
-            current = config.list_kube_config_contexts(config_file=kubeconfig)
+            config.load_kube_config(config_file=path, context=context, client_configuration=configuration)
+            current = config.list_kube_config_contexts(config_file=path)
         except config.ConfigException as error:
             if kubeconfig is None and context is None:
                 try:
