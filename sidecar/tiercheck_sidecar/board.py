@@ -159,6 +159,9 @@ class Board:
                 self.restore = RestoreReport(RestoreState.RUNNING, version)
                 resumed = directive.phase is Phase.RELEASE and not self.saw_hold
                 self.trainer.begin_attempt(directive.attempt, resumed, self.clock())
+            elif directive.placement != old.placement:
+                # What is complete at other holders says nothing of these: until there is word of them, nothing is freed.
+                self.verdict = None
             self.directive = directive
         self.bump()
 

@@ -43,6 +43,8 @@ class Coordinator:
         self._lock = threading.RLock()
         self._dirty = threading.Condition(self._lock)
         self._attempt = 0
+        self._placement = ""
+        self._uploading: Version | None = None
         self._ranks: dict[int, RankTiers] = {}
         self._hosts: dict[int, str] = {}
         self._copies: dict[int, tuple[Copy, ...]] = {}
@@ -71,6 +73,8 @@ class Coordinator:
         if report.attempt < directive.attempt:
             self._board.count(refused_stale=1)
             raise StaleReport(f"attempt {report.attempt} is over, the job is at attempt {directive.attempt}")
+        if report.placement and report.placement != directive.placement:
+            raise NotNow("holders change, and not everybody has heard of it")
         with self._lock:
             self._enter(directive)
             self._hosts[report.worker] = report.host
@@ -142,9 +146,15 @@ class Coordinator:
                 self._board.wait_until(lambda: False, pace(directive.workers))
 
     def _enter(self, directive: Directive) -> None:
+        if directive.attempt == self._attempt and directive.placement != self._placement:
+            # Protection begins anew, and nothing counts that was said under the old placement.
+            self._ranks, self._copies, self._verdict = {}, {}, None
+            self._standing = Standing(snapshot=self._standing.snapshot)
+        self._placement = directive.placement
         if directive.attempt != self._attempt:
             self._attempt, self._ranks, self._hosts, self._copies = directive.attempt, {}, {}, {}
             self._standing, self._verdict, self._artifacts = Standing(), None, {}
+            self._uploading = None
 
     def _judge(self, directive: Directive) -> None:
         self._is_dirty = False
@@ -160,14 +170,16 @@ class Coordinator:
                 self._ranks,
                 stored=stored,
                 every=directive.policy.remote_every,
-                current=self._verdict.upload if self._verdict else None,
+                current=self._uploading,
                 finishing=directive.phase is Phase.FINISH,
             )
+        self._uploading = upload
         received = tuple(sorted(rank for rank, each in self._artifacts.items() if each.version == upload))
         self._verdict = dataclasses.replace(
             verdict,
             watermarks=dataclasses.replace(verdict.watermarks, remote=max(stored, default=None)),
             upload=upload,
+            placement=directive.placement,
             received=received,
             cadence=decide(world, self._needs, directive.policy.snapshot_every),
         )

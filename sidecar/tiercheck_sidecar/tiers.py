@@ -97,6 +97,7 @@ class TierClient:
             attempt=directive.attempt,
             worker=directive.worker,
             host=self._board.config.pod_ip,
+            placement=directive.placement,
             ranks=tuple(ranks),
             copies=tuple(
                 Copy(
@@ -170,6 +171,8 @@ def take(board: Board, verdict: Verdict) -> str:
             if verdict.attempt < board.attempt:
                 board.count(refused_stale=1)
             return f"the verdict is of attempt {verdict.attempt}, this sidecar is at {board.attempt}"
+        if verdict.placement and board.directive is not None and verdict.placement != board.directive.placement:
+            return "the verdict is of another placement"
         if board.verdict == verdict:
             return ""
         board.verdict = verdict

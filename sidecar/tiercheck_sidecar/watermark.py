@@ -66,6 +66,8 @@ class TierReport:
     ranks: tuple[RankTiers, ...]
     copies: tuple[Copy, ...] = ()
     """Kept here for other workers."""
+    placement: str = ""
+    """Of the directive that the sidecar followed when it gathered this."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class Verdict:
     received: tuple[int, ...] = ()
     """Ranks whose upload of that version the coordinator has on record."""
     cadence: Cadence = UNDECIDED
+    placement: str = ""
+    """The placement that it was found under."""
 
 
 @dataclass(frozen=True)

@@ -256,6 +256,7 @@ class World:
             coordinator=self.peer(0),
             master_host=self.host(0),
             master_port=29500,
+            placement=repr(distances),
             revision=f"{self.attempt}-{phase.value}-{self._life}",
         )
 

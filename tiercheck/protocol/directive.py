@@ -158,5 +158,8 @@ class Directive:
     """Groups that this worker is a holder of."""
     exit_code: int = 0
     """With Finish: what the launcher exits with. Other than zero only for an attached job that failed, whose owner must see it."""
+    placement: str = ""
+    """Digest of who keeps what for whom in the whole job. Holders may change within an attempt; what was said of other ones then
+    counts no more."""
     revision: str = ""
     """Digest of the above, chosen by the controller; the sidecar echoes it in its report."""

@@ -91,7 +91,7 @@ def build_directives(
     for group in coded:
         for peer in group.holders:
             folded.setdefault(peer.worker, []).append(group)
-    directives = {}
+    directives, named = {}, _placement_digest(placement)
     for worker in sorted(members):
         version = status.restored_version
         ranks = range(worker * spec.procs_per_worker, (worker + 1) * spec.procs_per_worker)
@@ -114,6 +114,7 @@ def build_directives(
             master_port=master_port(uid, status.attempt),
             parity=group_of.get(worker),
             folded=tuple(folded.get(worker, ())),
+            placement=named,
             exit_code=exit_code,
         )
         directives[worker] = dataclasses.replace(directive, revision=_revision(directive))
@@ -143,6 +144,13 @@ def settled_sources(
         for rank in range(worker * spec.procs_per_worker, (worker + 1) * spec.procs_per_worker):
             found[rank] = tuple(sources)
     return found
+
+
+def _placement_digest(placement: SavedPlacement | None) -> str:
+    if placement is None:
+        return ""
+    text = repr((sorted(placement.holders().items()), [(group.members, group.holders) for group in placement.groups]))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _revision(directive: Directive) -> str:

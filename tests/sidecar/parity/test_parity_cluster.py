@@ -41,6 +41,7 @@ class ParityWorld(World):
             plain,
             parity=next(group for group in self.groups if me in group.members),
             folded=tuple(group for group in self.groups if me in group.holders),
+            placement=repr([[peer.worker for peer in group.holders] for group in self.groups]),
         )
 
     def from_parity(self, worker: int) -> dict[int, tuple[Source, ...]]:
@@ -151,3 +152,34 @@ def test_training_goes_on_under_parity_in_bounded_memory(make_parity_world: Call
     for worker in range(3):
         assert world.report(worker).memory.used <= 48 << 20
         assert not world.report(worker).problems
+
+
+def test_blocks_move_to_other_holders_in_an_attempt_and_are_of_use_there(
+    make_parity_world: Callable[..., ParityWorld],
+) -> None:
+    world = make_parity_world(workers=4, groups=(((0, 1), (2,)), ((2, 3), (0,))))
+    world.start(0, 1, 2, 3)
+    world.begin()
+    version = Version(5, 1)
+    world.train(4, 5)
+    world.groups = [
+        ParityGroup((world.peer(0), world.peer(1)), (world.peer(3),)),
+        ParityGroup((world.peer(2), world.peer(3)), (world.peer(1),)),
+    ]
+    world.direct(Phase.RELEASE)
+
+    def blocks(worker: int) -> bool:
+        return any(each.share is not None and each.version.step == 4 for each in world.report(worker).holdings)
+
+    def moved() -> bool:
+        new = blocks(3) and blocks(1)
+        # Asked before the old ones: a block may go only when all new ones are complete.
+        assert (blocks(2) and blocks(0)) or (blocks(3) and blocks(1))
+        return new
+
+    until(moved, "the blocks at the new holders")
+    until(lambda: world.report(0).watermarks.peer == version, "the same version to be protected again")
+    world.lose(0)
+    world.start(0)
+    world.begin(version, world.from_parity(0) | {rank: (Source(Tier.LOCAL),) for rank in (1, 2, 3)})
+    assert world.restored(0).restore.ranks[0].rebuilt
