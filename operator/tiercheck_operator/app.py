@@ -147,6 +147,7 @@ class Operator:
         """Have loops for the jobs exactly while this replica leads."""
         self._metrics.leads(self._leading)
         if self._config.lease is None:
+            self._attach.lead()
             return
         loop, news = asyncio.get_running_loop(), asyncio.Queue[bool]()
 
@@ -177,6 +178,7 @@ class Operator:
         self._metrics.leads(True)
         for job in self._jobs.views():
             self._start(job)
+        self._attach.lead()
         for pod in self._view.pods.views():
             self._attach.pod_seen(pod)
 

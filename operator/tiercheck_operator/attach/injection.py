@@ -137,12 +137,18 @@ def refused(pod: Mapping[str, Any], sentence: str) -> dict[str, Any]:
 
 
 def _view(job: Mapping[str, Any], attachment: Attachment) -> JobView:
-    """Of a job that may not exist yet."""
+    """Of a job that may not exist yet. What its schema would refuse for so few workers is refused here, before the pod waits for it."""
     metadata = {"uid": "", **job["metadata"]}
     try:
-        return parse_job({**job, "metadata": metadata})
+        view = parse_job({**job, "metadata": metadata})
     except (KeyError, TypeError, ValueError) as error:
         raise Unattachable(f"TierCheckPolicy {attachment.policy} cannot be understood: {error}") from error
+    needed = sum(view.spec.parity) if view.spec.parity else view.spec.copies + 1
+    if needed > view.spec.workers:
+        raise Unattachable(
+            f"tiers.peer of TierCheckPolicy {attachment.policy} needs at least {needed} workers, and there are {view.spec.workers}"
+        )
+    return view
 
 
 def _trainer(pod: Mapping[str, Any]) -> Mapping[str, Any]:

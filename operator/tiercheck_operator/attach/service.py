@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from tiercheck_operator.attach.admission import Admission
 from tiercheck_operator.attach.adoption import Adoption
+from tiercheck_operator.attach.left_out import LeftOut
 from tiercheck_operator.attach.trust import Trust
 from tiercheck_operator.attach.webhook import Webhook
 from tiercheck_operator.config import Config
@@ -30,16 +31,23 @@ class AttachService:
         self._always = always
         self._webhook: Webhook | None = None
         self._adoption: Adoption | None = None
+        self._left_out: LeftOut | None = None
         if config.webhook is not None:
             settings = config.webhook
             trust = Trust(always, settings.secret, settings.configuration, settings.hosts)
             admission = Admission(always, config.sidecar_image)
             self._webhook = Webhook(settings.host, settings.port, trust, admission)
             self._adoption = Adoption(kube, has_job, pods_of)
+            self._left_out = LeftOut(kube, config.namespaces, config.resync_seconds, has_job)
 
     def start(self) -> None:
         if self._webhook is not None:
             self._webhook.start()
+
+    def lead(self) -> None:
+        """This replica leads now; tell it of every pod that there is."""
+        if self._left_out is not None:
+            self._left_out.start()
 
     def pod_seen(self, pod: PodView | None) -> None:
         """For every pod of a job, while this replica leads."""
@@ -50,6 +58,8 @@ class AttachService:
         """This replica leads no more."""
         if self._adoption is not None:
             await self._adoption.stop()
+        if self._left_out is not None:
+            await self._left_out.stop()
 
     async def stop(self) -> None:
         await self.cease()

@@ -41,6 +41,9 @@ class Webhook:
         self._address = host, port
         self._trust, self._admission = trust, admission
         self._shown: Bundle | None = None
+        """The certificate that new connections get."""
+        self.serving = asyncio.Event()
+        """Set once it answers."""
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_2
         self._runner: web.AppRunner | None = None
@@ -86,6 +89,7 @@ class Webhook:
             await web.TCPSite(self._runner, *self._address, ssl_context=self._context, reuse_address=True).start()
             log.info("the webhook answers at %s:%s", *self._address)
         self._shown = bundle
+        self.serving.set()
 
     async def _answer(self, request: web.Request) -> web.Response:
         try:
