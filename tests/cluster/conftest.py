@@ -36,7 +36,8 @@ def _control_planes() -> list[object]:
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """Four nodes in two racks. Nodes that a test has killed are brought back after it."""
     nodes = NodeSpec.load(ROOT / "examples" / "clusters" / "two-racks.yaml")
-    with LocalCluster(tmp_path_factory.mktemp("cluster"), nodes, request.param, lease_grace=4.0) as cluster:
+    folder = tmp_path_factory.mktemp("cluster")
+    with LocalCluster(folder, nodes, request.param, lease_grace=4.0, cuttable=True) as cluster:
         cluster.apply_crds(ROOT / "crds")
         cluster.start_operator(OPERATOR_ENV)
         yield cluster
@@ -53,6 +54,7 @@ def jobs(cluster: LocalCluster, tmp_path: Path, request: pytest.FixtureRequest) 
     """Makes jobs, and removes them and repairs the cluster afterwards."""
     made = Jobs(cluster, tmp_path, OPERATOR_ENV)
     yield made
+    cluster.faults.mend_links()
     made.clean_up()
     for name in cluster.nodes:
         if cluster.agent(name).poll() is not None:

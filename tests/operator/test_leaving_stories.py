@@ -132,6 +132,8 @@ def test_eviction_that_comes_before_the_replacement_is_ready_changes_nothing_in_
     world.until("Running", attempt=2)
     assert home(world, 3) != node
     assert world.status.attempt == 2
+    assert world.status.last_recovery is not None
+    assert world.status.last_recovery["cause"] == "PodEvicted"
     assert len([action for action in world.created if action.worker == 3]) == 2, (
         "the replacement on its way is the one used"
     )

@@ -19,7 +19,7 @@ import threading
 import time
 
 CUTS = "TIERCHECK_LOCAL_CUTS"
-_LOOK_EVERY = 0.1
+_LOOK_EVERY = 0.2
 _LOOPBACK = "127.0.0.1"
 """Where connections to another loopback address start that were not bound to one."""
 

@@ -58,6 +58,7 @@ def find_members(obs: Observation) -> Membership:
     """Judge every pod of the job."""
     living: dict[int, list[PodView]] = {}
     losses: list[Loss] = []
+    current = set() if obs.placement is None else {saved.pod_uid for saved in obs.placement.members}
     doubted, move = doubts(obs), find_move(obs)
     for pod in sorted(obs.pods, key=lambda pod: (pod.worker, -pod.incarnation, -pod.created)):
         if pod.worker >= obs.job.spec.workers:
@@ -65,7 +66,7 @@ def find_members(obs: Observation) -> Membership:
         loss = judge(obs, pod, doubted) or (_moved(move) if move is not None and move.pod is pod else None)
         if loss is None:
             living.setdefault(pod.worker, []).append(pod)
-        elif pod.worker not in living:
+        elif pod.worker not in living or pod.uid in current:
             losses.append(loss)
     assigned = assign(obs, living)
     members = assigned.members
