@@ -41,6 +41,9 @@ from tiercheck_sidecar.vault import Vault
 
 log = logging.getLogger(__name__)
 
+_HAND_OVER = 10.0
+"""Seconds for the last copies, of the pod's grace."""
+
 
 class Sidecar:
     """Everything of one process, wired together."""
@@ -88,6 +91,7 @@ class Sidecar:
         renewal.add_done_callback(lambda _: stop.set())
         await stop.wait()
         renewal.cancel()
+        await asyncio.to_thread(self._hand_over)
         await asyncio.to_thread(self._flush)
         self.board.stop()
         self.socket.stop()
@@ -145,6 +149,17 @@ class Sidecar:
 
     def _acknowledged(self) -> list[tuple[int, frozenset[Artifact]]]:
         return [*self.replicator.acknowledged(), *self.parity.acknowledged()]
+
+    def _hand_over(self) -> None:
+        """Asked to go while the job goes on, as by an eviction: bring the holders what they do not have yet."""
+        board, end, seen = self.board, time.monotonic() + min(_HAND_OVER, self.config.flush_seconds), -1
+        while time.monotonic() < end and not board.overtaken:
+            directive = board.directive
+            if directive is None or directive.phase is not Phase.RELEASE:
+                return
+            if not self.replicator.owes() and not self.parity.owes():
+                return
+            seen = board.wait(seen, timeout=0.2)
 
     def _flush(self) -> None:
         """At the end of a job, wait until its last complete version is in the remote tier."""

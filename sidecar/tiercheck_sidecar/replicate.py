@@ -85,6 +85,12 @@ class Replicator:
         with self._lock:
             return [(holder.worker, artifacts) for holder, artifacts in self._acknowledged.items()]
 
+    def owes(self) -> bool:
+        """Whether a holder lacks anything that it should have."""
+        with self._lock:
+            era = self._era
+        return era is not None and any(self._due(holder, kind, era) for holder in era.holders for kind in Kind)
+
     def _serve(self, holder: Peer, kind: Kind, era: _Era) -> None:
         """One lane."""
         seen = -1

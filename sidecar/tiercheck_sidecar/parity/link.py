@@ -83,6 +83,11 @@ class Link:
         """Own artifacts whose blocks are complete at the holder, by its newest word."""
         return self._complete
 
+    @property
+    def owes(self) -> bool:
+        """Whether the holder lacks anything that it should have."""
+        return any(self._due(kind) for kind in Kind)
+
     # Threads
 
     def _watch(self) -> None:

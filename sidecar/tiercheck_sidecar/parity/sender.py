@@ -54,6 +54,12 @@ class ParitySender:
         with self._lock:
             return [(link.holder.worker, link.complete) for link in self._links]
 
+    def owes(self) -> bool:
+        """Whether a holder lacks anything that it should have."""
+        with self._lock:
+            links = self._links
+        return any(link.owes for link in links)
+
     def _link(self, holder: Peer, attempt: int) -> Link:
         def connect() -> Wire:
             return dial(self._identity, attempt, holder.host, self._port)
