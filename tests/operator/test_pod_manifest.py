@@ -349,3 +349,13 @@ def test_job_that_says_nothing_gets_deltas_a_sanity_gate_and_a_copy() -> None:
     spec = make_job().spec
     assert (spec.copies, spec.parity, spec.delta, spec.sanity_gate) == (1, None, DeltaMode.AUTO, True)
     assert (spec.snapshot_every, spec.state_size, spec.rollback_after, spec.peer_bandwidth) == (None,) * 4
+
+
+def test_node_that_another_job_suspects_is_shunned_and_not_forbidden() -> None:
+    pod = build_pod(make_job(), 0, 0, (), "sidecar:1", shun=("n2", "n1"))
+    affinity = pod["spec"]["affinity"]["nodeAffinity"]
+    assert "requiredDuringSchedulingIgnoredDuringExecution" not in affinity
+    (entry,) = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert entry["preference"]["matchExpressions"] == [
+        {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["n1", "n2"]}
+    ]

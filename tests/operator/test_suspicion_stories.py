@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 from world_in_memory import REMOTE, World, make_spec
 
-from tiercheck_operator.controller.actions import Probe
+from tiercheck_operator.controller.actions import CreatePod, Probe
 from tiercheck_operator.controller.decide import decide
+from tiercheck_operator.controller.suspicion import doubted_nodes
+from tiercheck_operator.planning.suspect_nodes import SuspectNodes
 
 
 def trained(**changes: object) -> World:
@@ -158,3 +160,28 @@ def test_flapping_link_moves_nobody() -> None:
         world.train(2)
     assert set(world.pods) == pods
     assert world.status.attempt == 1
+
+
+def test_node_that_one_job_had_to_leave_is_shunned_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = trained()
+    node = home(world, 3)
+    known = SuspectNodes()
+    decides = world.reconcile
+
+    def look(killed_after: int | None = None) -> None:
+        known.note(doubted_nodes(world.observe()), world.now)  # as the operator does before each decision
+        decides(killed_after)
+
+    monkeypatch.setattr(world, "reconcile", look)
+    world.kill_node(node)
+    world.train(20)
+    assert known.shunned(world.now) == {node}, "it, and no other"
+    other = World(make_spec())
+    other.tick()
+    (first, *_) = [
+        action
+        for action in decide(replace(other.observe(), pods=(), shunned=known.shunned(world.now))).before
+        if isinstance(action, CreatePod)
+    ]
+    assert first.shun == (node,)
+    assert first.avoid == (), "where nothing else has room, the node is used"

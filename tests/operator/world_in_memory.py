@@ -364,7 +364,7 @@ class World:
             case CreatePod():
                 self.created.append(item)
                 self._create(item)
-            case CreateSpare(number, avoid):
+            case CreateSpare(number, avoid, _):
                 self._make(f"j-spare-{number}", SPARE, 0, avoid, number)
             case Promote(pod, worker, incarnation):
                 if self.pods.get(pod.uid) == pod:  # else the resourceVersion does not match

@@ -28,12 +28,15 @@ class CreatePod:
     """Host names to stay away from."""
     prefer: str = ""
     """Host name of the node where the worker's memory lies; empty: none is better than another."""
+    shun: tuple[str, ...] = ()
+    """Host names to stay away from if that is possible."""
 
 
 @dataclass(frozen=True)
 class CreateSpare:
     number: int
     avoid: tuple[str, ...]
+    shun: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -87,13 +87,13 @@ class Executor:
                 await self._belongings.ensure_service(job)
             case SavePlacement(placement):
                 await self._belongings.save_placement(job, placement)
-            case CreatePod(worker, incarnation, avoid, prefer):
+            case CreatePod(worker, incarnation, avoid, prefer, shun):
                 image, memory = job.sidecar_image or self._config.sidecar_image, self._config.node_memory
-                pod = build_pod(job, worker, incarnation, avoid, image, prefer=prefer, node_memory=memory)
+                pod = build_pod(job, worker, incarnation, avoid, image, prefer=prefer, shun=shun, node_memory=memory)
                 await self._create_pod(job, pod)
-            case CreateSpare(number, avoid):
+            case CreateSpare(number, avoid, shun):
                 image, memory = job.sidecar_image or self._config.sidecar_image, self._config.node_memory
-                await self._create_pod(job, build_spare(job, number, avoid, image, node_memory=memory))
+                await self._create_pod(job, build_spare(job, number, avoid, image, shun=shun, node_memory=memory))
             case Promote():
                 await self._promote(job, action)
             case DeletePod():

@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tiercheck.protocol import names
@@ -25,10 +25,12 @@ from tiercheck_operator.controller.observation import JobView, NodeView, Observa
 from tiercheck_operator.controller.parsing import parse_job
 from tiercheck_operator.controller.record import render_record
 from tiercheck_operator.controller.sidecar_image import pinned
+from tiercheck_operator.controller.suspicion import doubted_nodes
 from tiercheck_operator.controller.topology_source import TopologySource
 from tiercheck_operator.event_posting import EventPoster
 from tiercheck_operator.kube import JOBS, ApiFailure, Kube
 from tiercheck_operator.metrics import Metrics
+from tiercheck_operator.planning.suspect_nodes import SuspectNodes
 from tiercheck_operator.sidecars import JobSidecars
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class Surroundings:
     config: Config
     metrics: Metrics
     clock: Callable[[], float] = time.time
+    suspects: SuspectNodes = field(default_factory=SuspectNodes)
 
 
 class JobLoop:
@@ -155,6 +158,7 @@ class JobLoop:
             await self._belongings.refresh(job)
             self._known = True
         observation = self._observe(job)
+        around.suspects.note(doubted_nodes(observation), observation.now)
         decision = decide(observation)
         try:
             await self._executor.run(job, decision.before, self._sidecars)
@@ -197,6 +201,7 @@ class JobLoop:
             reports=self._sidecars.reports if self._sidecars is not None else {},
             placement=self._belongings.placement,
             patience=around.config.patience,
+            shunned=around.suspects.shunned(around.clock()),
             have_service=self._belongings.have_service,
             have_credentials=self._belongings.have_secret,
         )

@@ -103,8 +103,15 @@ def replacements(
         if pause > 0:
             wait = pause if wait is None else min(wait, pause)
             continue
-        actions.append(CreatePod(worker, next_incarnation(obs, worker), avoid, _home(obs, membership, worker)))
+        actions.append(
+            CreatePod(worker, next_incarnation(obs, worker), avoid, _home(obs, membership, worker), shunned(obs))
+        )
     return actions + _removals(obs, membership), wait
+
+
+def shunned(obs: Observation) -> tuple[str, ...]:
+    """Host names that new pods stay away from if they can."""
+    return tuple(sorted(obs.nodes[name].hostname for name in obs.shunned if name in obs.nodes))
 
 
 def _home(obs: Observation, membership: Membership, worker: int) -> str:

@@ -235,6 +235,8 @@ class Observation:
     spares: tuple[PodView, ...] = ()
     """Pods that are no worker's yet."""
     patience: Patience = Patience()
+    shunned: frozenset[str] = frozenset()
+    """Names of nodes that some job has reason to suspect: new pods go elsewhere if that is possible."""
     have_service: bool = True
     have_credentials: bool = True
 

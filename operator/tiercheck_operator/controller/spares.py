@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from tiercheck.protocol.report import TrainerState
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.actions import Action, CreateSpare, Promote
-from tiercheck_operator.controller.membership import Membership, avoided, judge, next_incarnation, removal, stuck
+from tiercheck_operator.controller.membership import (
+    Membership,
+    avoided,
+    judge,
+    next_incarnation,
+    removal,
+    shunned,
+    stuck,
+)
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.record import SparesRecord
 from tiercheck_operator.planning.takeover import choose_spare
@@ -113,7 +121,7 @@ def keep_spares(obs: Observation, membership: Membership) -> Upkeep:
         return Upkeep(takeovers, tuple(actions), pause)
     first = max((pod.spare for pod in obs.all_pods if pod.spare is not None), default=-1) + 1
     avoid = avoided(obs, membership)
-    actions += [CreateSpare(number, avoid) for number in range(first, first + missing)]
+    actions += [CreateSpare(number, avoid, shunned(obs)) for number in range(first, first + missing)]
     return Upkeep(takeovers, tuple(actions))
 
 

@@ -70,6 +70,12 @@ def next_look(obs: Observation) -> float | None:
     return _ASK_AGAIN if uneasy else None
 
 
+def doubted_nodes(obs: Observation) -> frozenset[str]:
+    """Names of nodes that this job's own pods give reason to suspect."""
+    found = doubts(obs)
+    return frozenset(pod.node for pod in obs.pods if pod.node and pod.uid in found and found[pod.uid].of_node)
+
+
 def trainer_failed(obs: Observation, pod: PodView) -> bool:
     """Whether the pod's trainer failed in the current attempt."""
     report = obs.report(pod)

@@ -57,13 +57,14 @@ def build_pod(
     sidecar_image: str,
     *,
     prefer: str = "",
+    shun: Sequence[str] = (),
     node_memory: NodeMemory = _NODE_MEMORY,
 ) -> dict[str, Any]:
-    """The pod of `worker`; it is not scheduled onto `avoid_nodes`, and onto `prefer` if that is possible (host names)."""
+    """The pod of `worker`; it is not scheduled onto `avoid_nodes`, and if that is possible onto `prefer` and not onto `shun` (host names)."""
     labels = {names.LABEL_WORKER: str(worker), names.LABEL_INCARNATION: str(incarnation)}
     name = owned.pod_name(job, worker, incarnation)
     kit = _Kit(sidecar_image, node_memory)
-    return _build(job, name, labels, worker=str(worker), avoid_nodes=avoid_nodes, kit=kit, prefer=prefer)
+    return _build(job, name, labels, worker=str(worker), avoid_nodes=avoid_nodes, kit=kit, prefer=prefer, shun=shun)
 
 
 def build_spare(
@@ -72,13 +73,14 @@ def build_spare(
     avoid_nodes: Sequence[str],
     sidecar_image: str,
     *,
+    shun: Sequence[str] = (),
     node_memory: NodeMemory = _NODE_MEMORY,
 ) -> dict[str, Any]:
     """A pod like a worker's, but for the identity, which it is given later."""
     labels = {names.LABEL_SPARE: str(number)}
     name = owned.spare_name(job, number)
     kit = _Kit(sidecar_image, node_memory)
-    return _build(job, name, labels, worker=names.SPARE_WORKER, avoid_nodes=avoid_nodes, kit=kit)
+    return _build(job, name, labels, worker=names.SPARE_WORKER, avoid_nodes=avoid_nodes, kit=kit, shun=shun)
 
 
 def _build(
@@ -90,6 +92,7 @@ def _build(
     avoid_nodes: Sequence[str],
     kit: _Kit,
     prefer: str = "",
+    shun: Sequence[str] = (),
 ) -> dict[str, Any]:
     """`worker`: what the containers find in their environment."""
     spec: dict[str, Any] = copy.deepcopy(dict(job.spec.template.get("spec") or {}))
@@ -114,7 +117,9 @@ def _build(
     if avoid_nodes:
         _avoid(spec, sorted(avoid_nodes))
     if prefer:
-        _prefer(spec, prefer)
+        _prefer(spec, "In", [prefer])
+    if shun:
+        _prefer(spec, "NotIn", sorted(shun))
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
@@ -326,9 +331,9 @@ def _soft_spread(job: JobView, spare: bool) -> list[dict[str, Any]]:
     ]
 
 
-def _prefer(spec: dict[str, Any], node: str) -> None:
+def _prefer(spec: dict[str, Any], operator: str, nodes: list[str]) -> None:
     affinity = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
-    wanted = {"matchExpressions": [{"key": HOSTNAME, "operator": "In", "values": [node]}]}
+    wanted = {"matchExpressions": [{"key": HOSTNAME, "operator": operator, "values": nodes}]}
     affinity.setdefault("preferredDuringSchedulingIgnoredDuringExecution", []).append(
         {"weight": 100, "preference": wanted}
     )
