@@ -18,7 +18,7 @@ POLICY: Object = {
     "metadata": {"name": "careful", "namespace": "ml", "uid": "policy-uid"},
     "spec": {
         "checkpoint": {"snapshot": {"everySteps": 10}},
-        "tiers": {"local": {"sizeLimit": "2Gi"}, "peer": {"copies": 1}, "remote": {"s3": {"bucket": "b"}, "everySteps": 100}},
+        "tiers": {"local": {"sizeLimit": "2Gi"}, "peer": {"copies": 1}, "remote": {"s3": {"bucket": "checkpoints"}, "everySteps": 100}},
         "failurePolicy": {"maxRestarts": 3},
     },
 }  # fmt: skip
