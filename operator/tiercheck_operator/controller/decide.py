@@ -191,7 +191,7 @@ def _attempt_driven(
         after = list(pushes(obs, status, members, saved, Phase.FINISH))
         return _concluded(obs, status, findings, reports=reports, before=before, after=after, wake=wake)
     after = [*pushes(obs, status, members, saved, wanted_phase(status)), *checks(obs), *later]
-    wake = min((entry for entry in (wake, next_look(obs)) if entry is not None), default=None)
+    wake = sooner(wake, next_look(obs))
     return _concluded(obs, status, findings, reports=reports, before=before, after=after, wake=wake)
 
 
