@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.files import made_up_nodes, read_job, read_nodes
 from tiercheck_cli.layout import Layout, layout_of
 from tiercheck_cli.plan.links import links
+from tiercheck_cli.plan.picture import svg
 from tiercheck_cli.plan.screen import group_name, screen
 from tiercheck_cli.planned import planned
 
@@ -52,6 +54,22 @@ def test_the_plan_of_a_running_job_is_what_the_operator_saved() -> None:
     assert layout.placement.tolerates == ("any one rack", "any one host")
     assert layout.placement.holders == ((1,), (0,), (3,), (2,), (5,), (4,), (7,), (6,))
     matches("plan-running-80", rendered(screen(layout, 80), 80))
+
+
+@pytest.mark.parametrize("shape", ["4x4", "8x32", "25x40"])
+def test_the_picture_has_every_domain_and_a_curve_for_every_copy_or_every_pair_of_domains(shape: str) -> None:
+    job = read_job(str(EXAMPLES / "realistic.yaml"))
+    racks, size = map(int, shape.split("x"))
+    job["spec"]["workers"] = racks * size
+    layout = planned(job, made_up_nodes(shape))
+    drawn = links(layout)
+    content = svg(layout)
+    root = xml.etree.ElementTree.fromstring(content)
+    assert content == svg(layout)
+    texts = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {domain.name for domain in drawn.domains} <= texts
+    curves = [path for path in root.iter("{http://www.w3.org/2000/svg}path") if " Q" in path.attrib["d"]]
+    assert len(curves) == (racks * size if racks * size <= 400 else len(drawn.between()))
 
 
 def test_without_the_right_to_read_nodes_hosts_are_still_told_apart_and_it_is_said() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,9 +12,10 @@ from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.files import Nodes, made_up_nodes, read_job, read_nodes
 from tiercheck_cli.layout import Layout, layout_of
 from tiercheck_cli.options import Context, Kubeconfig, Namespace, Output, OutputFormat
+from tiercheck_cli.plan.picture import draw
 from tiercheck_cli.plan.screen import screen
 from tiercheck_cli.planned import planned
-from tiercheck_cli.terminal import console, write
+from tiercheck_cli.terminal import console, remark, write
 
 _FILES = "Without a cluster"
 JobFile = Annotated[str | None, typer.Option("-f", "--file", help="The job as YAML.", rich_help_panel=_FILES)]
@@ -41,6 +43,9 @@ def plan(
     nodes: NodesFile = None,
     made_up: Shape = None,
     workers_per_node: PerNode = None,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", "--svg", "--html", help="Draw it: FILE.svg or .html.")
+    ] = None,
     output: OutputFormat = Output.TABLE,
     namespace: Namespace = None,
     context: Context = None,
@@ -55,6 +60,9 @@ def plan(
     else:
         found, listed = job_and_nodes(file, nodes, made_up)
         layout = planned(found, listed, workers_per_node)
+    if picture is not None:
+        draw(picture, layout)
+        remark(f"drawn: {picture}")
     if output is not Output.TABLE:
         write(as_json(layout), output)
         return
