@@ -69,6 +69,22 @@ def test_events_and_recoveries_come_in_order_of_time_and_nothing_twice(tiercheck
     assert reasons == ["RemoteForbidden", "NodeLost", "AttemptStarted", "TrainingReleased", "Recovered"]
 
 
+def test_watching_shows_the_screen_again_until_it_is_interrupted(
+    tiercheck: Tiercheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter(range(2))
+
+    def sleep(seconds: float) -> None:
+        if next(looks, None) is None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("tiercheck_cli.status.command.time.sleep", sleep)
+    ran = tiercheck("status", NAME, "-n", NAMESPACE, "--watch")
+    assert ran.status == 0
+    assert ran.out.count(f"{NAMESPACE}/{NAME}  Running") == 3
+    assert "Ctrl-C to leave" in ran.out
+
+
 def test_a_running_job_can_be_simulated_as_it_is_placed(tiercheck: Tiercheck) -> None:
     ran = tiercheck("simulate", NAME, "-n", NAMESPACE, "--runs", "2", "--days", "1", "-o", "json")
     assert ran.status == 0, ran.err

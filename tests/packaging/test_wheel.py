@@ -55,6 +55,14 @@ def test_wheel_holds_every_file_of_the_package(unpacked: Path, package: str) -> 
     assert held == wanted | ADDED.get(package, set())
 
 
+def test_wheel_brings_the_command_under_both_of_its_names(unpacked: Path) -> None:
+    """kubectl takes an executable on the PATH called kubectl-tiercheck for its subcommand tiercheck."""
+    (info,) = unpacked.glob("*.dist-info")
+    scripts = (info / "entry_points.txt").read_text()
+    for name in ("tiercheck", "kubectl-tiercheck"):
+        assert f"\n{name} = tiercheck_cli.main:main" in scripts
+
+
 def test_wheel_carries_the_troubleshooting_guide_as_it_is(unpacked: Path) -> None:
     guide = (ROOT / "docs" / "troubleshooting.md").read_text()
     assert (unpacked / "tiercheck_cli" / "troubleshooting.md").read_text() == guide

@@ -46,7 +46,7 @@ def draw(
     try:
         # Without a date, and with names that are no chance, so that the same simulation gives the same file.
         metadata = {"Date": None} if path.suffix == ".svg" else {"CreationDate": None} if path.suffix == ".pdf" else {}
-        with rc_context({"svg.hashsalt": "tiercheck"}):
+        with rc_context({"svg.hashsalt": "tiercheck", "svg.fonttype": "none"}):
             figure.savefig(path, dpi=150, metadata=metadata)
     except OSError as error:
         raise CannotDo(f"{path} cannot be written: {error.strerror}") from error

@@ -72,7 +72,7 @@ def _table(results: Sequence[Result], formula: tuple[int, float] | None, width: 
         table.add_column("SCRATCH", justify="right", header_style="bold red")
     table.add_column("LOST", justify="right")
     table.add_column("DOWN", justify="right")
-    if width >= 100:
+    if width >= 110:
         table.add_column("SURVIVES", ratio=1)
     for result in results:
         found, days = result.simulation, result.simulation.days
@@ -86,14 +86,14 @@ def _table(results: Sequence[Result], formula: tuple[int, float] | None, width: 
             *(Text(cell) for cell in cells),
             Text(_rate(found.lost_steps / days)),
             Text(short(found.down_seconds / days)),
-            *([Text("; ".join(result.placement.tolerates) or "-", style="dim")] if width >= 100 else []),
+            *([Text("; ".join(result.placement.tolerates) or "-", style="dim")] if width >= 110 else []),
         )
     if formula is not None:
         _, ettr = formula
         blank = [Text("")] * (6 if scratch else 5)
         table.add_row(
             Text("store only*", style="dim"), Text(f"{ettr:.4f}", style="dim"), Text("Daly", style="dim"),
-            *blank, *([Text("-", style="dim")] if width >= 100 else []),
+            *blank, *([Text("-", style="dim")] if width >= 110 else []),
         )  # fmt: skip
     table.caption = "recoveries from each tier, steps lost, and time without training, per day"
     table.caption_justify = "left"

@@ -1,0 +1,58 @@
+"""What docs/cli.md shows is what the commands print."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import recorded
+from commands_run import run
+from golden import FOLDER, matches, rendered
+
+from tiercheck_cli.commands import app
+from tiercheck_cli.events.command import events_table
+from tiercheck_cli.events.story import story
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "cli.md"
+BLOCK = re.compile(r"<!-- (golden: (?P<golden>[\w-]+)|run) -->\n```text\n(?P<shown>.*?)```", re.DOTALL)
+
+
+def wanted(block: re.Match[str]) -> str:
+    if block["golden"]:
+        return (FOLDER / f"{block['golden']}.txt").read_text()
+    command = block["shown"].splitlines()[0]
+    ran = run(*shlex.split(command.removeprefix("$ tiercheck ")))
+    assert ran.status == 0, ran.err
+    return f"{command}\n" + "".join(line.rstrip() + "\n" for line in ran.out.splitlines())
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_events_on_screens_of_several_widths(width: int) -> None:
+    shown = rendered(events_table(story(recorded.job(), recorded.events())), width)
+    assert max(map(len, shown.splitlines())) <= width
+    matches(f"events-{width}", shown)
+
+
+def test_the_page_shows_what_the_commands_print(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    page = PAGE.read_text()
+    assert len(BLOCK.findall(page)) >= 8
+    told = BLOCK.sub(_filled, page)
+    if os.environ.get("UPDATE_GOLDEN"):
+        PAGE.write_text(told)
+    assert told == PAGE.read_text(), "UPDATE_GOLDEN=1 rewrites docs/cli.md"
+
+
+def _filled(block: re.Match[str]) -> str:
+    return f"<!-- {block[1]} -->\n```text\n{wanted(block)}```"
+
+
+def test_every_command_is_on_the_page() -> None:
+    commands = {command.callback.__name__ for command in app.registered_commands if command.callback is not None}
+    page = PAGE.read_text()
+    for name in commands - {"version", "launch", "demo"}:
+        assert re.search(rf"^\| `{name}[ `]", page, re.MULTILINE), f"docs/cli.md does not tell of {name}"
