@@ -64,14 +64,18 @@ class LeftOut:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._every)
-            for path in self._paths:
-                try:
-                    found = await self._kube.get(path)
-                except ApiFailure as error:
-                    log.warning("pods that were not attached could not be listed: %s", error)
-                    continue
-                for pod in (found or {}).get("items") or []:
-                    await self._look_after(pod)
+            await self.look()
+
+    async def look(self) -> None:
+        """Once."""
+        for path in self._paths:
+            try:
+                found = await self._kube.get(path)
+            except ApiFailure as error:
+                log.warning("pods that were not attached could not be listed: %s", error)
+                continue
+            for pod in (found or {}).get("items") or []:
+                await self._look_after(pod)
 
     async def _look_after(self, pod: Mapping[str, Any]) -> None:
         metadata = pod["metadata"]
