@@ -66,6 +66,7 @@ class Sidecar:
         self.parity = ParitySender(self.board, self.vault, self.identity, config.exchange_port, self.replicator.bucket)
         self.parity_holder = ParityHolder(self.board, self.vault)
         self.exchange.languages["parity"] = serving(self.board, self.vault, self.parity_holder)
+        self.reporter.owes = self._owes
         self.tiers = TierClient(self.board, self.vault, self._acknowledged, self.offloader)
         self._runners: list[web.AppRunner] = []
         self.board.on_identity = self._identified
@@ -150,6 +151,9 @@ class Sidecar:
     def _acknowledged(self) -> list[tuple[int, frozenset[Artifact]]]:
         return [*self.replicator.acknowledged(), *self.parity.acknowledged()]
 
+    def _owes(self) -> bool:
+        return self.replicator.owes() or self.parity.owes()
+
     def _hand_over(self) -> None:
         """Asked to go while the job goes on, as by an eviction: bring the holders what they do not have yet."""
         board, end, seen = self.board, time.monotonic() + min(_HAND_OVER, self.config.flush_seconds), -1
@@ -157,7 +161,7 @@ class Sidecar:
             directive = board.directive
             if directive is None or directive.phase is not Phase.RELEASE:
                 return
-            if not self.replicator.owes() and not self.parity.owes():
+            if not self._owes():
                 return
             seen = board.wait(seen, timeout=0.2)
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import threading
 import uuid
+from collections.abc import Callable
 
-from tiercheck.protocol.report import Counters, Holding, MemoryReport, Report, TrainerReport, Watermarks
+from tiercheck.protocol.report import Counters, Holding, MemoryReport, Report, TrainerReport, TrainerState, Watermarks
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.vault import Vault
@@ -26,6 +27,8 @@ class Reporter:
         self._lock = threading.Lock()
         self._serial = 0
         self._known: Report | None = None
+        self.owes: Callable[[], bool] = lambda: False
+        """Whether holders lack anything. While training runs they always lack the newest, so then nobody is told."""
 
     def report(self) -> Report:
         with self._lock:
@@ -61,6 +64,7 @@ class Reporter:
                 quarantined=board.quarantined,
                 problems=board.problems,
                 unreachable=board.peers.unreachable(),
+                owes=board.trainer.report.state is not TrainerState.RUNNING and self.owes(),
                 counters=board.counters,
                 snapshot_every=board.every,
             )

@@ -205,3 +205,20 @@ def test_bad_conditions_are_those_of_the_settings() -> None:
     assert not parse_node(node_object(KernelDeadlock="False"), signs).leaving
     assert not parse_node(node_object(GpuNvlinkWatch="True"), NodeSigns()).leaving
     assert parse_node(node_object((("example.com/retire", "NoExecute"),)), signs).leaving
+
+
+def test_next_attempt_waits_a_moment_for_an_evicted_pod_to_hand_over() -> None:
+    world = trained(spares=1)
+    old = world.member(3)
+    world.evict(old)
+    world.dying[old] = world.now + 60
+    sidecar, said = world.sidecars[old], world.sidecars[old].report
+    sidecar.report = lambda: replace(said(), owes=True)  # type: ignore[method-assign]
+    world.train(4)
+    assert world.status.attempt == 1
+    restoring = world.status.condition("Restoring")
+    assert restoring is not None
+    assert restoring.reason == "HandingOver"
+    world.train(4)
+    world.until("Running", attempt=2)
+    assert world.status.attempt == 2, "but not for long"

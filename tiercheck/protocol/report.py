@@ -243,6 +243,8 @@ class Report:
     problems: tuple[Problem, ...] = ()
     unreachable: tuple[Unreachable, ...] = ()
     """At most 16, those that answered last long ago in front."""
+    owes: bool = False
+    """The training command does not run (any more), and holders still lack something of this worker that they should have."""
     counters: Counters = Counters()
     snapshot_every: int = 0
     """Steps between snapshots that the coordinator has named (`checkpoint.snapshot.everySteps` if given); 0: not decided yet."""

@@ -26,6 +26,7 @@ from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.placing import Placed, Unplaceable, place_members
 from tiercheck_operator.controller.readiness import (
     Waiting,
+    handing_over,
     retrying,
     settling,
     waiting_for_pods,
@@ -70,6 +71,7 @@ def begin_attempt(
     waiting = (
         waiting_for_pods(obs, membership)
         or settling(obs, recovery)
+        or handing_over(obs)
         or waiting_for_sidecars(obs, membership, recovery)
         or retrying(obs, recovery)
     )

@@ -93,6 +93,8 @@ NO_SPARES = "NoSpares"
 # Restoring
 SETTLING = "Settling"
 """A trainer failed; a moment is given to find out whether a pod or node loss explains it."""
+HANDING_OVER = "HandingOver"
+"""A pod that is being ended still brings its holders what they lack."""
 WAITING_FOR_SIDECARS = "WaitingForSidecars"
 """Pods run, but not every sidecar has answered since the failure."""
 NOTHING_TO_RESTORE_FROM = "NothingToRestoreFrom"

@@ -33,6 +33,8 @@ class Patience:
     """For a silent sidecar when nothing else is wrong."""
     isolated: float = 30.0
     """For a node whose sidecars answer us while nobody else can reach them."""
+    hand_over: float = 5.0
+    """For a pod that is being ended to bring its holders what they lack, before the next attempt refuses it."""
     unschedulable: float = 30.0
     """For a pod without a node, before the nodes it avoids are looked at again."""
     capacity: float = 300.0

@@ -66,6 +66,21 @@ def waiting_for_sidecars(obs: Observation, membership: Membership, recovery: Rec
     )
 
 
+def handing_over(obs: Observation) -> Waiting | None:
+    """While a pod that is being ended says that its holders lack something: the next attempt would refuse it."""
+    current = set() if obs.placement is None else {saved.pod_uid for saved in obs.placement.members}
+    for pod in obs.pods:
+        known, since = obs.reports.get(pod.uid), pod.deleted_at
+        if not pod.deleting or pod.uid not in current or since is None or known is None or known.report is None:
+            continue
+        left = since + obs.patience.hand_over - obs.now
+        mine = known.silent_since is None and known.report.attempt == obs.job.status.attempt
+        if mine and known.report.owes and left > 0:
+            said = f"{pod.name} is being ended, and brings its holders what they lack"
+            return Waiting(conditions.HANDING_OVER, said, (Probe(pod.uid),), wake_after=min(left, 1.0))
+    return None
+
+
 def settling(obs: Observation, recovery: Recovery) -> Waiting | None:
     """After a crash: until a pod or node loss that explains it would have shown."""
     if Cause.parse(recovery.cause) not in (Cause.TRAINER_CRASH, Cause.OOM_KILLED):
