@@ -9,9 +9,10 @@ from typing import Any
 from tiercheck_cli.cluster import Cluster, Refused
 from tiercheck_cli.failure import CannotDo
 from tiercheck_operator.planning.existing import existing_placement
+from tiercheck_operator.planning.kueue_topology import levels_of
 from tiercheck_operator.planning.placement import Placement, WorkerSite
 from tiercheck_operator.planning.saved_placement import SavedPlacement
-from tiercheck_operator.planning.topology import Topology
+from tiercheck_operator.planning.topology import Topology, levels_from_spec
 from tiercheck_operator.planning.wanted import Wanted
 
 
@@ -39,23 +40,27 @@ class Layout:
         return names[-1]
 
 
-def wanted_of(spec: Mapping[str, Any]) -> Wanted:
-    """Raises CannotDo."""
+def wanted_of(spec: Mapping[str, Any], saved: SavedPlacement | None = None) -> Wanted:
+    """Levels of a Kueue Topology are those that the operator wrote down. Raises CannotDo."""
     try:
-        return Wanted.of(spec)
+        found = None
+        if (spec.get("topology") or {}).get("kueueTopology") and saved is not None and saved.domains is not None:
+            described = {"spec": {"levels": [{"nodeLabel": key} for key in saved.domains.keys]}}
+            found = levels_from_spec(None, levels_of(described))
+        return Wanted.of(spec, found)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CannotDo(f"the job's spec cannot be planned: {error}") from error
 
 
 def layout_of(cluster: Cluster, job: Mapping[str, Any]) -> Layout:
     """As the operator has placed it. Raises CannotDo."""
-    wanted = wanted_of(job["spec"])
     saved = cluster.placement(job)
     name = job["metadata"]["name"]
     if saved is None:
         raise CannotDo(
             f"{name} has no placement yet: it is made when every worker has a node. See: tiercheck status {name}"
         )
+    wanted = wanted_of(job["spec"], saved)
     sites = tuple(WorkerSite(member.worker, member.node) for member in sorted(saved.members, key=lambda m: m.worker))
     labels, remarks = _labels(cluster, saved, {site.node for site in sites})
     topology = Topology.build(labels, wanted.levels)

@@ -87,6 +87,15 @@ def test_without_that_right_the_domains_are_those_that_the_operator_wrote_down()
     assert layout.placement.tolerates == ("any one rack", "any one host")
 
 
+def test_levels_of_a_kueue_topology_are_those_that_the_operator_wrote_down() -> None:
+    cluster, job = FakeCluster(may_read_nodes=False, domains_saved=True), recorded.job()
+    job["spec"]["topology"] = {"kueueTopology": "default"}
+    layout = layout_of(cluster, job)
+    assert [level.name for level in layout.wanted.levels] == ["zone", "rack", "host"]
+    with pytest.raises(CannotDo, match=r"name them in topology\.levels"):
+        planned(job, made_up_nodes("4x2"))
+
+
 def test_blocks_of_parity_are_counted_once_for_a_group() -> None:
     layout = example("parity.yaml", "4x4")
     kept = links(layout).kept()

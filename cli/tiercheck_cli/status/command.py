@@ -63,7 +63,11 @@ def _job(cluster: Cluster, name: str, members: bool) -> StatusView:
     if not members:
         return status_view(found, time.time())
     placement = cluster.placement(found)
-    levels = wanted_of(found["spec"]).levels
+    try:
+        levels = wanted_of(found["spec"], placement).levels
+    except CannotDo as failure:  # a job that cannot be planned has a status all the same
+        remark(str(failure))
+        levels = ()
     labels, problem = node_labels(cluster, placement)
     if problem:
         remark(problem)

@@ -42,8 +42,10 @@ class Wanted:
     """Steps; None: no remote tier."""
 
     @staticmethod
-    def of(spec: Mapping[str, Any]) -> Wanted:
-        """Raises ValueError with a sentence for what the CRD would refuse or planning cannot use."""
+    def of(spec: Mapping[str, Any], found: tuple[Level, ...] | None = None) -> Wanted:
+        """`found`: the levels of the Kueue Topology, if the spec names one. Raises ValueError with a sentence for what the CRD would
+        refuse or planning cannot use.
+        """
         workers = _whole(spec, "workers")
         if workers is None:
             raise ValueError("spec.workers is missing")
@@ -52,7 +54,12 @@ class Wanted:
         spread, checkpoint = _part(peer, "spread"), _part(spec, "checkpoint")
         parity = _part(peer, "parity")
         copies = _whole(peer, "copies")
-        levels = levels_from_spec(topology.get("preset"), topology.get("levels"))
+        if topology.get("kueueTopology") and found is None:
+            raise ValueError(
+                f"its levels are those of the Kueue Topology {topology['kueueTopology']}, which is not at hand; "
+                "name them in topology.levels to plan without it"
+            )
+        levels = found or levels_from_spec(topology.get("preset"), topology.get("levels"))
         size = checkpoint.get("stateSize")
         return Wanted(
             workers=workers,
