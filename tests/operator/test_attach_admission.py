@@ -13,7 +13,7 @@ from tests.operator.attach_shapes import Object
 from tiercheck.protocol import names
 from tiercheck_local.apiserver.patch import json_patch
 from tiercheck_operator.attach.admission import Admission
-from tiercheck_operator.attach.injection import Attachment, attached_job, job_name
+from tiercheck_operator.attach.injection import Attachment, Outfit, attached_job, job_name
 from tiercheck_operator.attach.json_patch import difference
 from tiercheck_operator.attach.owners import Owner, Unattachable, find_owner, find_seat
 from tiercheck_operator.controller.parsing import identity_of, parse_job, parse_pod
@@ -41,7 +41,7 @@ class Server(Kube):
 
 
 async def admitted(pod: Object, *objects: Object) -> tuple[Object, str]:
-    new, warning = await Admission(Server(*objects), "sidecar:1").admit("ml", pod)
+    new, warning = await Admission(Server(*objects), Outfit("sidecar:1")).admit("ml", pod)
     return dict(new), warning
 
 
@@ -224,14 +224,14 @@ async def test_annotation_names_the_container_that_trains() -> None:
 async def test_trouble_with_the_api_server_never_stops_a_pod() -> None:
     server = Server()
     server.failure = ApiFailure(503, "overloaded")
-    made, warning = await Admission(server, "sidecar:1").admit("ml", shapes.job_pod(0))
+    made, warning = await Admission(server, Outfit("sidecar:1")).admit("ml", shapes.job_pod(0))
     assert "could not be read: 503: overloaded" in warning
     assert made["spec"] == shapes.job_pod(0)["spec"]
 
 
 async def test_thousand_pods_of_one_job_cost_two_questions() -> None:
     server = Server(shapes.job(1000), shapes.POLICY)
-    admission = Admission(server, "sidecar:1", clock=lambda: 0.0)
+    admission = Admission(server, Outfit("sidecar:1"), clock=lambda: 0.0)
     server.objects["/apis/tiercheck.io/v1alpha1/namespaces/ml/tiercheckjobs/job-train"] = made_job(1000)
     for index in range(1000):
         pod, _ = await admission.admit("ml", shapes.job_pod(index))
@@ -252,6 +252,36 @@ async def test_policy_that_changed_meanwhile_does_not_split_a_job() -> None:
     made, _ = await admitted(shapes.job_pod(1), shapes.job(), changed, made_job())
     memory = next(volume for volume in made["spec"]["volumes"] if volume["name"] == "tiercheck-memory")
     assert memory["emptyDir"]["sizeLimit"] == "2Gi"
+
+
+async def test_pod_that_is_made_again_after_an_upgrade_gets_the_sidecar_that_the_others_have() -> None:
+    job = made_job()
+    job["status"] = {"sidecarImage": "sidecar:0"}
+    made, _ = await admitted(shapes.job_pod(1), shapes.job(), shapes.POLICY, job)
+    assert container_of(made, names.SIDECAR_CONTAINER)["image"] == "sidecar:0"
+
+
+async def test_node_memory_is_the_owners_own_folder_whether_the_job_exists_or_not() -> None:
+    policy = shapes.policy(tiers={"local": {"medium": "NodeMemory", "sizeLimit": "1Gi"}})
+    job = made_job(tiers=policy["spec"]["tiers"])
+    volumes = [
+        [volume for volume in made["spec"]["volumes"] if "hostPath" in volume]
+        for made, _ in [
+            await admitted(shapes.job_pod(1), shapes.job(), policy),
+            await admitted(shapes.job_pod(1), shapes.job(), policy, job),
+        ]
+    ]
+    assert volumes[0] == volumes[1]
+    assert any(volume["hostPath"]["path"].endswith("/job-uid") for volume in volumes[0])
+
+
+async def test_operators_settings_for_images_hold_for_attached_pods_too() -> None:
+    outfit = Outfit("r.example.com/sidecar:1", "Always", ("registry",))
+    server = Server(shapes.job(), shapes.POLICY)
+    made, _ = await Admission(server, outfit).admit("ml", shapes.job_pod(0))
+    assert container_of(dict(made), names.SIDECAR_CONTAINER)["imagePullPolicy"] == "Always"
+    assert made["spec"]["imagePullSecrets"] == [{"name": "registry"}]
+    assert "imagePullPolicy" not in container_of(dict(made), "trainer")
 
 
 def test_job_is_its_owners_and_known_by_its_owners_uid() -> None:

@@ -19,6 +19,7 @@ from tiercheck.protocol import names
 from tiercheck_local.addresses import free_ports
 from tiercheck_local.apiserver.patch import json_patch
 from tiercheck_operator.attach.admission import Admission
+from tiercheck_operator.attach.injection import Outfit
 from tiercheck_operator.attach.trust import Bundle, Trust, renewed
 from tiercheck_operator.attach.webhook import PATH, Webhook
 from tiercheck_operator.kube import ApiFailure
@@ -135,7 +136,7 @@ def review(pod: shapes.Object) -> shapes.Object:
 async def test_api_server_gets_its_answer_over_a_connection_that_it_can_verify() -> None:
     cluster = Cluster(shapes.job(), shapes.POLICY)
     (port,) = free_ports(1)
-    webhook = Webhook("127.0.0.1", port, trust(cluster), Admission(cluster, "sidecar:1"))
+    webhook = Webhook("127.0.0.1", port, trust(cluster), Admission(cluster, Outfit("sidecar:1")))
     webhook.start()
     try:
         await asyncio.wait_for(webhook.serving.wait(), 60)

@@ -11,6 +11,7 @@ from typing import Any
 from tiercheck.protocol import names
 from tiercheck_operator.attach.injection import (
     Attachment,
+    Outfit,
     attached_job,
     attachment_of,
     inject,
@@ -33,8 +34,8 @@ _PATIENCE = 4.0
 class Admission:
     """`admit` is all there is."""
 
-    def __init__(self, kube: Kube, sidecar_image: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._kube, self._image, self._clock = kube, sidecar_image, clock
+    def __init__(self, kube: Kube, outfit: Outfit, clock: Callable[[], float] = time.monotonic) -> None:
+        self._kube, self._outfit, self._clock = kube, outfit, clock
         self._known: dict[str, tuple[float, Mapping[str, Any] | None]] = {}
 
     async def admit(self, namespace: str, pod: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
@@ -73,7 +74,7 @@ class Admission:
             attach = job["spec"]["attach"]
             procs, workers = int(job["spec"]["procsPerWorker"]), int(job["spec"]["workers"])
             attachment = Attachment(owner, attach.get("policy") or policy, attach["container"], workers, procs)
-        return inject(pod, attachment, seat, job, self._image)
+        return inject(pod, attachment, seat, job, self._outfit)
 
     async def _job(self, namespace: str, owner: Owner) -> Mapping[str, Any] | None:
         """The owner's job, if it exists; one of an earlier owner of the same name does not count."""

@@ -7,14 +7,16 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck_operator.attach.owners import Owner, Seat, Unattachable
 from tiercheck_operator.controller.observation import JobView
 from tiercheck_operator.controller.parsing import parse_job
+from tiercheck_operator.manifests.node_memory import NodeMemory
 from tiercheck_operator.manifests.pod import equip
+from tiercheck_operator.manifests.pulling import with_pull_settings
 
 _KNOWN_CONTAINERS = (names.TRAINER_CONTAINER, "pytorch", "node")
 """Where the command is if nothing is said: as in a TierCheckJob, in a PyTorchJob, in a TrainJob's runtimes."""
@@ -22,6 +24,16 @@ _LONGEST_NAME = 40
 _DEFAULT_GRACE, _GRACE_WITH_REMOTE = 30, 300
 _PROCS = "PET_NPROC_PER_NODE"
 _FROM_POLICY = ("topology", "checkpoint", "tiers", "restore", "failurePolicy")
+
+
+@dataclass(frozen=True)
+class Outfit:
+    """What the operator's own settings say about sidecars, as for pods that it makes itself."""
+
+    image: str
+    pull_policy: str = ""
+    pull_secrets: tuple[str, ...] = ()
+    node_memory: NodeMemory = field(default_factory=NodeMemory)
 
 
 @dataclass(frozen=True)
@@ -106,7 +118,7 @@ def injected(pod: Mapping[str, Any]) -> bool:
 
 
 def inject(
-    pod: Mapping[str, Any], attachment: Attachment, seat: Seat, job: Mapping[str, Any], sidecar_image: str
+    pod: Mapping[str, Any], attachment: Attachment, seat: Seat, job: Mapping[str, Any], outfit: Outfit
 ) -> dict[str, Any]:
     """The pod as a worker of `job`, a TierCheckJob as the API has it. Raises Unattachable."""
     new: dict[str, Any] = copy.deepcopy(dict(pod))
@@ -116,7 +128,10 @@ def inject(
     if view.spec.remote is not None and spec.get("terminationGracePeriodSeconds", _DEFAULT_GRACE) == _DEFAULT_GRACE:
         # The API server's default is not the user's wish; the sidecar may still have to upload when the trainers have ended.
         spec["terminationGracePeriodSeconds"] = _GRACE_WITH_REMOTE
-    equip(view, str(seat.worker), spec, attachment.container, sidecar_image)
+    # A job keeps the sidecar that it began with, however often the operator is upgraded.
+    image = view.status.sidecar_image or outfit.image
+    equip(view, str(seat.worker), spec, attachment.container, image, node_memory=outfit.node_memory)
+    new = with_pull_settings(new, outfit.pull_policy, outfit.pull_secrets)
     metadata = new["metadata"]
     metadata["labels"] = {
         **(metadata.get("labels") or {}),
@@ -188,9 +203,9 @@ def _procs(container: Mapping[str, Any]) -> int:
 
 
 def _check_names(spec: Mapping[str, Any]) -> None:
-    for field in ("containers", "initContainers", "volumes"):
-        for entry in spec.get(field) or []:
+    for part in ("containers", "initContainers", "volumes"):
+        for entry in spec.get(part) or []:
             if str(entry.get("name")).startswith("tiercheck-"):
                 raise Unattachable(
-                    f"{field} of the pod: the name {entry['name']!r} is taken by TierCheck; choose another"
+                    f"{part} of the pod: the name {entry['name']!r} is taken by TierCheck; choose another"
                 )

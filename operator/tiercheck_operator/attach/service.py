@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from tiercheck_operator.attach.admission import Admission
 from tiercheck_operator.attach.adoption import Adoption
+from tiercheck_operator.attach.injection import Outfit
 from tiercheck_operator.attach.left_out import LeftOut
 from tiercheck_operator.attach.trust import Trust
 from tiercheck_operator.attach.webhook import Webhook
@@ -35,7 +36,10 @@ class AttachService:
         if config.webhook is not None:
             settings = config.webhook
             trust = Trust(always, settings.secret, settings.configuration, settings.hosts)
-            admission = Admission(always, config.sidecar_image)
+            outfit = Outfit(
+                config.sidecar_image, config.sidecar_pull_policy, config.sidecar_pull_secrets, config.node_memory
+            )
+            admission = Admission(always, outfit)
             self._webhook = Webhook(settings.host, settings.port, trust, admission)
             self._adoption = Adoption(kube, has_job, pods_of)
             self._left_out = LeftOut(kube, config.namespaces, config.resync_seconds, has_job)

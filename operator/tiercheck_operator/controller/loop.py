@@ -148,7 +148,7 @@ class JobLoop:
         """One look and what follows from it; seconds until the next look at the latest."""
         around, raw = self._around, self._raw
         job = parse_job(raw)
-        image = pinned(job.status, around.pods(job.uid), around.config.sidecar_image)
+        image = pinned(job.status, around.pods(job.identity), around.config.sidecar_image)
         job = replace(job, sidecar_image=image)
         if job.deleting or job.spec.managed_by != names.CONTROLLER:
             return around.config.resync_seconds

@@ -37,7 +37,7 @@ def absolute_path(text: str) -> str:
 
 def memory_volume(job: JobView, settings: NodeMemory) -> dict[str, Any]:
     """The source of the volume that otherwise is the pod's own memory."""
-    return {"hostPath": {"path": f"{settings.path}/{job.uid}", "type": "DirectoryOrCreate"}}
+    return {"hostPath": {"path": f"{settings.path}/{job.identity}", "type": "DirectoryOrCreate"}}
 
 
 def node_volume(settings: NodeMemory) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def preparation(job: JobView, settings: NodeMemory, image: str, security: Mappin
         "image": image,
         "command": [
             "python3", "-m", "tiercheck_sidecar.node_memory",
-            names.NODE_MEMORY_DIR, job.uid, str(int(settings.keep_seconds)),
+            names.NODE_MEMORY_DIR, job.identity, str(int(settings.keep_seconds)),
         ],
         "securityContext": {**security, "runAsUser": 0, "runAsNonRoot": False},
         "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
