@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from launcher_harness import Launched, alive, order, until
 
+from tiercheck.launcher.environment import command_environment
 from tiercheck.protocol.directive import Phase
 
 Launch = Callable[..., Launched]
@@ -243,6 +244,28 @@ def test_command_finds_its_place_in_the_environment(launch: Launch) -> None:
         "PET_NNODES": "2",
         "PET_NODE_RANK": "1",
     }
+
+
+def test_what_another_controller_says_about_the_rendezvous_is_overruled() -> None:
+    """In an attached pod: a PyTorchJob's or TrainJob's variables are the first attempt's at best."""
+    theirs = {
+        "PATH": "/bin", "MASTER_ADDR": "bert-master-0", "MASTER_PORT": "23456", "RANK": "2", "WORLD_SIZE": "3",
+        "PET_NNODES": "1:3", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "bert-worker-0:23456", "PET_MAX_RESTARTS": "100",
+        "PET_STANDALONE": "1",
+    }  # fmt: skip
+    made = command_environment(theirs, order(3, Phase.RELEASE))
+    assert (made["PATH"], made["RANK"], made["WORLD_SIZE"]) == ("/bin", "1", "2")
+    assert (made["MASTER_ADDR"], made["MASTER_PORT"]) == ("127.0.0.9", "29400")
+    assert (made["PET_NNODES"], made["PET_RDZV_BACKEND"], made["PET_MAX_RESTARTS"]) == ("2", "static", "0")
+    assert not {"PET_RDZV_ENDPOINT", "PET_STANDALONE"} & set(made), (
+        "torchrun would go there in place of the attempt's own address"
+    )
+
+
+def test_launcher_of_a_job_that_was_given_up_ends_with_the_code_that_it_is_told(launch: Launch) -> None:
+    launched = launch(["true"])
+    launched.sidecar.say(order(1, Phase.FINISH, exit_code=7))
+    assert launched.exit_code() == 7
 
 
 def test_both_spellings_of_the_command_line_are_understood(tmp_path: Path) -> None:
