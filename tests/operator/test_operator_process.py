@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deaf_proxy import deaf_to_watches
 
 from tests.cluster.replicas import Replicas
 from tiercheck.protocol import names
@@ -181,6 +182,26 @@ def test_leader_that_is_told_to_end_hands_over_at_once(tmp_path: Path) -> None:
         fresh.apply(job("second"))
         fresh.wait_for(lambda: len(owned(fresh, "second")) == 4, DEADLINE, "the new leader to work")
         assert 'job="first"' in second.page("/metrics")
+
+
+def test_deaf_watch_is_noticed_and_deletions_that_it_missed_are_made_up_for(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path, []) as quiet, deaf_to_watches(quiet.kubeconfig, tmp_path / "deaf") as kubeconfig:
+        quiet.apply_crds(ROOT / "crds")
+        quiet.apply(job("early"))
+        env = {
+            "KUBECONFIG": str(kubeconfig),
+            "TIERCHECK_WATCH_CHECK_SECONDS": "1",
+            "TIERCHECK_WATCH_GRACE_SECONDS": "3",
+        }
+        replica = Replicas(quiet, env).start()
+        quiet.wait_for(lambda: 'job="early"' in replica.page("/metrics"), DEADLINE, "the job to be seen in the list")
+        quiet.api.request("DELETE", f"{JOBS}/early")
+        quiet.wait_for(lambda: 'job="early"' not in replica.page("/metrics"), DEADLINE, "the job to be forgotten")
+        quiet.apply(job("late"))
+        quiet.wait_for(lambda: not replica.page("/healthz"), DEADLINE, "the operator to notice that it is deaf")
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(f"http://{replica.address}/healthz", timeout=10)
+        assert "the watch of TierCheckJob is deaf" in caught.value.read().decode()
 
 
 @pytest.mark.parametrize("namespaces", ["", "default"])
