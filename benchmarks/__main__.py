@@ -32,10 +32,11 @@ BENCHMARKS = {
     "remote": "upload to and restore from S3",
     "growth": "growth with state and workers",
     "planning": "the planner's decisions",
+    "reconcile": "what an event costs the operator",
     "gpu": "capture and deltas on a GPU",
 }
 """In the order of the table."""
-_OTHERS = ("exchange", "parity", "remote", "planning")
+_OTHERS = ("exchange", "parity", "remote", "planning", "reconcile")
 """Answer with plain numbers, which `benchmarks.rows` makes figures of."""
 
 

@@ -65,6 +65,11 @@ def draw(data: dict[str, Data], figures: list[Figure], folder: Path) -> dict[str
             "Time and memory, by the size of the state and the number of workers.",
             lambda: growth(data.get("growth", {})),
         ),
+        (
+            "reconcile",
+            "What an event costs the operator, by workers of a job and by jobs.",
+            lambda: reconcile(data.get("reconcile", {})),
+        ),
     ]
     drawn = {}
     with mpl.rc_context(_STYLE):
@@ -265,6 +270,30 @@ def growth(data: Data) -> Sheet | None:
         axes.legend(loc="upper left", fontsize=9)
         axes.margins(y=0.25)
     three.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    return sheet
+
+
+def reconcile(data: Data) -> Sheet | None:
+    """Processor time and calls by workers, processor time by jobs."""
+    workers, jobs = data.get("workers", {}), data.get("jobs", {})
+    if not workers or not jobs:
+        return None
+    sheet, (one, two, three) = plt.subplots(1, 3, figsize=(13, 4))
+    counts, many = [int(count) for count in workers], [int(count) for count in jobs]
+    _line(one, (counts, [point["heartbeat, CPU ms"] for point in workers.values()]), "heartbeat", OURS, "o")
+    _line(one, (counts, [point["pod event, CPU ms"] for point in workers.values()]), "pod event", SECOND, "s")
+    one.set_title("Processor time, ms, by workers")
+    two.semilogx(counts, [point["recovery, API calls"] for point in workers.values()], marker="o", color=OURS)
+    two.set_ylim(bottom=0)
+    two.set_title("API calls of a recovery, by workers")
+    three.semilogx(many, [point["event, CPU ms"] for point in jobs.values()], marker="o", color=OURS)
+    three.set_ylim(bottom=0)
+    three.set_title("Processor time of an event, ms, by jobs")
+    for axes, values in ((one, counts), (two, counts), (three, many)):
+        axes.minorticks_off()
+        axes.set_xticks(values)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    one.legend(loc="upper left", fontsize=9)
     return sheet
 
 

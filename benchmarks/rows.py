@@ -124,6 +124,52 @@ def remote(scale: Scale) -> Outcome:
     return Outcome(rows, found)
 
 
+def reconcile(scale: Scale) -> Outcome:
+    """Calls to the API server must not grow with workers; processor time only as the workers themselves, and not with other jobs."""
+    from benchmarks import reconcile as measured
+
+    found = measured.run((4, 64), (1, 20)) if scale.quick else measured.run()
+    workers, jobs = found["workers"], found["jobs"]
+    few, middle, many = next(iter(workers)), list(workers)[len(workers) // 2], list(workers)[-1]
+    one, most = next(iter(jobs)), list(jobs)[-1]
+    rows = [
+        Figure(
+            f"calls to the API server for a {event}, {many} workers against {few}",
+            f"{workers[many][f'{event}, API calls']:.0f}",
+            f"{workers[few][f'{event}, API calls']:.0f}",
+            workers[many][f"{event}, API calls"] / max(1, workers[few][f"{event}, API calls"]),
+            1.0,
+        )
+        for event in ("heartbeat", "pod event", "recovery")
+    ]
+    per_worker = {count: workers[count]["heartbeat, CPU ms"] / int(count) for count in workers}
+    rows += [
+        Figure(
+            f"processor time of a heartbeat per worker, {many} workers against {middle}",
+            f"{workers[many]['heartbeat, CPU ms']:.1f} ms in all",
+            f"{workers[middle]['heartbeat, CPU ms']:.1f} ms in all",
+            per_worker[many] / per_worker[middle],
+            1.5,
+        ),
+        Figure(
+            f"processor time of an event of one job, {most} jobs against {one}",
+            f"{jobs[most]['event, CPU ms']:.2f} ms",
+            f"{jobs[one]['event, CPU ms']:.2f} ms",
+            jobs[most]["event, CPU ms"] / jobs[one]["event, CPU ms"],
+            1.5,
+            note=f"jobs of {measured.WORKERS_OF_MANY} workers",
+        ),
+        Figure(
+            f"object of a job of {many} workers, without its spec",
+            f"{workers[many]['object, bytes']} bytes",
+            f"{measured.LIMIT} bytes",
+            workers[many]["object, bytes"] / measured.LIMIT,
+            1.0,
+        ),
+    ]
+    return Outcome(rows, found)
+
+
 def _rate(gigabytes_per_second: float) -> str:
     return f"{gigabytes_per_second:.2f} GB/s"
 

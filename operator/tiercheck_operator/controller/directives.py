@@ -7,6 +7,8 @@ import hashlib
 import zlib
 from collections.abc import Mapping
 
+import msgspec
+
 from tiercheck.protocol.directive import (
     Directive,
     HangLimits,
@@ -19,7 +21,6 @@ from tiercheck.protocol.directive import (
     Source,
     Tier,
 )
-from tiercheck.protocol.encoding import to_json
 from tiercheck_operator.controller.failure_spec import HangSpec
 from tiercheck_operator.controller.inventories import parity_group
 from tiercheck_operator.controller.observation import JobSpec, Observation, PodView
@@ -92,8 +93,9 @@ def build_directives(
         for peer in group.holders:
             folded.setdefault(peer.worker, []).append(group)
     directives, named = {}, _placement_digest(placement)
+    version = status.restored_version
+    rules = policy(spec, restored=version is not None)
     for worker in sorted(members):
-        version = status.restored_version
         ranks = range(worker * spec.procs_per_worker, (worker + 1) * spec.procs_per_worker)
         directive = Directive(
             job_uid=uid,
@@ -103,7 +105,7 @@ def build_directives(
             attempt=status.attempt,
             phase=phase,
             history=status.history,
-            policy=policy(spec, restored=status.restored_version is not None),
+            policy=rules,
             restore=None
             if version is None
             else Restore(version, tuple(RankSources(rank, sources.get(rank, ())) for rank in ranks)),
@@ -154,4 +156,4 @@ def _placement_digest(placement: SavedPlacement | None) -> str:
 
 
 def _revision(directive: Directive) -> str:
-    return hashlib.sha256(to_json(directive)).hexdigest()[:16]
+    return hashlib.sha256(msgspec.json.encode(directive)).hexdigest()[:16]

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 _LEAST_PAUSE = 0.02
 """Seconds between two reconciles of a job, so that a burst of changes is seen as one."""
+_BREATHER = 4.0
+"""Pause between two reconciles, in times of what deciding took: no job, however large, takes more than a fifth of the processor."""
 _ERROR_BACKOFF = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _PATIENT_FAILURES = 3
 """Answers of 500 and above in a row that are not worth a word in the status."""
@@ -56,6 +58,7 @@ class Surroundings:
     metrics: Metrics
     clock: Callable[[], float] = time.time
     suspects: SuspectNodes = field(default_factory=SuspectNodes)
+    sidecars: Callable[..., JobSidecars] = JobSidecars
 
 
 class JobLoop:
@@ -75,6 +78,8 @@ class JobLoop:
         self._failures = 0
         """Reconciles in a row that failed."""
         self._task: asyncio.Task[None] | None = None
+        self._deciding = 0.0
+        """Seconds that the last decision took."""
         self.began: float | None = None
         """When the reconcile under way began, by the loop's clock; None: none is."""
 
@@ -124,7 +129,7 @@ class JobLoop:
                 self._failures += 1
             self.began, took = None, asyncio.get_running_loop().time() - began
             self._around.metrics.reconciled(took)
-            await asyncio.sleep(delay if self._failures else _LEAST_PAUSE)
+            await asyncio.sleep(delay if self._failures else max(_LEAST_PAUSE, _BREATHER * self._deciding))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._woken.wait(), 0 if self._failures else delay)
                 continue
@@ -159,7 +164,9 @@ class JobLoop:
             self._known = True
         observation = self._observe(job)
         around.suspects.note(doubted_nodes(observation), observation.now)
+        began = time.perf_counter()
         decision = decide(observation)
+        self._deciding = time.perf_counter() - began
         try:
             await self._executor.run(job, decision.before, self._sidecars)
         except ApiFailure as error:
@@ -182,7 +189,7 @@ class JobLoop:
         credentials = self._belongings.credentials
         if credentials is not None and self._sidecars is None:
             config = around.config
-            self._sidecars = JobSidecars(
+            self._sidecars = around.sidecars(
                 job.identity,
                 credentials,
                 self.wake,

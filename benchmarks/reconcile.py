@@ -1,0 +1,366 @@
+"""What one event costs the operator, by workers per job and by jobs: `python benchmarks/reconcile.py`.
+
+The real loop of a job, the real decisions and the real executor run against an API server and sidecars that live in this process and
+answer at once. So what is measured is the operator's own work: processor seconds per reconcile, and calls to the API server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import json
+import sys
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from tiercheck.protocol.directive import Directive, Phase, Tier
+from tiercheck.protocol.report import (
+    Holding,
+    MemoryReport,
+    RemoteReport,
+    Report,
+    RestoreReport,
+    RestoreState,
+    TrainerReport,
+    TrainerState,
+    Watermarks,
+)
+from tiercheck.protocol.version import Version
+from tiercheck_operator.config import Config
+from tiercheck_operator.controller.loop import JobLoop, Surroundings
+from tiercheck_operator.controller.observation import NodeView, PodView, WorkerReport
+from tiercheck_operator.controller.parsing import parse_pod
+from tiercheck_operator.kube import ApiFailure, Kube
+from tiercheck_operator.metrics import Metrics
+
+WORKERS = (4, 16, 64, 256, 1000)
+JOBS = (1, 10, 100, 500)
+WORKERS_OF_MANY = 4
+"""Of each job when the number of jobs is what changes."""
+EVENTS = 40
+LIMIT = 20 * 1024
+"""Bytes of a job's object, by the project's promise."""
+_TEMPLATE = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["train"]}]}}
+_NODES_PER_RACK, _WORKERS_PER_NODE = 25, 8
+
+
+@dataclass
+class Server:
+    """Just enough of an API server for jobs that are alone with their operator: it stores, merges and counts."""
+
+    objects: dict[str, dict[str, Any]] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+    pod_created: Callable[[dict[str, Any]], None] = lambda pod: None
+    pod_deleted: Callable[[str], None] = lambda name: None
+    version: int = 0
+    may_write: bool = True
+
+    async def get(self, path: str, **names: str) -> dict[str, Any] | None:
+        self.calls.append(f"GET {path}")
+        return self.objects.get(path.format(**names))
+
+    async def create(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
+        self.calls.append(f"POST {path}")
+        place = path.partition("?")[0].format(**names)
+        key = f"{place}/{body['metadata']['name']}"
+        if key in self.objects:
+            raise ApiFailure(409, "exists")
+        made = self._stored(key, copy.deepcopy(dict(body)))
+        if place.endswith("/pods"):
+            self.pod_created(made)
+        return made
+
+    async def replace(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
+        self.calls.append(f"PUT {path}")
+        return self._stored(path.format(**names), dict(body))
+
+    async def merge(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
+        self.calls.append(f"PATCH {path}")
+        key = path.format(**names).removesuffix("/status")
+        known = self.objects[key]
+        if body["metadata"]["resourceVersion"] != known["metadata"]["resourceVersion"]:
+            raise ApiFailure(409, "conflict")
+        return self._stored(key, {**known, "status": _merged(known.get("status") or {}, body["status"])})
+
+    async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> None:
+        self.calls.append(f"DELETE {path}")
+        self.objects.pop(path.format(**names), None)
+        self.pod_deleted(names["name"])
+
+    def _stored(self, key: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.version += 1
+        metadata = {
+            "uid": f"{zlib.crc32(key.encode()):08x}-{self.version}",
+            **body["metadata"],
+            "resourceVersion": str(self.version),
+        }
+        self.objects[key] = {**body, "metadata": metadata}
+        return self.objects[key]
+
+
+def _merged(old: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
+    """RFC 7386."""
+    new = dict(old)
+    for key, value in patch.items():
+        if value is None:
+            new.pop(key, None)
+        elif isinstance(value, Mapping):
+            before = new.get(key)
+            new[key] = _merged(before if isinstance(before, Mapping) else {}, value)
+        else:
+            new[key] = value
+    return new
+
+
+class Sidecars:
+    """All sidecars of one job, in place of the client that listens to them. They do at once what they are told."""
+
+    def __init__(self, job: BenchJob) -> None:
+        self._job = job
+        self.reports: dict[str, WorkerReport] = {}
+
+    def follow(self, hosts: Mapping[str, str]) -> None:
+        for uid in hosts:
+            if uid not in self.reports:
+                self._hear(uid, self._job.first_report(uid))
+        for uid in [uid for uid in self.reports if uid not in hosts]:
+            del self.reports[uid]
+
+    def probe(self, uid: str) -> None:
+        known = self.reports[uid].report
+        assert known is not None
+        self._hear(uid, known)
+
+    async def push(self, uid: str, directive: Directive) -> None:
+        self.change(uid, **self._job.obey(uid, directive))
+
+    def change(self, uid: str, **changes: Any) -> None:
+        known = self.reports[uid].report
+        assert known is not None
+        self._hear(uid, replace(known, serial=known.serial + 1, **changes))
+
+    async def close(self) -> None:
+        self.reports = {}
+
+    def _hear(self, uid: str, report: Report) -> None:
+        self.reports[uid] = WorkerReport(report, self._job.now(), None)
+
+
+class BenchJob:
+    """One job, with its pods and sidecars, and its real loop, which is asked to look by hand."""
+
+    def __init__(
+        self, name: str, workers: int, server: Server, nodes: Mapping[str, NodeView], metrics: Metrics
+    ) -> None:
+        self.workers, self._server, self._nodes = workers, server, list(nodes)
+        self._clock = 1_800_000_000.0
+        self.pods: dict[str, PodView] = {}
+        key = f"/apis/tiercheck.io/v1alpha1/namespaces/default/tiercheckjobs/{name}"
+        raw = {
+            "apiVersion": "tiercheck.io/v1alpha1",
+            "kind": "TierCheckJob",
+            "metadata": {"name": name, "namespace": "default", "generation": 1},
+            "spec": {"workers": workers, "template": _TEMPLATE, "tiers": {"peer": {"copies": 1}}},
+        }
+        self.key, self.sidecars = key, Sidecars(self)
+        around = Surroundings(
+            lambda uid: list(self.pods.values()),
+            lambda: nodes,
+            cast(Kube, server),
+            Config(progress_seconds=0.0),
+            metrics,
+            clock=self.now,
+            sidecars=lambda *_, **__: cast(Any, self.sidecars),
+        )
+        self.loop = JobLoop(server._stored(key, raw), around)
+
+    def now(self) -> float:
+        self._clock += 1e-6
+        return self._clock
+
+    def later(self, seconds: float) -> None:
+        self._clock += seconds
+
+    def pod_created(self, raw: dict[str, Any]) -> None:
+        """Scheduled and up at once."""
+        pod = parse_pod(raw)
+        assert pod is not None
+        number = len(self.pods)
+        node = self._nodes[(pod.worker // _WORKERS_PER_NODE) % len(self._nodes)]
+        address = f"10.{number >> 16}.{(number >> 8) & 255}.{number & 255}"
+        self.pods[pod.name] = replace(pod, node=node, ip=address, phase="Running", sidecar_started=True)
+
+    def first_report(self, uid: str) -> Report:
+        pod = next(pod for pod in self.pods.values() if pod.uid == uid)
+        return Report(
+            job_uid=self.loop.uid, worker=pod.worker, pod_uid=uid, instance="i", serial=1, attempt=0, revision="", phase=None,
+            restore=RestoreReport(RestoreState.IDLE, None), trainer=TrainerReport(TrainerState.WAITING), holdings=(),
+            remote=RemoteReport(False, None), watermarks=Watermarks(), memory=MemoryReport(1 << 30, 0, 0),
+        )  # fmt: skip
+
+    def obey(self, uid: str, directive: Directive) -> dict[str, Any]:
+        """Restores at once, trains at once, and holds a version of its own and of those that it keeps copies of."""
+        version = directive.restore.version if directive.restore else None
+        trainer = TrainerReport(TrainerState.WAITING)
+        if directive.phase is Phase.RELEASE:
+            now = self.now()
+            trainer = TrainerReport(TrainerState.RUNNING, started_at=now, first_step_at=now, step=10, step_seconds=1.0)
+        held = Version(5, 1)
+        holdings = [Holding(directive.worker, held, Tier.LOCAL, 1 << 20)]
+        holdings += [Holding(peer.worker, held, Tier.PEER, 1 << 20) for peer in directive.hosted]
+        return {
+            "attempt": directive.attempt, "revision": directive.revision, "phase": directive.phase, "trainer": trainer,
+            "restore": RestoreReport(RestoreState.READY, version), "holdings": tuple(holdings),
+            "watermarks": Watermarks(held, held, None, held), "snapshot_every": 5,
+        }  # fmt: skip
+
+    @property
+    def object(self) -> dict[str, Any]:
+        return self._server.objects[self.key]
+
+    @property
+    def phase(self) -> str:
+        return str((self.object.get("status") or {}).get("phase"))
+
+    async def look(self) -> None:
+        """One reconcile."""
+        await self.loop._reconcile()
+
+    async def until_running(self, limit: int = 40) -> None:
+        for _ in range(limit):
+            status = self.object.get("status") or {}
+            if status.get("phase") == "Running" and not status.get("recovery"):
+                return
+            self.later(0.1)
+            await self.look()
+        raise AssertionError(f"{self.key} is {self.phase}: {json.dumps(self.object.get('status'))[:2000]}")
+
+    def uid_of(self, worker: int) -> str:
+        return next(pod.uid for pod in self.pods.values() if pod.worker == worker)
+
+
+def ground(workers: int) -> dict[str, NodeView]:
+    nodes = max(2, -(-workers // _WORKERS_PER_NODE))
+    racks = max(2, nodes // _NODES_PER_RACK)
+    return {
+        f"node-{number}": NodeView(
+            f"node-{number}",
+            {"kubernetes.io/hostname": f"node-{number}", "topology.kubernetes.io/rack": f"rack-{number % racks}"},
+        )
+        for number in range(nodes)
+    }
+
+
+async def _event(job: BenchJob, server: Server, happen: Callable[[int], None]) -> tuple[float, float, float]:
+    """Median processor seconds, calls to the API server, and pods named in them, of `EVENTS` events."""
+    seconds, calls = [], []
+    for number in range(EVENTS):
+        job.later(1.0)
+        happen(number)
+        server.calls.clear()
+        began = time.process_time()
+        await job.look()
+        seconds.append(time.process_time() - began)
+        calls.append(len(server.calls))
+    return sorted(seconds)[len(seconds) // 2], max(calls), 0.0
+
+
+async def of_workers(workers: int) -> dict[str, float]:
+    """A job of that many workers: what a heartbeat, a pod event and a recovery cost."""
+    server = Server()
+    job = BenchJob("job", workers, server, ground(workers), Metrics())
+    server.pod_created = job.pod_created
+    began = time.process_time()
+    await job.until_running()
+    started = time.process_time() - began
+
+    def step(number: int) -> None:
+        uid = job.uid_of(number % workers)
+        trainer = replace(job.sidecars.reports[uid].report.trainer, step=11 + number)  # type: ignore[union-attr]
+        job.sidecars.change(uid, trainer=trainer)
+
+    def touched(number: int) -> None:
+        name, pod = next(iter(job.pods.items()))
+        job.pods[name] = replace(pod, resource_version=str(number))
+
+    heartbeat, heartbeat_calls, _ = await _event(job, server, step)
+    pod, pod_calls, _ = await _event(job, server, touched)
+    attempt = job.object["status"]["attempt"]
+    failed = TrainerReport(TrainerState.FAILED, 1, "Crashed", ended_at=job.now())
+    job.sidecars.change(job.uid_of(1), trainer=failed)
+    server.calls.clear()
+    began = time.process_time()
+    looks = 0
+    while job.object["status"]["attempt"] == attempt or job.object["status"].get("recovery"):
+        job.later(0.5)
+        for uid in list(job.sidecars.reports):
+            job.sidecars.probe(uid)
+        await job.look()
+        looks += 1
+        if looks > 50:
+            raise AssertionError(f"no recovery: {job.object['status']}")
+    return {
+        "start, CPU s": started,
+        "heartbeat, CPU ms": 1000 * heartbeat,
+        "heartbeat, API calls": heartbeat_calls,
+        "pod event, CPU ms": 1000 * pod,
+        "pod event, API calls": pod_calls,
+        "recovery, CPU s": time.process_time() - began,
+        "recovery, API calls": len(server.calls),
+        "recovery, reconciles": looks,
+        "object, bytes": len(json.dumps({**job.object, "spec": {}}, separators=(",", ":"))),
+    }
+
+
+async def of_jobs(jobs: int) -> dict[str, float]:
+    """That many jobs of a few workers each: what an event of one of them costs beside the others."""
+    server, metrics = Server(), Metrics()
+    nodes = ground(jobs * WORKERS_OF_MANY)
+    made: dict[str, BenchJob] = {}
+    server.pod_created = lambda raw: made[raw["metadata"]["labels"]["tiercheck.io/job"]].pod_created(raw)
+    began = time.process_time()
+    for number in range(jobs):
+        name = f"job-{number}"
+        made[name] = BenchJob(name, WORKERS_OF_MANY, server, nodes, metrics)
+        await made[name].until_running()
+    started = time.process_time() - began
+    server.calls.clear()
+    rounds = max(1, 200 // jobs)
+    began = time.process_time()
+    for turn in range(rounds):
+        for job in made.values():
+            job.later(1.0)
+            uid = job.uid_of(turn % WORKERS_OF_MANY)
+            trainer = dataclasses.replace(job.sidecars.reports[uid].report.trainer, step=11 + turn)  # type: ignore[union-attr]
+            job.sidecars.change(uid, trainer=trainer)
+            await job.look()
+    spent = time.process_time() - began
+    return {
+        "start of a job, CPU ms": 1000 * started / jobs,
+        "event, CPU ms": 1000 * spent / (rounds * jobs),
+        "event, API calls": len(server.calls) / (rounds * jobs),
+    }
+
+
+def run(workers: tuple[int, ...] = WORKERS, jobs: tuple[int, ...] = JOBS) -> dict[str, Any]:
+    """By number of workers, and by number of jobs."""
+    asyncio.run(of_workers(4))  # first calls of everything
+    return {
+        "workers": {str(number): asyncio.run(of_workers(number)) for number in workers},
+        "jobs": {str(number): asyncio.run(of_jobs(number)) for number in jobs},
+    }
+
+
+def main() -> int:
+    print(json.dumps(run(), indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.exit(main())
