@@ -35,6 +35,7 @@ class Metrics:
         )
         self._unprotected = gauge("placement_unprotected_workers", "Workers without a copy elsewhere.", _JOB)
         self._attempt = gauge("attempt", "The current attempt.", _JOB)
+        self._spares = gauge("spares", "Spare pods of the job: wanted, and ready to take over.", [*_JOB, "state"])
         self._condition = gauge("job_condition", "1 if the condition is true.", [*_JOB, "type"])
         self._watch = gauge("watch_last_event_timestamp_seconds", "Newest watch event.", ["kind"])
         self._leader = gauge("leader", "1 if this replica leads.", [])
@@ -46,6 +47,16 @@ class Metrics:
             "tiercheck_restored_ranks", "Ranks restored, by tier.", [*_JOB, "tier"], registry=self.registry
         )
         self._lost = Counter("tiercheck_lost_steps", "Steps trained again.", _JOB, registry=self.registry)
+        self._lost_seconds = Counter(
+            "tiercheck_lost_seconds", "Time that training those steps again takes.", _JOB, registry=self.registry
+        )
+        self._moves = Counter(
+            "tiercheck_placement_changes", "Placements that differ from the one before.", _JOB, registry=self.registry
+        )
+        self._plan = Histogram(
+            "tiercheck_plan_duration_seconds", "Deciding, within one reconcile.",
+            buckets=(0.001, 0.005, 0.02, 0.1, 0.5, 2, 10), registry=self.registry,
+        )  # fmt: skip
         self._duration = Histogram(
             "tiercheck_recovery_duration_seconds", "Parts of a recovery.", [*_JOB, "phase"],
             buckets=_SECONDS, registry=self.registry,
@@ -61,8 +72,8 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         self._per_job: tuple[Any, ...] = (
-            self._step, self._last_step, self._lag, self._success, self._unprotected, self._attempt, self._condition,
-            self._restores, self._ranks, self._lost, self._duration,
+            self._step, self._last_step, self._lag, self._success, self._unprotected, self._attempt, self._spares, self._condition,
+            self._restores, self._ranks, self._lost, self._lost_seconds, self._moves, self._duration,
         )  # fmt: skip
 
     def text(self) -> bytes:
@@ -79,6 +90,9 @@ class Metrics:
     def called(self, verb: str, status: int, seconds: float) -> None:
         """One call to the API server."""
         self._calls.labels(verb, str(status)).observe(seconds)
+
+    def decided(self, seconds: float) -> None:
+        self._plan.observe(seconds)
 
     def reconciled(self, seconds: float) -> None:
         self._reconcile.observe(max(0.0, seconds))
@@ -98,6 +112,9 @@ class Metrics:
             self._success.labels(*key, name).set(parse_time(tier.time) or 0)
         if status.placement is not None:
             self._unprotected.labels(*key).set(status.placement.unprotected_workers)
+        if status.spares is not None:
+            self._spares.labels(*key, "wanted").set(status.spares.wanted)
+            self._spares.labels(*key, "ready").set(status.spares.ready)
         for condition in status.conditions:
             self._condition.labels(*key, condition.type).set(condition.status)
         for kind in (conditions.COMPLETED, conditions.FAILED):
@@ -106,10 +123,14 @@ class Metrics:
     def status_written(self, job: JobView, status: JobRecord) -> None:
         """Count what this write has ended. `job` is as it was before."""
         ended, key = status.last_recovery, (job.namespace, job.name)
+        before, after = job.status.placement, status.placement
+        if before is not None and after is not None and before.hash != after.hash:
+            self._moves.labels(*key).inc()
         if not ended or ended == job.status.last_recovery:
             return
         self._restores.labels(*key, str(ended.get("cause"))).inc()
         self._lost.labels(*key).inc(int(ended.get("lostSteps") or 0))
+        self._lost_seconds.labels(*key).inc(int(ended.get("lostSteps") or 0) * (status.step_seconds or 0.0))
         for tier, ranks in (ended.get("tiers") or {}).items():
             self._ranks.labels(*key, tier).inc(int(ranks))
         for phase in _PHASES:

@@ -45,14 +45,6 @@ def rights(cluster: LocalCluster, account: str, namespace: str, tmp_path: Path) 
     return may(account) - may("nobody")
 
 
-def is_ready(cluster: LocalCluster, namespace: str, name: str) -> bool:
-    return any(
-        pod["metadata"]["name"] == name and condition["type"] == "Ready" and condition["status"] == "True"
-        for pod in cluster.pods(namespace=namespace)
-        for condition in pod.get("status", {}).get("conditions") or []
-    )
-
-
 def whole_story(cluster: LocalCluster, folder: Path, namespace: str) -> None:
     """A job that runs, loses a worker to a spare, is suspended and resumed, ends, and is removed after its time.
 
@@ -62,7 +54,11 @@ def whole_story(cluster: LocalCluster, folder: Path, namespace: str) -> None:
     command = f"until [ -e {end} ]; do sleep 0.1; done"
     cluster.apply(job("story", namespace, command, ttlSecondsAfterFinished=1, spares=1))
     in_phase(cluster, "story", namespace, "Running")
-    cluster.wait_for(lambda: is_ready(cluster, namespace, "story-spare-0"), DEADLINE, "the spare to be ready")
+    cluster.wait_for(
+        lambda: (status(cluster, "story", namespace).get("spares") or {}).get("ready"),
+        DEADLINE,
+        "the spare to be ready",
+    )
     before = pods(cluster, namespace)
     lost = sorted(before)[1]
     cluster.api.request("DELETE", f"/api/v1/namespaces/{namespace}/pods/{lost}")

@@ -167,6 +167,7 @@ class JobLoop:
         began = time.perf_counter()
         decision = decide(observation)
         self._deciding = time.perf_counter() - began
+        around.metrics.decided(self._deciding)
         try:
             await self._executor.run(job, decision.before, self._sidecars)
         except ApiFailure as error:
