@@ -116,7 +116,7 @@ def main() -> int:
         cluster.apply_crds(ROOT / "crds")
         cluster.start_operator(SETTLE)
         jobs = Jobs(cluster, folder, SETTLE)
-        job = jobs.start(workers=2, env={"TAIL": "100000"})
+        job = jobs.start(workers=2, env={"TAIL": "100000"}, spares=1)
         job.wait_trained(1, "local")
         config = {
             "global": {"scrape_interval": "1s"},

@@ -8,7 +8,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from tiercheck.about import __version__
+from tiercheck.protocol.directive import Tier
 from tiercheck_operator.controller import conditions
+from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.observation import JobView
 from tiercheck_operator.controller.parsing import parse_time
 from tiercheck_operator.controller.record import JobRecord
@@ -23,6 +25,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._begun: set[tuple[str, str]] = set()
 
         def gauge(name: str, text: str, labels: list[str]) -> Gauge:
             return Gauge(f"tiercheck_{name}", text, labels, registry=self.registry)
@@ -103,6 +106,7 @@ class Metrics:
     def job_seen(self, job: JobView) -> None:
         """Bring the job's gauges up to date."""
         status, key = job.status, (job.namespace, job.name)
+        self._begin(key)
         self._attempt.labels(*key).set(status.attempt)
         if status.step is not None:
             self._step.labels(*key).set(status.step)
@@ -119,6 +123,20 @@ class Metrics:
             self._condition.labels(*key, condition.type).set(condition.status)
         for kind in (conditions.COMPLETED, conditions.FAILED):
             self._condition.labels(*key, kind).set(status.holds(kind))
+
+    def _begin(self, key: tuple[str, str]) -> None:
+        """Counters begin at zero: of one that appears as 1, Prometheus sees no increase, so the first event would be missed."""
+        if key in self._begun:
+            return
+        self._begun.add(key)
+        for cause in Cause:
+            self._restores.labels(*key, cause.value)
+        for tier in Tier:
+            self._ranks.labels(*key, tier.value)
+        for counter in (self._lost, self._lost_seconds, self._moves):
+            counter.labels(*key)
+        for phase in _PHASES:
+            self._duration.labels(*key, phase)
 
     def status_written(self, job: JobView, status: JobRecord) -> None:
         """Count what this write has ended. `job` is as it was before."""
@@ -137,5 +155,6 @@ class Metrics:
             self._duration.labels(*key, phase).observe(float(ended.get(f"{phase}Seconds") or 0))
 
     def job_gone(self, namespace: str, name: str) -> None:
+        self._begun.discard((namespace, name))
         for metric in self._per_job:
             metric.remove_by_labels({"namespace": namespace, "job": name})

@@ -53,3 +53,11 @@ def test_no_series_of_a_job_outlives_it() -> None:
     assert b'job="j"' in metrics.text()
     metrics.job_gone("ns", "j")
     assert b'job="j"' not in metrics.text()
+
+
+def test_first_recovery_is_an_increase_because_counters_begin_at_zero() -> None:
+    world, metrics = World(), Metrics()
+    metrics.job_seen(world.job)
+    assert value(metrics, "tiercheck_restores_total", cause="TrainerCrash") == 0
+    assert value(metrics, "tiercheck_lost_steps_total") == 0
+    assert value(metrics, "tiercheck_restored_ranks_total", tier="peer") == 0
