@@ -16,7 +16,7 @@ from chart_under_test import CASES, CHART, ROOT, granted, of_kind, only, operato
 from tiercheck.about import __version__
 from tiercheck.protocol import names
 from tiercheck_operator.config import Config
-from tiercheck_operator.election.candidate import Terms
+from tiercheck_operator.controller.node_signs import parse_signs
 
 REGENERATE = "run: make chart"
 
@@ -163,10 +163,27 @@ def test_every_setting_of_the_operator_can_be_set_and_no_other() -> None:
     )
 
 
+SIGNS = ("leavingTaints", "badNodeConditions", "cordon")
+"""Settings that are read together."""
+
+
+def flattened(config: Config) -> dict[str, Any]:
+    """Every value by the name that its setting has, in snake case."""
+    memory = {f"node_memory_{key}": value for key, value in dataclasses.asdict(config.node_memory).items()}
+    return {
+        **dataclasses.asdict(config),
+        **dataclasses.asdict(config.patience),
+        **memory,
+        "lease_seconds": config.terms.duration,
+    }
+
+
 def test_settings_reach_the_operator_as_they_are_written() -> None:
     config = Config.from_env({**operators_environment(values_of("everything")), "TIERCHECK_METRICS_ADDRESS": ""})
-    written = values_of("everything")["settings"]
-    flat = {**dataclasses.asdict(config), **dataclasses.asdict(config.patience), "lease_seconds": config.terms.duration}
+    written = dict(values_of("everything")["settings"])
+    flat = flattened(config)
+    taints, conditions, cordon = (written.pop(key) for key in SIGNS)
+    assert config.signs == parse_signs(taints, conditions, cordon) != Config().signs
     for key, value in written.items():
         snake = re.sub(r"([A-Z])", lambda found: "_" + found[1].lower(), key)
         assert flat.get(snake, flat.get(snake.removesuffix("_seconds"))) == value, key
@@ -187,11 +204,9 @@ def test_defaults_that_values_yaml_tells_in_comments_are_the_operators() -> None
     told = dict(re.findall(r"^#  (\w+): +(\S+)", (CHART / "values.yaml").read_text(), re.MULTILINE))
     settings = json.loads((CHART / "values.schema.json").read_text())["properties"]["settings"]["properties"]
     assert set(told) == set(settings)
-    default = {
-        **dataclasses.asdict(Config()),
-        **dataclasses.asdict(Config().patience),
-        "lease_seconds": Terms().duration,
-    }
+    default = flattened(Config())
+    taints, conditions, cordon = (told.pop(key).strip('"') for key in SIGNS)
+    assert parse_signs(taints, conditions, cordon) == Config().signs
     for key, value in told.items():
         snake = re.sub(r"([A-Z])", lambda found: "_" + found[1].lower(), key)
         known = default.get(snake, default.get(snake.removesuffix("_seconds")))
