@@ -100,3 +100,26 @@ def test_names_are_resolved_only_where_that_is_asked_for() -> None:
 
     assert 53 not in ports()
     assert 53 in ports(dns=True)
+
+
+# The janitor of node memory, which only who asks for it gets
+
+
+def test_janitor_is_not_installed_unless_asked_for() -> None:
+    assert of_kind("DaemonSet", {}) == []
+
+
+def test_janitor_has_nothing_but_the_folder_that_it_clears() -> None:
+    settings = {"nodeMemoryPath": "/run/tiercheck", "nodeMemoryKeepSeconds": 1800}
+    values = {"nodeMemory": {"janitor": {"enabled": True}}, "settings": settings}
+    janitor = only("DaemonSet", values)
+    spec = janitor["spec"]["template"]["spec"]
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["volumes"] == [{"name": "memory", "hostPath": {"path": "/run/tiercheck", "type": "DirectoryOrCreate"}}]
+    (container,) = spec["containers"]
+    assert container["command"][-3:] == ["/tiercheck/node", "--watch", "1800"]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
+    operator = only("Deployment", values)["spec"]["selector"]["matchLabels"]
+    assert not operator.items() <= janitor["spec"]["template"]["metadata"]["labels"].items(), "no Service finds it"

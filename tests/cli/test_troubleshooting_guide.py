@@ -14,7 +14,17 @@ from tiercheck_sidecar.remote.errors import Reason
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "troubleshooting.md").read_text()
 CONDITIONS, _, EVENTS = GUIDE.partition("\n## Events\n")
-TYPES = {"Placed", "Protected", "DeltasActive", "Restoring", "Running", "Suspended", "Completed", "Failed"}
+TYPES = {
+    "Placed",
+    "Protected",
+    "DeltasActive",
+    "SparesReady",
+    "Restoring",
+    "Running",
+    "Suspended",
+    "Completed",
+    "Failed",
+}
 
 OF_CONDITIONS = {value for name, value in vars(conditions).items() if name.isupper()} - TYPES
 OF_SIDECARS = {f"Remote{reason.value}" for reason in Reason} | set(

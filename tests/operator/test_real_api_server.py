@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.nodespec import NodeSpec
 from tiercheck_operator.controller.observation import JobView
 from tiercheck_operator.controller.parsing import parse_job
-from tiercheck_operator.manifests.pod import build_pod
+from tiercheck_operator.manifests.node_memory import forbidden
+from tiercheck_operator.manifests.pod import build_pod, build_spare
 from tiercheck_operator.manifests.service import build_service
 
 pytestmark = [
@@ -293,3 +295,30 @@ def test_secret_of_somebody_else_is_left_alone_and_named(cluster: LocalCluster, 
     assert set(cluster.api.request("GET", secret)["data"]) == {"mine"}
     cluster.api.request("DELETE", secret)
     cluster.wait_for(lambda: status(cluster, "taken", RESTRICTED).get("phase") == "Completed", DEADLINE, "completion")
+
+
+@pytest.mark.parametrize("level", ["baseline", "restricted"])
+def test_node_memory_in_a_namespace_that_allows_no_host_path_is_refused_in_words_that_are_recognised(
+    cluster: LocalCluster, level: str
+) -> None:
+    labels = {"pod-security.kubernetes.io/enforce": level}
+    cluster.apply(
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": f"no-host-path-{level}", "labels": labels}}
+    )
+    wanted = job(tiers={"local": {"medium": "NodeMemory", "sizeLimit": "1Gi"}})
+    wanted = replace(wanted, namespace=f"no-host-path-{level}")
+    pod = build_pod(wanted, 1, 0, (), "tiercheck-sidecar:1")
+    path = f"/api/v1/namespaces/no-host-path-{level}/pods?dryRun=All"
+    status, answer, _ = post(cluster.kubeconfig, path, pod)
+    assert status == 403
+    assert "pod-security.kubernetes.io/enforce=privileged" in forbidden(wanted, answer["message"])
+
+
+def test_node_memory_is_admitted_where_host_paths_are(cluster: LocalCluster) -> None:
+    labels = {"pod-security.kubernetes.io/enforce": "privileged"}
+    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "host-path", "labels": labels}})
+    wanted = replace(job(tiers={"local": {"medium": "NodeMemory", "sizeLimit": "1Gi"}}), namespace="host-path")
+    for pod in (build_pod(wanted, 1, 0, (), "tiercheck-sidecar:1"), build_spare(wanted, 0, (), "tiercheck-sidecar:1")):
+        path = "/api/v1/namespaces/host-path/pods?dryRun=All&fieldValidation=Strict"
+        status, answer, _ = post(cluster.kubeconfig, path, pod)
+        assert status == 201, answer.get("message")
