@@ -26,6 +26,7 @@ _FAULTS = st.tuples(
             *("hang", "gpu", "oom", "sidecar"),
             *("cut", "deaf", "closed", "mend", "leave", "stay"),
             *("cordon", "label"),
+            *("spare", "spares"),
         ]
     ),
     st.integers(0, 3),
@@ -35,6 +36,8 @@ _SHAPES: list[dict[str, object]] = [
     {"delta": DeltaMode.AUTO, "snapshot_every": None},
     {"delta": DeltaMode.AUTO, "snapshot_every": None, "copies": 0, "parity": (2, 1)},
     {"delta": DeltaMode.AUTO, "snapshot_every": None, "copies": 0, "parity": (2, 2)},
+    {"spares": 1},
+    {"delta": DeltaMode.AUTO, "snapshot_every": None, "spares": 2},
 ]
 _KILLS = st.dictionaries(st.integers(0, 80), st.integers(0, 8), max_size=6)
 
@@ -66,6 +69,11 @@ def _strike(world: World, fault: str, target: int) -> None:
             for uid in worker_pods:
                 ended = ContainerView(world.pods[uid].sidecar.restarts + 1, "Error", world.now, 137)
                 world.pods[uid] = replace(world.pods[uid], sidecar=ended)
+        case "spare":
+            for uid in [uid for uid, pod in world.pods.items() if pod.is_spare]:
+                world.evict(uid)
+        case "spares":
+            world.job = replace(world.job, spec=replace(world.job.spec, spares=target))
         case "vanish":
             for uid in worker_pods:
                 world._gone(uid)
@@ -172,7 +180,14 @@ def test_job_survives_any_faults_with_everything_committed(
     assert set(world.starts[status.attempt]) == {0, 1, 2, 3}
     # Only crashes spend the crash budget.
     assert status.crashes <= world.crashes
-    assert len({pod.worker for pod in world.pods.values() if not pod.deleting}) == 4
+    wanted = world.job.spec.spares
+    for _ in range(100):
+        if world.status.spares is None or world.status.spares.ready == wanted:
+            break
+        tick()
+    alive = [pod for pod in world.pods.values() if not pod.deleting]
+    assert sorted(pod.worker for pod in alive if not pod.is_spare) == [0, 1, 2, 3]
+    assert sum(pod.is_spare for pod in alive) == wanted
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
