@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import signal
 import sys
 import threading
@@ -23,6 +24,7 @@ from tiercheck_sidecar.coordinator import Coordinator
 from tiercheck_sidecar.exchange.handshake import Identity
 from tiercheck_sidecar.exchange.pulse import Pulse
 from tiercheck_sidecar.exchange.server import ExchangeServer
+from tiercheck_sidecar.lending import FOLDER
 from tiercheck_sidecar.node_memory import Claim, sweep_job
 from tiercheck_sidecar.offload import Offloader
 from tiercheck_sidecar.parity.holder import ParityHolder
@@ -53,7 +55,6 @@ class Sidecar:
         self.board = Board(config)
         self.vault = Vault(config.vault_dir, config.memory_limit, config.ranks, self.board.bump)
         self.reporter = Reporter(self.board, self.vault)
-        self.socket = TrainerSocket(self.board, self.vault)
         self.reclaimer = Reclaimer(self.board, self.vault)
         self.identity = Identity(config.job_uid, config.worker, config.token, config.pod_ip)
         self.exchange = ExchangeServer(self.board, self.vault, self.identity, config.exchange_port)
@@ -63,6 +64,7 @@ class Sidecar:
         self.offloader = Offloader(self.board, self.vault, self.coordinator)
         reach = RestoreSources(self.board, self.vault, self.identity, config.exchange_port, self.offloader)
         self.restorer = Restorer(self.board, self.vault, reach)
+        self.socket = TrainerSocket(self.board, self.vault, reach)
         self.parity = ParitySender(self.board, self.vault, self.identity, config.exchange_port, self.replicator.bucket)
         self.parity_holder = ParityHolder(self.board, self.vault)
         self.exchange.languages["parity"] = serving(self.board, self.vault, self.parity_holder)
@@ -113,6 +115,7 @@ class Sidecar:
             # A spare is nobody's next pod.
             adopted = self._claim.adopt() if config.worker != SPARE else 0
             log.info("%d slots of earlier pods of this worker lie in the node's memory", adopted)
+        shutil.rmtree(config.vault_dir / FOLDER, ignore_errors=True)
         self.vault.open()
 
     def _sweep(self) -> None:

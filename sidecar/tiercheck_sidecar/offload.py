@@ -10,12 +10,12 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Directive, Tier
-from tiercheck.protocol.manifest import Manifest, RankArtifact
+from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
 from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
@@ -207,6 +207,18 @@ class Offloader:
             finally:
                 draft.discard()
             return draft.seal
+
+    def digests(self, artifact: Artifact) -> Digests:
+        """Of a snapshot of a complete version. Raises SourceFailed, SourceCorrupt."""
+        with self._opened() as store:
+            found = store.artifact(artifact.rank, artifact.version).digests
+            assert found is not None
+            return found
+
+    def fetch_chunks(self, artifact: Artifact, indices: Sequence[int], into: memoryview) -> None:
+        """Fill these chunks of `into`, verified. Raises SourceFailed, SourceCorrupt."""
+        with self._opened() as store:
+            store.fetch(store.artifact(artifact.rank, artifact.version), into, indices)
 
     def _manifest(self, store: RemoteStore, version: Version) -> Manifest:
         """All local ranks ask for the same few."""

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.chain import Chain, chain_to
 from tiercheck.protocol.directive import DeltaMode, Directive, Phase, Tier
 from tiercheck.protocol.encoding import to_json
@@ -24,6 +24,8 @@ from tiercheck.protocol.report import Quarantined, RankFailure, RestoreState
 from tiercheck.protocol.slot import NotASlot
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.lending import Lender
+from tiercheck_sidecar.source_errors import SourceFailed
 from tiercheck_sidecar.stock import Stock, Where, stocks
 from tiercheck_sidecar.vault import MemoryTooSmall, NoDeltas, NoFreeSlot, NotHeld, Vault
 
@@ -42,11 +44,15 @@ class RankSession:
         submit: Callable[[Kind, Callable[[], None]], None],
         connection: socket.socket,
         hello: Hello,
+        *,
+        lender: Lender,
     ) -> None:
         self._board, self._vault, self._submit = board, vault, submit
         self._connection, self._hello = connection, hello
         self._writing: set[Path] = set()
         self._restored = contextlib.ExitStack()
+        self._lender = lender
+        self._restored.callback(lender.close)
 
     def serve(self, lines: BinaryIO) -> None:
         """Until the rank hangs up. Raises OSError, msgspec.DecodeError."""
@@ -83,7 +89,10 @@ class RankSession:
             plain = Welcome(directive.attempt, board.every, delta=delta, sanity_gate=directive.policy.sanity_gate)
         if directive.restore is None:
             return plain
-        plain = dataclasses.replace(plain, restore_version=directive.restore.version)
+        world = directive.restore.world_size or directive.workers * directive.procs_per_worker
+        plain = dataclasses.replace(plain, restore_version=directive.restore.version, restore_world_size=world)
+        if directive.restore.world_size:
+            return plain
         try:
             snapshot, *deltas = self._pinned(directive, directive.restore.version)
         except NotHeld:
@@ -146,8 +155,18 @@ class RankSession:
         except MemoryTooSmall as reason:
             self._board.problem("MemoryTooSmall", str(reason))
             return self._skip(request, str(reason)) if request.op == "begin" else Reply(False, error=str(reason))
-        except (NotASlot, ValueError, OSError) as error:
+        except (NotASlot, SourceFailed, ValueError, OSError) as error:
             return Reply(False, error=str(error))
+
+    def _lent(self, request: Request) -> Path:
+        """Raises SourceFailed, MemoryTooSmall, OSError."""
+        directive = self._board.directive
+        if directive is None or directive.restore is None or directive.attempt != self._hello.attempt:
+            raise SourceFailed("there is nothing to restore")
+        version = directive.restore.version
+        if request.step != version.step or request.kind is not Kind.SNAPSHOT:
+            raise SourceFailed(f"the version to restore is {version}")
+        return self._lender.lend(directive, Artifact(request.rank, version), request.ranges)
 
     def _progress(self, request: Request) -> None:
         board = self._board
@@ -197,6 +216,8 @@ class RankSession:
         if request.op == "mismatch":
             self._distrust(request)
             return Reply(True)
+        if request.op == "borrow":
+            return Reply(True, str(self._lent(request)))
         if request.op == "restored":
             self._restored.close()
             return Reply(True)

@@ -6,18 +6,20 @@ way in; what fails is reported by name, so that the controller can decide again 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from tiercheck.protocol.directive import Directive, Phase
-from tiercheck.protocol.report import RestoreReport, RestoreState
+from tiercheck.protocol.artifact import Artifact
+from tiercheck.protocol.directive import Directive, Phase, Restore, Tier
+from tiercheck.protocol.report import RankRestore, RestoreReport, RestoreState
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.rank_restore import RankRestorer
 from tiercheck_sidecar.restore_sources import RestoreSources
 from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
-from tiercheck_sidecar.vault import Vault
+from tiercheck_sidecar.vault import MemoryTooSmall, Vault
 
 __all__ = ["Restorer", "SourceCorrupt", "SourceFailed"]
 
@@ -58,6 +60,9 @@ class Restorer:
             return
         began = time.monotonic()
         self._publish(directive, RestoreReport(RestoreState.RUNNING, restore.version))
+        if restore.world_size:
+            self._publish(directive, self._look_at_others(directive, restore, began))
+            return
         sources = {entry.rank: entry.sources for entry in restore.ranks}
         with (
             ThreadPoolExecutor(_VERIFIERS, thread_name_prefix="verify") as verifiers,
@@ -78,6 +83,20 @@ class Restorer:
             ranks = tuple(pool.map(RankRestorer.run, restorers))
         state = RestoreState.FAILED if any(rank.tier is None for rank in ranks) else RestoreState.READY
         self._publish(directive, RestoreReport(state, restore.version, ranks, time.monotonic() - began))
+
+    def _look_at_others(self, directive: Directive, restore: Restore, began: float) -> RestoreReport:
+        """Whether the slots of other ranks can be read: this worker's share of them, so that all are looked at once."""
+        failures: list[str] = []
+        with contextlib.closing(self._reach.lender()) as lender:
+            for rank in range(directive.worker, restore.world_size, directive.workers):
+                try:
+                    lender.lend(directive, Artifact(rank, restore.version), ())
+                except (SourceFailed, MemoryTooSmall, OSError) as error:
+                    failures.append(f"rank {rank} of {restore.world_size}: {error}")
+        tier = None if failures else Tier.PEER
+        ranks = tuple(RankRestore(rank, tier, None, 0, 0.0, tuple(failures)) for rank in self._vault.ranks)
+        state = RestoreState.FAILED if failures else RestoreState.READY
+        return RestoreReport(state, restore.version, ranks, time.monotonic() - began)
 
     def _publish(self, directive: Directive, report: RestoreReport) -> None:
         with self._board.lock:

@@ -18,6 +18,7 @@ from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.exchange.fetch import Dial, FetchFailed, fetch, holdings
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
+from tiercheck_sidecar.lending import FOLDER, Lender, RemotePart
 from tiercheck_sidecar.parity.obtainable import obtainable
 from tiercheck_sidecar.parity.rebuild import rebuild
 from tiercheck_sidecar.restore_plan import Place
@@ -25,7 +26,7 @@ from tiercheck_sidecar.source_errors import SourceFailed
 from tiercheck_sidecar.vault import Seal, Vault
 
 
-class RemoteTier(Protocol):
+class RemoteTier(RemotePart, Protocol):
     """What a restore needs of the remote tier."""
 
     def listed(self, rank: int, version: Version) -> dict[Artifact, int]:
@@ -92,6 +93,10 @@ class RestoreSources:
         spoiled = {each.worker for each in bad}
         givers = [each for each in sources if each.peer and each.peer.worker in set(done.workers) - spoiled]
         return Brought(givers[0] if givers else source, bad)
+
+    def lender(self) -> Lender:
+        """For a rank that comes back on another mesh. To be closed."""
+        return Lender(self._vault, self._board.config.vault_dir / FOLDER, self._connect, self._remote)
 
     def _rebuilt(self, artifact: Artifact, source: Source, group: ParityGroup) -> Brought:
         bad: list[Quarantined] = []

@@ -23,6 +23,7 @@ from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.local import Hello, LauncherEvent, Order
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.rank_session import LONGEST_LINE, RankSession
+from tiercheck_sidecar.restore_sources import RestoreSources
 from tiercheck_sidecar.vault import Vault
 
 log = logging.getLogger(__name__)
@@ -34,8 +35,8 @@ _SEALERS = {Kind.SNAPSHOT: 4, Kind.DELTA: 2}
 class TrainerSocket:
     """Serves one trainer container. `start` raises OSError if the socket cannot be made."""
 
-    def __init__(self, board: Board, vault: Vault) -> None:
-        self._board, self._vault = board, vault
+    def __init__(self, board: Board, vault: Vault, reach: RestoreSources) -> None:
+        self._board, self._vault, self._reach = board, vault, reach
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sealers = {
             kind: ThreadPoolExecutor(threads, thread_name_prefix=f"seal-{kind.value}")
@@ -84,7 +85,9 @@ class TrainerSocket:
                 if hello.role == "launcher":
                     self._serve_launcher(connection, lines)
                 elif hello.role == "rank":
-                    RankSession(self._board, self._vault, self._submit, connection, hello).serve(lines)
+                    RankSession(
+                        self._board, self._vault, self._submit, connection, hello, lender=self._reach.lender()
+                    ).serve(lines)
                 else:
                     log.warning("a connection with role %r is closed", hello.role)
             except (OSError, msgspec.DecodeError) as error:

@@ -99,6 +99,8 @@ class World:
         self.pods = {worker: f"pod-{worker}" for worker in range(workers)}
         self.history = History()
         self.base: Version | None = None
+        self.others = 0
+        """Ranks that saved it, if they are not as many as now."""
         self.attempt = 0
         self.policy = Policy(snapshot_every=1, remote_every=1_000_000, remote_keep=5)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -240,7 +242,8 @@ class World:
         ranks = range(worker * self.procs, (worker + 1) * self.procs)
         restore = None
         if self.base is not None:
-            restore = Restore(self.base, tuple(RankSources(rank, (sources or {}).get(rank, ())) for rank in ranks))
+            named = tuple(RankSources(rank, (sources or {}).get(rank, ())) for rank in ranks)
+            restore = Restore(self.base, named, self.others)
         return Directive(
             job_uid=JOB_UID,
             worker=worker,

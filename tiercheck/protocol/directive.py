@@ -92,6 +92,9 @@ class Restore:
 
     version: Version
     ranks: tuple[RankSources, ...]
+    world_size: int = 0
+    """Ranks that saved the version, if they are others than there are now: `ranks` then names the sources of all of them, and
+    each rank borrows what it needs. 0: as many as now."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,9 @@ PAGE = 4096
 TORN = b"\0" * 8
 """The state word of a slot that is being written."""
 
+PIECES = "pieces"
+"""The table of pieces, JSON, before all tensors: what each is of the whole (`docs/design/016-every-way-people-train.md`)."""
+
 _MAX_HEADER = 100 * 1024 * 1024  # what the safetensors library itself accepts
 
 
@@ -139,6 +142,23 @@ def _table_of(declared: Sequence[tuple[str, str, tuple[int, ...], int, int]]) ->
         name: {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
         for name, dtype, shape, begin, end in declared
     }
+
+
+def beginning(view: memoryview | bytes) -> int:
+    """Bytes of a slot from its start to the end of its table of pieces; those of its header if `view` does not reach that far, so
+    that the caller can ask again with more. Raises NotASlot.
+    """
+    (length,) = struct.unpack("<Q", bytes(view[:8]))
+    if not 0 < length <= _MAX_HEADER:
+        raise NotASlot("torn, or no slot")
+    if 8 + length > len(view):
+        return int(8 + length)
+    try:
+        table = json.loads(bytes(view[8 : 8 + length]))
+        pieces = int(table[PIECES]["data_offsets"][1]) if PIECES in table else 0
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise NotASlot(f"no slot header: {error}") from error
+    return int(8 + length) + pieces
 
 
 def read_header(view: memoryview | bytes, size: int | None = None) -> SlotHeader:

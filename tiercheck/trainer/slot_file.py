@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.pieces import Box, Piece
-from tiercheck.protocol.slot import SlotHeader, SlotLayout, read_header
+from tiercheck.protocol.slot import PIECES, SlotHeader, SlotLayout, read_header
 from tiercheck.protocol.slot import Tensor as SlotTensor
 from tiercheck.protocol.version import Version
 from tiercheck.trainer.dtypes import dtype_of
@@ -21,8 +21,6 @@ from tiercheck.trainer.stored import StoredTensors
 
 USER_BLOB = "user"
 USER_BYTES = "user_bytes"
-PIECES = "pieces"
-"""The table of pieces, before all tensors: what each is of the whole."""
 
 
 def pieces_table(pieces: Mapping[str, Piece]) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.slot import PIECES
 from tiercheck.trainer import copying
 from tiercheck.trainer.backend import Skipped
 from tiercheck.trainer.capture import NotCapturable
@@ -12,7 +13,7 @@ from tiercheck.trainer.copying import Snapshot
 from tiercheck.trainer.crew import Crew
 from tiercheck.trainer.desk import Cancelled, Desk
 from tiercheck.trainer.layouts import Planned
-from tiercheck.trainer.slot_file import PIECES, USER_BLOB, USER_BYTES, bytes_into
+from tiercheck.trainer.slot_file import USER_BLOB, USER_BYTES, bytes_into
 
 
 class SnapshotJob:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import mmap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -162,9 +162,10 @@ class RemoteStore:
             raise RemoteMissing(f"the manifest of {version} in {self.location} does not name rank {rank}.")
         return self._detailed(named)
 
-    def fetch(self, artifact: RankArtifact, into: memoryview) -> None:
-        """Read an artifact into the beginning of `into` and verify every chunk. Raises RemoteCorrupt; `into` is then
-        garbage.
+    def fetch(self, artifact: RankArtifact, into: memoryview, chunks: Sequence[int] | None = None) -> None:
+        """Read an artifact, or only these of its `chunks` (in order), into its place in `into` and verify every chunk.
+
+        Raises RemoteCorrupt; `into` is then garbage.
         """
         artifact = self._detailed(artifact)
         digests = artifact.digests
@@ -172,13 +173,11 @@ class RemoteStore:
         check_shape(digests, f"{self.location}/{artifact.key}")
         if len(into) < digests.size:
             raise ValueError(f"{digests.size} bytes do not fit into {len(into)}")
-        stride = max(1, FETCH_BYTES // digests.chunk) * digests.chunk
+        wanted = range(len(digests.values)) if chunks is None else chunks
         with ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="remote-fetch") as pool:
             ranges = [
-                pool.submit(
-                    self._fetch_range, artifact.key, digests, begin, into[begin : min(begin + stride, digests.size)]
-                )
-                for begin in range(0, digests.size, stride)
+                pool.submit(self._fetch_range, artifact.key, digests, begin, into[begin : min(end, digests.size)])
+                for begin, end in _stretches(wanted, digests.chunk)
             ]
             try:
                 for part in ranges:
@@ -267,6 +266,18 @@ class RemoteStore:
     def _pause(self, seconds: float) -> None:
         if self._closed.wait(seconds):
             raise RemoteClosed
+
+
+def _stretches(chunks: Sequence[int], chunk: int) -> Iterator[tuple[int, int]]:
+    """Bytes to read at once: neighbours together, but not too many."""
+    most = max(1, FETCH_BYTES // chunk)
+    first = place = 0
+    while first < len(chunks):
+        place = first + 1
+        while place < len(chunks) and place - first < most and chunks[place] == chunks[place - 1] + 1:
+            place += 1
+        yield chunks[first] * chunk, (chunks[place - 1] + 1) * chunk
+        first = place
 
 
 @contextlib.contextmanager

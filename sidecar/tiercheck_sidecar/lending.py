@@ -1,0 +1,206 @@
+"""Parts of other ranks' artifacts for a rank that comes back on another mesh: brought chunk by verified chunk, and only those it reads.
+
+A loan is a sparse file in the memory volume, as long as the artifact, in which the chunks that were asked for are at their places.
+What this worker holds itself is lent as it lies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from tiercheck.protocol.artifact import Artifact
+from tiercheck.protocol.directive import Directive, Peer, Tier
+from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.slot import NotASlot, beginning
+from tiercheck_sidecar.digest import digest_chunk, piece
+from tiercheck_sidecar.exchange.frames import Wire
+from tiercheck_sidecar.exchange.handshake import PeerRefused
+from tiercheck_sidecar.exchange.sources import Dial, Opening, Senseless, open_copy
+from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
+from tiercheck_sidecar.vault import MemoryTooSmall, NotHeld, Vault
+
+log = logging.getLogger(__name__)
+
+FOLDER = "lent"
+_AHEAD = 2
+"""Chunks asked for before the previous one has arrived."""
+
+Bring = Callable[[Sequence[int], memoryview], None]
+"""Chunk indices, and the whole artifact's bytes, of which these chunks are to be filled. Raises SourceFailed, SourceCorrupt."""
+
+
+class RemotePart(Protocol):
+    """What lending needs of the remote tier."""
+
+    def digests(self, artifact: Artifact) -> Digests:
+        """Of a snapshot of a complete version. Raises SourceFailed."""
+
+    def fetch_chunks(self, artifact: Artifact, indices: Sequence[int], into: memoryview) -> None:
+        """Fill these chunks of `into`, verified. Raises SourceFailed, SourceCorrupt."""
+
+
+@dataclass
+class _Loan:
+    path: Path
+    digests: Digests
+    here: set[int] = field(default_factory=set)
+
+    @property
+    def bytes(self) -> int:
+        return len(self.here) * self.digests.chunk
+
+
+class Lender:
+    """For one rank's session. Not thread-safe; `close` ends all loans."""
+
+    def __init__(self, vault: Vault, folder: Path, dial: Callable[[Peer], Wire], remote: RemotePart) -> None:
+        self._vault, self._dial, self._remote = vault, dial, remote
+        self._folder = folder / uuid.uuid4().hex[:8]
+        self._loans: dict[Artifact, _Loan] = {}
+        self._pinned = contextlib.ExitStack()
+        self._lent: dict[Artifact, Path] = {}
+
+    def lend(self, directive: Directive, artifact: Artifact, ranges: Iterable[tuple[int, int]]) -> Path:
+        """A file with these bytes, and the artifact's beginning. Raises SourceFailed, MemoryTooSmall, OSError."""
+        own = self._own(artifact)
+        if own is not None:
+            return own
+        reasons = []
+        for name, opened in self._sources(directive, artifact):
+            try:
+                with opened as (digests, bring):
+                    return self._fill(artifact, digests, bring, ranges)
+            except (SourceFailed, SourceCorrupt) as error:
+                reasons.append(f"{name}: {error}")
+        raise SourceFailed("; ".join(reasons) or "no source is known")
+
+    def close(self) -> None:
+        self._pinned.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _own(self, artifact: Artifact) -> Path | None:
+        """What lies here, read again once: it may have lain for long."""
+        if artifact in self._lent:
+            return self._lent[artifact]
+        try:
+            if self._vault.fault(artifact.rank, artifact.version, kind=artifact.kind):
+                return None
+            slot = self._pinned.enter_context(self._vault.pin(artifact.rank, artifact.version, kind=artifact.kind))
+        except NotHeld:
+            return None
+        self._lent[artifact] = slot.path
+        return slot.path
+
+    def _sources(
+        self, directive: Directive, artifact: Artifact
+    ) -> Iterator[tuple[str, contextlib.AbstractContextManager[tuple[Digests, Bring]]]]:
+        named = directive.restore.ranks if directive.restore else ()
+        sources = next((entry.sources for entry in named if entry.rank == artifact.rank), ())
+        for source in sources:
+            if source.peer is not None:
+                yield f"worker {source.peer.worker}", self._from_peer(artifact, source.peer)
+        yield "the remote tier", self._from_remote(artifact)
+
+    @contextlib.contextmanager
+    def _from_peer(self, artifact: Artifact, peer: Peer) -> Iterator[tuple[Digests, Bring]]:
+        try:
+            opening = open_copy(artifact, Dial(peer.worker, lambda: self._dial(peer)), Tier.LOCAL)
+        except Senseless as error:
+            raise SourceCorrupt(str(error)) from error
+        except (PeerRefused, OSError) as error:
+            raise SourceFailed(str(error)) from error
+        with contextlib.closing(opening.wire):
+            yield opening.seal.digests, lambda indices, into: _receive(opening, indices, into)
+
+    @contextlib.contextmanager
+    def _from_remote(self, artifact: Artifact) -> Iterator[tuple[Digests, Bring]]:
+        digests = self._remote.digests(artifact)
+        yield digests, lambda indices, into: self._remote.fetch_chunks(artifact, indices, into)
+
+    def _fill(self, artifact: Artifact, digests: Digests, bring: Bring, ranges: Iterable[tuple[int, int]]) -> Path:
+        loan = self._loans.get(artifact)
+        if loan is None or loan.digests != digests:
+            loan = self._loans[artifact] = self._open(artifact, digests)
+        with open(loan.path, "r+b") as file, mmap.mmap(file.fileno(), digests.size) as pages, memoryview(pages) as view:
+            self._bring(loan, bring, view, _chunks([(0, 1)], digests))
+            while (end := _end_of_beginning(view[: _contiguous(loan)])) > _contiguous(loan):
+                self._bring(loan, bring, view, _chunks([(0, end)], digests))
+            self._bring(loan, bring, view, _chunks(ranges, digests))
+        return loan.path
+
+    def _open(self, artifact: Artifact, digests: Digests) -> _Loan:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.chmod(0o755)
+        path = (
+            self._folder / f"{artifact.rank}-{artifact.version.step}-{artifact.version.attempt}-{artifact.kind.value}"
+        )
+        with open(path, "wb") as file:
+            file.truncate(digests.size)
+        return _Loan(path, digests)
+
+    def _bring(self, loan: _Loan, bring: Bring, view: memoryview, wanted: set[int]) -> None:
+        missing = sorted(wanted - loan.here)
+        if not missing:
+            return
+        needed = len(missing) * loan.digests.chunk
+        lent = sum(each.bytes for each in self._loans.values())
+        if self._vault.used() + lent + needed > self._vault.limit:
+            raise MemoryTooSmall(
+                f"{lent + needed} bytes of other ranks' state do not fit beside the {self._vault.used()} that the memory volume of "
+                f"{self._vault.limit} bytes holds; raise spec.tiers.local.sizeLimit"
+            )
+        bring(missing, view)
+        loan.here |= set(missing)
+
+
+def _receive(opening: Opening, indices: Sequence[int], into: memoryview) -> None:
+    wire, digests = opening.wire, opening.seal.digests
+    try:
+        for index in indices[:_AHEAD]:
+            wire.send_index(index)
+        for place, index in enumerate(indices):
+            found, _ = wire.receive_chunk_header()
+            if found != index:
+                raise SourceFailed("it sent a chunk that was not asked for")
+            with piece(into, digests, index) as chunk:
+                wire.receive_into(chunk)
+                if digest_chunk(chunk) != digests.values[index]:
+                    raise SourceFailed(f"chunk {index} came damaged")
+            if place + _AHEAD < len(indices):
+                wire.send_index(indices[place + _AHEAD])
+    except OSError as error:
+        raise SourceFailed(str(error)) from error
+
+
+def _chunks(ranges: Iterable[tuple[int, int]], digests: Digests) -> set[int]:
+    """The chunks that hold these bytes."""
+    last = len(digests.values) - 1
+    return {
+        index
+        for begin, end in ranges
+        if begin < end
+        for index in range(begin // digests.chunk, min((end - 1) // digests.chunk, last) + 1)
+    }
+
+
+def _contiguous(loan: _Loan) -> int:
+    """Bytes from the beginning on that are here."""
+    index = 0
+    while index in loan.here:
+        index += 1
+    return min(index * loan.digests.chunk, loan.digests.size)
+
+
+def _end_of_beginning(view: memoryview) -> int:
+    try:
+        return beginning(view)
+    except NotASlot as error:
+        raise SourceFailed(str(error)) from error

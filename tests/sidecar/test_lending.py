@@ -1,0 +1,120 @@
+"""Ranks that come back on another mesh read parts of other ranks' artifacts: only those, and only verified."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from stations import Stations
+from test_exchange_fetch import MIB, copied
+from world import World, until
+
+from tiercheck.protocol.artifact import Artifact
+from tiercheck.protocol.directive import Directive, RankSources, Restore, Source, Tier
+from tiercheck.protocol.version import Version
+from tiercheck_sidecar.coordinator import Coordinator
+from tiercheck_sidecar.lending import Lender
+from tiercheck_sidecar.offload import Offloader
+from tiercheck_sidecar.source_errors import SourceFailed
+from tiercheck_sidecar.vault import MemoryTooSmall
+
+MakeStations = Callable[..., Stations]
+MakeWorld = Callable[..., World]
+
+
+@pytest.fixture
+def job(stations: MakeStations) -> Stations:
+    """Worker 0's artifact lies at workers 1 and 2; worker 3 wants parts of it."""
+    return stations(workers=4)
+
+
+@pytest.fixture
+def lender(job: Stations) -> Iterator[Lender]:
+    station = job[3]
+    remote = Offloader(station.board, station.vault, Coordinator(station.board))
+    made = Lender(
+        station.vault, station.board.config.vault_dir / "lent", lambda peer: station.connect(peer.worker), remote
+    )
+    yield made
+    made.close()
+    assert not list((station.board.config.vault_dir / "lent").glob("*"))
+
+
+def directive(job: Stations, *workers: int) -> Directive:
+    known = job[3].board.directive
+    assert known is not None
+    sources = tuple(Source(Tier.PEER, job.peer(worker)) for worker in workers)
+    return dataclasses.replace(known, restore=Restore(Version(5, 1), (RankSources(0, sources),), world_size=2))
+
+
+def there(path: Path) -> int:
+    """Bytes of the volume that a sparse file takes."""
+    return path.stat().st_blocks * 512
+
+
+def test_only_the_chunks_that_are_asked_for_are_brought(job: Stations, lender: Lender) -> None:
+    _, artifact, content = copied(job)
+    path = lender.lend(directive(job, 1, 2), artifact, ())
+    assert path.read_bytes()[:4096] == content[:4096]
+    assert there(path) <= 4 * MIB
+    begin, end = 20 * MIB + 7, 25 * MIB
+    assert lender.lend(directive(job, 1, 2), artifact, [(begin, end)]) == path
+    assert path.read_bytes()[begin:end] == content[begin:end]
+    assert path.stat().st_size == len(content)
+    assert there(path) <= 12 * MIB
+
+
+def test_damaged_chunk_is_brought_by_another_holder(job: Stations, lender: Lender) -> None:
+    seal, artifact, content = copied(job)
+    job[1].flip(seal, Tier.PEER, 3)
+    path = lender.lend(directive(job, 1, 2), artifact, [(0, len(content))])
+    assert path.read_bytes() == content
+
+
+def test_nobody_has_it_and_each_is_named(job: Stations, lender: Lender) -> None:
+    with pytest.raises(SourceFailed, match=r"worker 1: .*; the remote tier: the job has no remote tier"):
+        lender.lend(directive(job, 1), Artifact(0, Version(5, 1)), ())
+
+
+def test_loans_stay_within_the_memory_volume(job: Stations, lender: Lender) -> None:
+    _, artifact, content = copied(job)
+    job[3].vault.limit = job[3].vault.used() + 9 * MIB
+    lender.lend(directive(job, 1), artifact, [(0, 8 * MIB)])
+    with pytest.raises(MemoryTooSmall, match="sizeLimit"):
+        lender.lend(directive(job, 1), artifact, [(0, len(content))])
+
+
+def test_what_lies_here_is_lent_as_it_is_unless_it_is_bad(job: Stations, lender: Lender) -> None:
+    seal = job[3].save(Version(5, 1), 9 * MIB, rank=3)
+    with job[3].vault.pin(3, seal.version) as slot:
+        assert lender.lend(directive(job), Artifact(3, seal.version), ()) == slot.path
+
+
+def test_rank_of_a_smaller_job_borrows_from_ranks_that_are_no_more(make_world: MakeWorld) -> None:
+    world = make_world(workers=2)
+    store = world.root / "store"
+    store.mkdir()
+    world.remote = json.dumps({"directory": {"path": str(store)}})
+    world.policy = dataclasses.replace(world.policy, remote_every=1)
+    world.start()
+    world.begin()
+    with world.ranks(9 * MIB) as ranks:
+        for rank in ranks:
+            assert rank.save(1)
+        until(lambda: world.report(0).watermarks.remote == Version(1, 1), "step 1 is in the remote tier")
+    world.lose(0, 1)
+    world.workers, world.others = 1, 2
+    world.start(0)
+    world.begin(Version(1, 1))
+    with world.rank(0) as rank:
+        assert (rank.welcome.restore_world_size, rank.welcome.restore_path) == (2, "")
+        path = Path(rank.ask("borrow", step=1, rank=1, ranges=((5 * MIB, 5 * MIB + 1),)).path)
+        original = next(store.rglob("rank-1.safetensors")).read_bytes()
+        assert path.read_bytes()[4 * MIB : 8 * MIB] == original[4 * MIB : 8 * MIB]
+        assert there(path) <= 8 * MIB
+        assert rank.ask("borrow", step=1, rank=2).error
+        assert rank.ask("restored", step=1).ok
+        assert not path.exists()
