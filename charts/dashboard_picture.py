@@ -3,7 +3,7 @@
     python -m charts.dashboard_picture [SECONDS]
 
 A job of two workers trains, a trainer crashes, a pod is evicted; Prometheus scrapes operator and sidecars as the chart's monitors would
-have it do. Needs `prometheus` on PATH or in PROMETHEUS (Debian: prometheus). Written to docs/pictures/dashboard.png.
+have it do. Needs `prometheus` on PATH or in PROMETHEUS (Debian: prometheus). Written to docs/images/dashboard.png.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tiercheck_local.nodespec import NodeSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 BOARD = ROOT / "charts" / "tiercheck" / "files" / "dashboards" / "tiercheck.json"
-TARGET = ROOT / "docs" / "pictures" / "dashboard.png"
+TARGET = ROOT / "docs" / "images" / "dashboard.png"
 SETTLE = {"TIERCHECK_SETTLE_SECONDS": "0.5", "TIERCHECK_LEASE": "default/tiercheck", "TIERCHECK_IDENTITY": "operator-0"}
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#000000", "#999999"]
 
