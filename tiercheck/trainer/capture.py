@@ -7,7 +7,7 @@ goes into `Inventory.facts`, which travels in the user blob.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -19,6 +19,9 @@ from torch.optim import Optimizer
 from tiercheck.protocol.pieces import Piece
 
 _PLAIN = {Tensor, nn.Parameter}
+
+BESIDE = "state/"
+"""Before the names of tensors that belong to modules in the script's `state`: `state/<name>/<key of state_dict>`."""
 
 
 class NotCapturable(TypeError):
@@ -64,10 +67,18 @@ def local_shard(tensor: Tensor) -> Tensor:
     return plain
 
 
-def take_inventory(model: nn.Module, optimizers: Sequence[Optimizer]) -> Inventory:
-    """List the state of `model` and `optimizers` as it is now. Raises NotCapturable."""
+def take_inventory(
+    model: nn.Module, optimizers: Sequence[Optimizer], beside: Mapping[str, nn.Module] | None = None
+) -> Inventory:
+    """List the state of `model` and `optimizers` as it is now, and of the modules `beside` them. Raises NotCapturable."""
     entries: list[Entry] = []
     facts: dict[str, Any] = {"model_extra": {}, "optimizers": []}
+    for module, prefix, extra in modules_beside(beside or {}, facts):
+        for key, value, lazy in model_items(module):
+            if isinstance(value, Tensor) and not is_extra(key):
+                entries.append(Entry(f"{prefix}{key}", local_shard(value), lazy, lazy, value))
+            else:
+                extra[key] = value
     for key, value, lazy in model_items(model):
         if isinstance(value, Tensor) and not is_extra(key):
             entries.append(Entry(f"model/{key}", local_shard(value), lazy, lazy, value))
@@ -87,6 +98,14 @@ def take_inventory(model: nn.Module, optimizers: Sequence[Optimizer]) -> Invento
         groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         facts["optimizers"].append({"class": type(optimizer).__name__, "groups": groups, "states": states})
     return Inventory(tuple(entries), facts)
+
+
+def modules_beside(
+    beside: Mapping[str, nn.Module], facts: dict[str, Any]
+) -> Iterator[tuple[nn.Module, str, dict[str, Any]]]:
+    """Of each module: itself, what comes before the names of its tensors in a slot, and its part of the facts."""
+    for name, module in beside.items():
+        yield module, f"{BESIDE}{name}/", facts.setdefault("beside_extra", {}).setdefault(name, {})
 
 
 def is_extra(key: str) -> bool:

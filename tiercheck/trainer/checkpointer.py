@@ -17,7 +17,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -49,7 +49,7 @@ from tiercheck.trainer.resharding import OtherRanks, load_resharded
 from tiercheck.trainer.saver import Saver
 from tiercheck.trainer.sidecar_backend import SidecarBackend
 from tiercheck.trainer.slot_file import SlotReader
-from tiercheck.trainer.wrapped import Wrapped
+from tiercheck.trainer.wrapped import Wrapped, unwrapped
 
 log = logging.getLogger("tiercheck")
 
@@ -62,8 +62,9 @@ _UNDECIDED_WITH_DELTAS = 4
 class Checkpointer:
     """Saves and restores the state of one rank.
 
-    `state`: whatever else the next step depends on - objects with `state_dict`/`load_state_dict`, or plain dicts.
-    Random number generators (torch, CUDA, python, numpy) are always included.
+    `state`: whatever else the next step depends on - objects with `state_dict`/`load_state_dict`, plain dicts, generators
+    (torch.Generator, numpy's). Modules in it, such as averaged weights, are stored as tensors like the model.
+    The default random number generators (torch, all CUDA devices, python, numpy) are always included.
     `every`: steps between snapshots; None: as the job says, 50 outside a cluster.
     `folder`, `keep`: outside a cluster, where snapshots go and how many complete ones stay.
     `sanity_gate`: refuse what has a loss, gradient, parameter or optimizer state that is not finite; None: as the job says.
@@ -87,9 +88,12 @@ class Checkpointer:
             raise ValueError(f"every must be at least 1, not {every}")
         wrapped = Wrapped.look(model)
         model = self._model = wrapped.model
-        self._partitions = Partitions([optimizer] if isinstance(optimizer, Optimizer) else list(optimizer))
+        listed = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+        self._partitions = Partitions([unwrapped(each) for each in listed])
         self._optimizers = self._partitions.inner
-        self._state: user_state.State = state or {}
+        given = state or {}
+        self._beside = {name: Wrapped.look(each).model for name, each in given.items() if isinstance(each, nn.Module)}
+        self._state: user_state.State = {name: each for name, each in given.items() if name not in self._beside}
         self._every = every
         self.rank, self.world_size = rank_and_world()
         """This process among the ranks of the job."""
@@ -103,7 +107,7 @@ class Checkpointer:
         if run_dir:
             stacks.answer_with_stacks()
             self._last_words = LastWords(self._backend.failing)
-        self._inventories = Inventories(model, self._optimizers)
+        self._inventories = Inventories(model, self._optimizers, self._beside)
         self._shares = Shares(wrapped, self._partitions)
         self._sanity_gate = sanity_gate
         self._saver = Saver(self._backend, self.rank, self.world_size, gate=lambda: self.sanity_gate)
@@ -178,6 +182,10 @@ class Checkpointer:
             self.step_number = offer.version.step
             log.info("restored %s", offer.version)
         self._backend.restored(self.step_number)
+        if self._beside and self._deltas.active:
+            self._deltas.give_up(
+                f"the modules in state ({', '.join(sorted(self._beside))}) change outside of the optimizer"
+            )
         self._deltas.started(None if offer is None else self.step_number, room)
         if offer is not None:
             # The layout is known, so slots can be made ready during the first steps; without a chain the size of deltas is not,
@@ -252,7 +260,7 @@ class Checkpointer:
             self._load_resharded(offer)
             return 0
         slot, content = self._open(offer.path, offer.version if not offer.deltas else None, Kind.SNAPSHOT)
-        load_all(self._model, self._optimizers, self._shares, slot, content["facts"])
+        load_all(self._model, self._optimizers, self._shares, slot, content["facts"], beside=self._beside)
         step, room = slot.header.version.step, 0
         replay = Replay(self._model, self._optimizers, self._shares) if offer.deltas else None
         for path in offer.deltas:
@@ -286,7 +294,9 @@ class Checkpointer:
             raise RestoreError(f"{offer.version} was saved on another mesh, on which its deltas cannot be replayed")
         try:
             others = OtherRanks(offer.world_size, offer.borrow)
-            content = load_resharded(self._model, self._optimizers, self._shares, others, self.rank)
+            content = load_resharded(
+                self._model, self._optimizers, self._shares, others, self.rank, beside=self._beside
+            )
         except (OSError, NotASlot, KeyError, TypeError, NotCapturable) as error:
             raise RestoreError(f"{offer.version} cannot be read: {error}") from error
         self._partitions.loaded()

@@ -6,7 +6,7 @@ stored are plain tensors. Everything else is listed anew each time. No tensor is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any
@@ -32,8 +32,12 @@ class _NotPlain(Exception):
 class Inventories:
     """Takes inventories of one model and its optimizers, in the training thread."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], beside: Mapping[str, nn.Module] | None = None
+    ) -> None:
+        """`beside`: other modules whose tensors are stored too."""
         self._model = model
+        self._beside = beside or {}
         self._optimizers = optimizers
         self._modules: list[nn.Module] = []
         self._marks: list[Any] | None = None
@@ -52,7 +56,7 @@ class Inventories:
                 marks, tensors = [], []
             if marks == self._marks:
                 return self._again(tensors)
-        inventory = take_inventory(self._model, self._optimizers)
+        inventory = take_inventory(self._model, self._optimizers, self._beside)
         self._remember(inventory)
         return inventory
 
@@ -69,7 +73,10 @@ class Inventories:
         return Inventory(tuple(entries), {**self._facts, "optimizers": optimizers}, fixed)
 
     def _remember(self, inventory: Inventory) -> None:
-        self._marks, self._modules = None, list(self._model.modules())
+        self._marks, self._modules = (
+            None,
+            list(chain.from_iterable(module.modules() for module in (self._model, *self._beside.values()))),
+        )
         try:
             marks, tensors = self._read()
             places = {_memory(tensor): place for place, tensor in reversed(list(enumerate(tensors)))}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tiercheck.protocol.pieces import Piece
-from tiercheck.trainer.capture import Entry, is_extra, local_shard, model_items, named_parameters_of
+from tiercheck.trainer.capture import Entry, is_extra, local_shard, model_items, modules_beside, named_parameters_of
 from tiercheck.trainer.gradients import set_hyper_parameters
 from tiercheck.trainer.replicas import Replicas, Shares, cut, exchange, share_of
 from tiercheck.trainer.slot_file import SlotReader
@@ -23,9 +23,16 @@ class DifferentState(ValueError):
 
 @torch.no_grad()
 def load_all(
-    model: nn.Module, optimizers: Sequence[Optimizer], shares: Shares, slot: SlotReader, facts: Mapping[str, Any]
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    shares: Shares,
+    slot: SlotReader,
+    facts: Mapping[str, Any],
+    *,
+    beside: Mapping[str, nn.Module] | None = None,
 ) -> None:
-    """Write the slot's tensors into the model's own storage and rebuild the optimizers' state. Raises DifferentState, RestoreError.
+    """Write the slot's tensors into the model's own storage (and that of the modules `beside` it), and rebuild the
+    optimizers' state. Raises DifferentState, RestoreError.
 
     Everything is checked before anything is written, so a refused checkpoint leaves the state as it was. Collective if
     replicas have saved it in shares.
@@ -35,11 +42,17 @@ def load_all(
     if len(optimizers) != len(facts["optimizers"]):
         raise DifferentState(f"the checkpoint has {len(facts['optimizers'])} optimizers, here are {len(optimizers)}")
     targets = _model_targets(model, shares, tensors, pieces)
+    extra_beside = dict(facts)
+    for module, prefix, _ in modules_beside(beside or {}, extra_beside):
+        targets |= _model_targets(module, shares, tensors, pieces, prefix)
     for index, (optimizer, saved) in enumerate(zip(optimizers, facts["optimizers"], strict=True)):
         _check_optimizer(index, optimizer, model, saved, tensors)
     wanted = [(name, value, local) for name, (value, local) in targets.items()]
     if facts["model_extra"]:
         model.load_state_dict(facts["model_extra"], strict=False)
+    for module, _, extra in modules_beside(beside or {}, extra_beside):
+        if extra:
+            module.load_state_dict(extra, strict=False)
     for index, (optimizer, saved) in enumerate(zip(optimizers, facts["optimizers"], strict=True)):
         wanted += _load_optimizer(index, optimizer, model, saved, slot)
     _fill(wanted, shares, tensors, pieces)
@@ -75,15 +88,19 @@ def _fill(
 
 
 def _model_targets(
-    model: nn.Module, shares: Shares, tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece]
+    model: nn.Module,
+    shares: Shares,
+    tensors: Mapping[str, Tensor],
+    pieces: Mapping[str, Piece],
+    prefix: str = "model/",
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Of each tensor of the model the tensor itself and its local shard."""
     targets = {
-        f"model/{key}": (value, local_shard(value))
+        f"{prefix}{key}": (value, local_shard(value))
         for key, value, _ in model_items(model)
         if isinstance(value, Tensor) and not is_extra(key)
     }
-    saved = {name for name in tensors if name.startswith("model/")}
+    saved = {name for name in tensors if name.startswith(prefix)}
     if different := saved.symmetric_difference(targets):
         name = min(different)
         where = "the checkpoint" if name in saved else "the model"

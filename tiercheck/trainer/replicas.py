@@ -112,8 +112,13 @@ class Shares:
 
 
 def owner_of(name: str) -> tuple[int, str]:
-    """Optimizer (-1: the model itself) and parameter that a stored tensor, `model/<parameter>` or `optimizer<i>/<parameter>/<key>`, belongs to."""
+    """Optimizer (-1: the model itself) and parameter that a stored tensor, `model/<parameter>` or `optimizer<i>/<parameter>/<key>`, belongs to.
+
+    One of a module beside the model belongs to itself: `state/<name>/<parameter>`.
+    """
     kind, _, rest = name.partition("/")
+    if kind == "state":
+        return -1, name
     return (-1, rest) if kind == "model" else (int(kind.removeprefix("optimizer")), rest.rpartition("/")[0])
 
 

@@ -23,6 +23,7 @@ from tiercheck.trainer.capture import (
     is_extra,
     local_shard,
     model_items,
+    modules_beside,
     named_parameters_of,
 )
 from tiercheck.trainer.gradients import set_hyper_parameters
@@ -113,7 +114,13 @@ class OtherRanks:
 
 @torch.no_grad()
 def load_resharded(
-    model: nn.Module, optimizers: Sequence[Optimizer], shares: Shares, others: OtherRanks, rank: int
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    shares: Shares,
+    others: OtherRanks,
+    rank: int,
+    *,
+    beside: Mapping[str, nn.Module] | None = None,
 ) -> dict[str, Any]:
     """Fill model and optimizers; the user blob that belongs to this rank. Raises DifferentState, RestoreError, NotCapturable.
 
@@ -122,7 +129,10 @@ def load_resharded(
     """
     namesake = rank % others.world_size
     blobs = {namesake: _blob(others, namesake)}
-    takes = _plan(list(_model(model, shares, blobs[namesake]["facts"])), others, rank)
+    facts = blobs[namesake]["facts"]
+    takes = _plan(list(_model(model, shares, facts["model_extra"])), others, rank)
+    for module, prefix, extra in modules_beside(beside or {}, facts):
+        takes += _plan(list(_model(module, shares, extra, prefix)), others, rank)
     for index, optimizer in enumerate(optimizers):
         # What an optimizer keeps of a parameter is told by any rank that had it.
         for source in _having(index, optimizer, model, others) - blobs.keys():
@@ -131,8 +141,11 @@ def load_resharded(
         takes += _plan(more, others, rank)
     _read(takes, others)
     content = blobs[namesake]
-    if content["facts"]["model_extra"]:
-        model.load_state_dict(content["facts"]["model_extra"], strict=False)
+    if facts["model_extra"]:
+        model.load_state_dict(facts["model_extra"], strict=False)
+    for module, _, extra in modules_beside(beside or {}, facts):
+        if extra:
+            module.load_state_dict(extra, strict=False)
     return {**content, "random": content["random"] if rank < others.world_size else None}
 
 
@@ -140,13 +153,13 @@ def _blob(others: OtherRanks, rank: int) -> dict[str, Any]:
     return user_state.unpack(others.open(rank, [others.place(rank, USER_BLOB)]).user_blob())
 
 
-def _model(model: nn.Module, shares: Shares, facts: Mapping[str, Any]) -> Iterator[_Wanted]:
+def _model(model: nn.Module, shares: Shares, extra: Mapping[str, Any], prefix: str = "model/") -> Iterator[_Wanted]:
     for key, value, lazy in model_items(model):
         if isinstance(value, Tensor) and not is_extra(key):
             local = local_shard(value)
-            yield _Wanted(f"model/{key}", local, _shard(shares, f"model/{key}", local, value, lazy))
-        elif key not in facts["model_extra"]:
-            raise DifferentState(f"{key} is only in the model")
+            yield _Wanted(f"{prefix}{key}", local, _shard(shares, f"{prefix}{key}", local, value, lazy))
+        elif key not in extra:
+            raise DifferentState(f"{prefix}{key} is only in the model")
 
 
 def _shard(shares: Shares, name: str, local: Tensor, value: Tensor, lazy: bool = True) -> Piece | None:

@@ -10,6 +10,7 @@ import io
 import random
 import sys
 from array import array
+from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -29,7 +30,8 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> Any: ...
 
 
-State = Mapping[str, "Stateful | MutableMapping[str, Any]"]
+State = Mapping[str, "Stateful | MutableMapping[str, Any] | torch.Generator"]
+"""By names of the user's choice. A numpy `Generator` will do as well."""
 
 
 class Packed:
@@ -47,7 +49,7 @@ class Packed:
         self._written: bytes | None = None
         content = {"facts": dict(facts), "random": random_state(), "state": {}}
         for name, holder in state.items():
-            content["state"][name] = holder.state_dict() if isinstance(holder, Stateful) else dict(holder)
+            content["state"][name] = _state_of(holder)
         try:
             # What `random_state` gave belongs to nobody else.
             self._content: dict[str, Any] = _copied({**content, "random": None}, {id(part): part for part in fixed})
@@ -87,8 +89,8 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
     if (found := known.get(id(value))) is not None:
         return found
     copy: Any
-    if kind is dict:
-        copy = known[id(value)] = {}
+    if kind is dict or (kind is OrderedDict and not value.__dict__):
+        copy = known[id(value)] = kind()
         for key, item in value.items():
             copy[_copied(key, known)] = _copied(item, known)
     elif kind is list:
@@ -150,11 +152,54 @@ def put_back(state: State, content: Mapping[str, Any]) -> None:
             raise KeyError(f"the checkpoint has no state named {name!r}")
         if isinstance(holder, Stateful):
             holder.load_state_dict(content["state"][name])
+        elif isinstance(holder, torch.Generator):
+            holder.set_state(content["state"][name])
+        elif (bits := _bit_generator(holder)) is not None:
+            bits.state = _with_arrays(content["state"][name])
         else:
             holder.clear()
             holder.update(content["state"][name])
     if content["random"] is not None:
         set_random_state(content["random"])
+
+
+def _state_of(holder: Any) -> Any:
+    if isinstance(holder, Stateful):
+        return holder.state_dict()
+    if isinstance(holder, torch.Generator):
+        return holder.get_state()
+    if (bits := _bit_generator(holder)) is not None:
+        return _without_arrays(bits.state)
+    return dict(holder)
+
+
+def _bit_generator(holder: Any) -> Any:
+    """What a numpy `Generator` or `RandomState` draws from; None: it is neither."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(holder, numpy.random.Generator):
+        return holder.bit_generator
+    if isinstance(holder, numpy.random.RandomState):
+        return holder._bit_generator
+    return holder if isinstance(holder, numpy.random.BitGenerator) else None
+
+
+def _without_arrays(state: Any) -> Any:
+    """A bit generator's state as plain values, which are all that can be read back without running code."""
+    if isinstance(state, dict):
+        return {key: _without_arrays(value) for key, value in state.items()}
+    if hasattr(state, "tolist"):
+        return {"array": state.tolist(), "dtype": state.dtype.name}
+    return state
+
+
+def _with_arrays(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    if state.keys() == {"array", "dtype"}:
+        return sys.modules["numpy"].array(state["array"], dtype=state["dtype"])
+    return {key: _with_arrays(value) for key, value in state.items()}
 
 
 def random_state() -> dict[str, Any]:
@@ -164,6 +209,8 @@ def random_state() -> dict[str, Any]:
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, _tensor_of(words), gauss]}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
+        if torch.cuda.device_count() > 1:  # a rank may draw on other devices too; their states lie in host memory
+            state["cuda_all"] = torch.cuda.get_rng_state_all()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
@@ -187,7 +234,9 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+        for device, drawn in enumerate(state.get("cuda_all", ())[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(drawn, device)
+        torch.cuda.set_rng_state(state["cuda"])  # last: the rank's own device may have another number now
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         kind, keys, *rest = state["numpy"]

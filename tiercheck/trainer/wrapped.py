@@ -6,9 +6,13 @@ DistributedDataParallel and torch.compile put a word of theirs before every name
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+_FRAMEWORKS = {"AcceleratedOptimizer", "LightningOptimizer"}
 
 
 @dataclass(frozen=True)
@@ -36,3 +40,12 @@ class Wrapped:
             if isinstance(module, DistributedDataParallel):
                 around.append((f"{path}.module.", module))
         return Wrapped(inner, tuple(around))
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """The optimizer that does the work, without what Accelerate or Lightning have put around it: only that one calls its hooks."""
+    while type(optimizer).__name__ in _FRAMEWORKS:
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{type(optimizer).__name__} is no torch.optim.Optimizer")
+    return optimizer

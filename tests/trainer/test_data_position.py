@@ -1,0 +1,148 @@
+"""Promise: no sample comes twice and none is left out, over any kills and any numbers of ranks."""
+
+from __future__ import annotations
+
+import random
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset
+
+from tiercheck import ResumableSampler
+
+
+def ranks_of(world_size: int, length: int, size: int, **options: object) -> list[ResumableSampler]:
+    return [ResumableSampler(length, size, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+
+
+@st.composite
+def lives(draw: st.DrawFn) -> tuple[int, int, list[tuple[int, int, int]]]:
+    """(samples, global batch, lives): in each life a number of ranks, batches trained, and how many of them are lost by its end."""
+    length = draw(st.integers(1, 60))
+    size = draw(st.integers(1, length))
+    runs = draw(
+        st.lists(st.tuples(st.integers(1, size), st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=6)
+    )
+    return length, size, runs
+
+
+@given(lives(), st.sampled_from(["drop", "carry"]), st.booleans(), st.integers(0, 3))
+def test_over_any_kills_and_worlds_each_sample_of_an_epoch_comes_once(
+    case: tuple[int, int, list[tuple[int, int, int]]], tail: str, shuffle: bool, seed: int
+) -> None:
+    length, size, runs = case
+    options = {"seed": seed, "shuffle": shuffle, "tail": tail}
+    kept = ranks_of(1, length, size, **options)[0].state_dict()
+    trained: list[list[int]] = []
+    for world_size, batches, lost in runs:
+        samplers = ranks_of(world_size, length, size, **options)
+        for sampler in samplers:
+            sampler.load_state_dict(kept)
+        before, states, fresh = len(trained), [kept], []
+        while len(fresh) < batches:
+            for parts in zip(*(sampler.follow(sampler) for sampler in samplers), strict=True):
+                fresh.append([index for part in parts for index in part])
+                states.append(samplers[0].state_dict())
+                if len(fresh) == batches:
+                    break
+        survived = max(0, batches - lost)  # the rest was trained after the version that comes back
+        kept, trained = states[survived], trained[:before] + fresh[:survived]
+    flat = [index for batch in trained for index in batch]
+    assert all(len(batch) == size for batch in trained)
+    whole = length if tail == "carry" else length // size * size
+    for begin in range(0, len(flat), whole):
+        epoch = flat[begin : begin + whole]
+        assert len({*epoch}) == len(epoch)
+        if tail == "carry" and len(epoch) == whole:
+            assert {*epoch} == {*range(length)}
+    # and the same ones as if nothing had happened
+    unbroken, alone = [], ranks_of(1, length, size, **options)[0]
+    while len(unbroken) < len(trained):
+        unbroken += list(alone.follow(alone))
+    assert trained == unbroken[: len(trained)]
+
+
+@given(st.integers(1, 60), st.data())
+def test_another_batch_size_goes_on_from_the_same_sample(length: int, data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, length), min_size=2, max_size=5))
+    state, trained = ResumableSampler(length, sizes[0]).state_dict(), []
+    for size in sizes:
+        sampler = ResumableSampler(length, size)
+        sampler.load_state_dict(state)
+        first = sampler.epoch
+        for batch in sampler.follow(sampler):
+            trained += [(first, index) for index in batch]
+            break
+        state = sampler.state_dict()
+    assert len({*trained}) == len(trained)
+
+
+def test_every_epoch_has_an_order_of_its_own() -> None:
+    sampler = ResumableSampler(100, 10)
+    first, second = list(sampler.follow(sampler)), list(sampler.follow(sampler))
+    assert sorted(chain.from_iterable(first)) == sorted(chain.from_iterable(second)) == list(range(100))
+    assert first != second
+    assert list(ResumableSampler(100, 10, seed=1)) != first
+
+
+def test_what_is_left_of_an_epoch_is_its_length() -> None:
+    for tail, batches in (("drop", [3, 3]), ("carry", [4, 3, 3, 4])):
+        sampler = ResumableSampler(10, 3, tail=tail)
+        for expected in batches:
+            assert len(sampler) == expected
+            assert len(list(sampler.follow(sampler))) == expected
+
+
+def test_a_position_in_another_order_is_refused() -> None:
+    state = ResumableSampler(100, 10).state_dict()
+    for other in (
+        ResumableSampler(101, 10),
+        ResumableSampler(100, 10, seed=1),
+        ResumableSampler(100, 10, tail="carry"),
+    ):
+        with pytest.raises(ValueError, match="another order"):
+            other.load_state_dict(state)
+
+
+def test_batches_that_leave_a_rank_without_a_sample_are_refused() -> None:
+    with pytest.raises(ValueError, match="a sample for each of 4 ranks"):
+        ResumableSampler(100, 3, rank=0, world_size=4)
+    with pytest.raises(ValueError, match="no more than the 2 there are"):
+        ResumableSampler(2, 3)
+
+
+class Squares(Dataset[float]):
+    """Its samples are drawn from, as augmentation does."""
+
+    def __getitem__(self, index: int) -> float:
+        return index + random.random() * 0.0
+
+    def __len__(self) -> int:
+        return 40
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_loader_has_fetched_ahead_does_not_count_and_resuming_draws_nothing(workers: int) -> None:
+    def train(sampler: ResumableSampler, batches: int) -> list[tuple[list[float], float]]:
+        loader = DataLoader(Squares(), batch_sampler=sampler, num_workers=workers)
+        seen: list[tuple[list[float], float]] = []
+        while len(seen) < batches:
+            for batch in sampler.follow(loader):
+                seen.append((batch.tolist(), torch.rand(()).item()))
+                if len(seen) == batches:
+                    break
+        return seen
+
+    torch.manual_seed(0)
+    whole = train(ResumableSampler(40, 4), 17)
+    torch.manual_seed(0)
+    first = ResumableSampler(40, 4)
+    begun = train(first, 6)
+    state, drawn = first.state_dict(), torch.get_rng_state()
+    second = ResumableSampler(40, 4)
+    second.load_state_dict(state)
+    torch.set_rng_state(drawn)
+    assert begun + train(second, 11) == whole

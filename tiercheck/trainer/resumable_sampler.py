@@ -1,0 +1,140 @@
+"""No sample twice and none left out, whenever a run is stopped and on however many ranks it goes on: the order of samples
+is a function of seed and epoch alone, and the position in it is counted in samples of all ranks together.
+
+    order = ResumableSampler(len(dataset), global_batch_size=64, seed=0)
+    loader = DataLoader(dataset, batch_sampler=order, num_workers=4)
+    checkpointer = Checkpointer(model, optimizer, state={"order": order})
+    checkpointer.restore()
+    while order.epoch < epochs:
+        for batch in order.follow(loader):
+            ...
+            checkpointer.step(loss)
+
+What counts is what the loop was given, not what the loader's workers have fetched ahead of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch.utils.data import Sampler
+
+from tiercheck.trainer.ranks import rank_and_world
+
+_Batch = TypeVar("_Batch")
+
+
+class ResumableSampler(Sampler[list[int]]):
+    """A batch sampler: of each global batch, the consecutive part of this rank.
+
+    `length`: samples of the dataset. `global_batch_size`: samples that all ranks together take at once (one micro-batch);
+    it does not depend on their number, so neither do the global batches. Parts differ by at most one sample if it is
+    not divisible. `tail`: what becomes of an epoch's last samples if they do not fill a global batch: "drop" leaves them
+    out of this epoch (each epoch has another order); "carry" fills the batch from the next epoch, so that every sample comes
+    exactly once in each. `rank`, `world_size`: as torch.distributed or torchrun's environment say.
+
+    It needs 8 bytes of memory per sample for the order of an epoch. Raises ValueError if no global batch can be
+    filled, or if there are more ranks than samples in one.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        global_batch_size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        tail: Literal["drop", "carry"] = "drop",
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        own = rank_and_world()
+        self.rank = own[0] if rank is None else rank
+        self.world_size = own[1] if world_size is None else world_size
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} is none of {self.world_size} ranks")
+        if not self.world_size <= global_batch_size <= length:
+            raise ValueError(
+                f"a global batch of {global_batch_size} must have a sample for each of {self.world_size} ranks "
+                f"and no more than the {length} there are"
+            )
+        self._length, self._global, self._seed = length, global_batch_size, seed
+        self._shuffle, self._carry = shuffle, tail == "carry"
+        self.epoch = 0
+        """Of the next global batch."""
+        self.position = 0
+        """Samples of this epoch that the ranks together have been given."""
+        self._kept: tuple[int, torch.Tensor] | None = None
+
+    def __len__(self) -> int:
+        """Global batches that are left of this epoch."""
+        left = self._length - self.position
+        return -(-left // self._global) if self._carry else left // self._global
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """From the position to the end of the epoch. To draw from it moves nothing: `advance` does."""
+        epoch, position = self.epoch, self.position
+        while epoch == self._epoch_at(position, epoch):
+            yield self._part(epoch, position)
+            position += self._global
+
+    def _epoch_at(self, position: int, epoch: int) -> int:
+        """The epoch in which the global batch at `position` of `epoch` begins."""
+        end = position if self._carry else position + self._global - 1
+        return epoch if end < self._length else epoch + 1
+
+    def follow(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
+        """The loader's batches, each counted when it is handed out: so a checkpoint taken in the loop's body has it behind it."""
+        drawn = torch.get_rng_state()
+        batches = iter(loader)  # draws a seed for its workers, and would do so once more in an epoch that is resumed
+        torch.set_rng_state(drawn)
+        for batch in batches:
+            self.advance()
+            yield batch
+
+    def advance(self, batches: int = 1) -> None:
+        """That many global batches were handed out."""
+        for _ in range(batches):
+            self.position += self._global
+            if self._epoch_at(self.position, self.epoch) != self.epoch:
+                self.position = self.position - self._length if self._carry else 0
+                self.epoch += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "order": [self._length, self._seed, self._shuffle, self._carry],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError if it is a position in another order."""
+        order = [self._length, self._seed, self._shuffle, self._carry]
+        if state["order"] != order:
+            raise ValueError(
+                f"the position is one in another order of samples: (length, seed, shuffle, carry) were {state['order']}, here they are {order}"
+            )
+        self.epoch, self.position = state["epoch"], state["position"]
+        if self._epoch_at(self.position, self.epoch) != self.epoch:  # what is left fills no batch of the new size
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def _part(self, epoch: int, position: int) -> list[int]:
+        begin, end = (position + self._global * n // self.world_size for n in (self.rank, self.rank + 1))
+        part = self._order(epoch)[begin:end].tolist()
+        if (missing := end - begin - len(part)) > 0:
+            # The rest of a batch that ends in the next epoch. One has at least as many samples as a batch.
+            first = max(0, begin - self._length)
+            part += self._order(epoch + 1)[first : first + missing].tolist()
+        return [int(index) for index in part]
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        if not self._shuffle:
+            return torch.arange(self._length)
+        if self._kept is None or self._kept[0] != epoch:
+            mixed = hashlib.sha256(f"{self._seed}/{epoch}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(mixed[:8], "little", signed=True))
+            self._kept = epoch, torch.randperm(self._length, generator=generator)
+        return self._kept[1]
