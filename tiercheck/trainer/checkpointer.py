@@ -28,6 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.contents import DCP, FORMAT
 from tiercheck.protocol.names import ENV_RUN_DIR
 from tiercheck.protocol.slot import NotASlot
 from tiercheck.protocol.version import Version
@@ -256,6 +257,7 @@ class Checkpointer:
 
     def _load(self, offer: Offer) -> int:
         """Bring back what is offered; the bytes of the largest delta in it. Raises RestoreError or DifferentState."""
+        self._check_writer(offer)
         if self._other_mesh(offer):
             self._load_resharded(offer)
             return 0
@@ -280,6 +282,16 @@ class Checkpointer:
         self._partitions.loaded()
         user_state.put_back(self._state, content)
         return room
+
+    def _check_writer(self, offer: Offer) -> None:
+        """Raises RestoreError if no Checkpointer saved it."""
+        path = offer.path or (offer.borrow(0, ()) if offer.borrow is not None else "")
+        try:
+            writer = SlotReader.open(path).header.metadata.get(FORMAT, "") if path else ""
+        except (OSError, NotASlot) as error:
+            raise RestoreError(f"{offer.version} cannot be read from {path}: {error}") from error
+        if writer == DCP:
+            raise RestoreError(f"{offer.version} was saved by torch.distributed.checkpoint: load it with tiercheck.dcp")
 
     def _other_mesh(self, offer: Offer) -> bool:
         """Whether another number of ranks saved it, or ranks with other shards than these: the same answer on each of them."""

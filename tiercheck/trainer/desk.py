@@ -14,7 +14,7 @@ from tiercheck.trainer.backend import Backend, Skipped
 from tiercheck.trainer.copying import Pending
 from tiercheck.trainer.layouts import Layouts
 from tiercheck.trainer.sanity import Sanity
-from tiercheck.trainer.slot_file import SlotWriter
+from tiercheck.trainer.slot_file import OpenSlots, SlotWriter
 
 
 class Cancelled(Exception):
@@ -56,20 +56,14 @@ class Desk:
     """Bytes of a snapshot slot, as far as known."""
     delta_room: int = 0
     """Bytes reserved for a delta."""
-    _writers: dict[str, SlotWriter] = field(default_factory=dict)
+    _slots: OpenSlots = field(default_factory=OpenSlots)
 
     def version(self, step: int) -> Version:
         return Version(step, self.backend.attempt)
 
     def open(self, path: str) -> SlotWriter:
         """The slot at `path`, mapped. Raises OSError or ValueError."""
-        for known, writer in list(self._writers.items()):
-            if not writer.is_current():
-                del self._writers[known]
-                writer.close()
-        if path not in self._writers:
-            self._writers[path] = SlotWriter(path)
-        return self._writers[path]
+        return self._slots.open(path)
 
     def on_gpu(self, pending: Pending, writer: SlotWriter) -> None:
         """If the artifact comes from a GPU: page-lock the slot, and let the side stream wait until it is final."""

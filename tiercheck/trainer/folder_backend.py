@@ -61,6 +61,13 @@ class FolderBackend:
 
         return Offer(version, own, world_size=world, borrow=borrow)
 
+    def withdraw(self, step: int) -> None:
+        """Remove what this rank has of a version that never became complete. Raises FileExistsError if it did."""
+        version = self._version(step)
+        if version in self._complete():
+            raise FileExistsError(f"{version} is saved already")
+        self._remove(version)
+
     def restored(self, step: int) -> None:
         return
 

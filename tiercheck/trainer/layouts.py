@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tiercheck.protocol.pieces_table import pieces_table
 from tiercheck.protocol.slot import PIECES, SlotLayout
 from tiercheck.trainer import user_state
 from tiercheck.trainer.capture import Entry, NotCapturable
 from tiercheck.trainer.dtypes import dtype_name
-from tiercheck.trainer.slot_file import USER_BLOB, pieces_table
+from tiercheck.trainer.slot_file import USER_BLOB
 
 
 @dataclass(frozen=True)

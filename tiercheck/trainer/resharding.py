@@ -262,7 +262,7 @@ def _read(takes: _Plan, others: OtherRanks) -> None:
         ranges = [
             bytes_of for each, take in parts for bytes_of in _ranges(take, *others.place(source, each.name), each.local)
         ]
-        stored = others.open(source, _merged(ranges)).tensors()
+        stored = others.open(source, merged_ranges(ranges)).tensors()
         for each, take in parts:
             part, box = take.part, each.piece.box if each.piece is not None else Box.whole(each.local.shape)
             whole = stored[each.name].view(-1)[part.at : part.at + part.box.count].view(part.box.shape)
@@ -275,7 +275,7 @@ def _ranges(take: Take[int], begin: int, end: int, like: Tensor) -> Iterator[tup
         yield begin + first * size, min(begin + last * size, end)
 
 
-def _merged(ranges: Sequence[tuple[int, int]], near: int = _NEAR) -> list[tuple[int, int]]:
+def merged_ranges(ranges: Sequence[tuple[int, int]], near: int = _NEAR) -> list[tuple[int, int]]:
     """In order, and those with little between them as one; not more than `_MOST`, because a message has to name them."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
@@ -283,4 +283,4 @@ def _merged(ranges: Sequence[tuple[int, int]], near: int = _NEAR) -> list[tuple[
             merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
             merged.append((begin, end))
-    return merged if len(merged) <= _MOST else _merged(merged, 4 * near)
+    return merged if len(merged) <= _MOST else merged_ranges(merged, 4 * near)

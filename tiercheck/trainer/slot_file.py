@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 from collections.abc import Mapping
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tiercheck.protocol.artifact import Kind
-from tiercheck.protocol.pieces import Box, Piece
+from tiercheck.protocol.pieces import Piece
+from tiercheck.protocol.pieces_table import read_pieces
 from tiercheck.protocol.slot import PIECES, SlotHeader, SlotLayout, read_header
 from tiercheck.protocol.slot import Tensor as SlotTensor
 from tiercheck.protocol.version import Version
@@ -21,32 +21,6 @@ from tiercheck.trainer.stored import StoredTensors
 
 USER_BLOB = "user"
 USER_BYTES = "user_bytes"
-
-
-def pieces_table(pieces: Mapping[str, Piece]) -> bytes:
-    """JSON, by tensor name: shape of the whole tensor, offset and extent of the shard, and the span that is stored of it."""
-    table = {
-        name: {
-            "shape": piece.shape,
-            "offset": piece.box.offset,
-            "extent": piece.box.shape,
-            **({} if piece.span is None else {"span": piece.span}),
-        }
-        for name, piece in pieces.items()
-    }
-    return json.dumps(table, separators=(",", ":")).encode()
-
-
-def read_pieces(table: bytes) -> dict[str, Piece]:
-    """Inverse of `pieces_table`. Raises ValueError, KeyError or TypeError if it is none."""
-    return {
-        name: Piece(
-            tuple(entry["shape"]),
-            Box(tuple(entry["offset"]), tuple(entry["extent"])),
-            (entry["span"][0], entry["span"][1]) if "span" in entry else None,
-        )
-        for name, entry in json.loads(table).items()
-    }
 
 
 def view_of(buffer: mmap.mmap, tensor: SlotTensor) -> Tensor:
@@ -115,6 +89,23 @@ class SlotWriter:
             whole = torch.frombuffer(self.buffer, dtype=torch.uint8)
             torch.cuda.cudart().cudaHostUnregister(whole.data_ptr())  # type: ignore[no-untyped-call]
             self.pinned = False
+
+
+class OpenSlots:
+    """Slots that stay mapped from one artifact to the next, because mapping and page-locking take longer than copying."""
+
+    def __init__(self) -> None:
+        self._writers: dict[str, SlotWriter] = {}
+
+    def open(self, path: str) -> SlotWriter:
+        """The slot at `path`. Raises OSError or ValueError."""
+        for known, writer in list(self._writers.items()):
+            if not writer.is_current():
+                del self._writers[known]
+                writer.close()
+        if path not in self._writers:
+            self._writers[path] = SlotWriter(path)
+        return self._writers[path]
 
 
 def bytes_into(view: Tensor, content: bytes) -> None:

@@ -1,0 +1,229 @@
+"""For scripts that save with torch.distributed.checkpoint: the same calls, and TierCheck keeps what they save.
+
+    storage = Storage(folder="checkpoints")
+    if storage.start:
+        dcp.load(state, storage_reader=storage.reader())
+    for step in range(storage.start + 1, steps + 1):
+        ...
+        if storage.due(step):
+            storage.async_save(state, step)
+        storage.end_step(step, loss)
+
+In a cluster what is saved goes to the sidecar's shared memory, and from there to peers and the remote tier, as a
+`Checkpointer`'s snapshots do; elsewhere to a folder. `dcp.save(state, storage_writer=storage.writer(step))` works as well as
+`storage.save(state, step)`; the latter plans only once, uses a process group of its own, and never ends training.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import inspect
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict_loader as loader
+import torch.distributed.checkpoint.state_dict_saver as saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from tiercheck.protocol.names import ENV_RUN_DIR
+from tiercheck.trainer import stacks
+from tiercheck.trainer.backend import Backend, Offer, RestoreError, WarnOnce
+from tiercheck.trainer.dcp_reader import TierCheckReader
+from tiercheck.trainer.dcp_writer import Slots, TierCheckWriter
+from tiercheck.trainer.folder_backend import FolderBackend
+from tiercheck.trainer.last_words import LastWords
+from tiercheck.trainer.ranks import distributed, rank_and_world
+from tiercheck.trainer.sidecar_backend import SidecarBackend
+
+__all__ = ["Storage", "TierCheckReader", "TierCheckWriter"]
+
+log = logging.getLogger("tiercheck")
+
+_UNDECIDED = 50
+"""Steps between saves while the job has not said."""
+_FLUSH_SECONDS = 0.25
+_CLOSE_SECONDS = 60.0
+_numbers = itertools.count()
+
+
+class Storage:
+    """One for each rank, made after `init_process_group` and by all ranks; instead of a `Checkpointer`.
+
+    `folder`, `keep`: outside a cluster, where versions go and how many complete ones stay.
+    Raises RestoreError if the version to continue from cannot be found out. Training must not begin then.
+    """
+
+    def __init__(self, folder: Path | str = "checkpoints", *, keep: int = 2) -> None:
+        self.rank, self.world_size = rank_and_world()
+        """This process among the ranks of the job."""
+        run_dir = os.environ.get(ENV_RUN_DIR)
+        backend: Backend = (
+            SidecarBackend(Path(run_dir), self.rank, self.world_size)
+            if run_dir
+            else FolderBackend(Path(folder), self.rank, self.world_size, keep)
+        )
+        self._backend, self._slots = backend, Slots(backend, self.rank, self.world_size)
+        self._last_words: LastWords | None = None
+        if run_dir:
+            stacks.answer_with_stacks()
+            self._last_words = LastWords(backend.failing)
+        self.process_group: dist.ProcessGroup | None = dist.new_group(backend="gloo") if distributed() else None
+        """Gloo, and of saving alone: a save in a thread must not meet the collectives of training."""
+        self.saved = self.failed = 0
+        """Versions that this rank took part in, and those that did not come about."""
+        self._warn = WarnOnce()
+        self._number = next(_numbers)
+        self._under_way: Future[Any] | None = None
+        self._begun = self._closed = False
+        self._pid = os.getpid()
+        self._offer: Offer | None = backend.find()
+        with self._slots.lock:
+            backend.no_deltas("saves by torch.distributed.checkpoint have no deltas")
+        self._stop = threading.Event()
+        if run_dir:
+            threading.Thread(target=self._deliver, name="tiercheck-progress", daemon=True).start()
+        atexit.register(self.close)
+
+    @property
+    def start(self) -> int:
+        """The step whose state there is to load; 0: none, a fresh start."""
+        return 0 if self._offer is None else self._offer.version.step
+
+    @property
+    def every(self) -> int:
+        """Steps between saves, as the job says; 50 outside a cluster."""
+        return self._backend.every or _UNDECIDED
+
+    def due(self, step: int) -> bool:
+        """Whether the state after `step` should be saved. The same answer at all ranks of a job whose steps are even."""
+        return step % self.every == 0
+
+    def reader(self) -> TierCheckReader:
+        """For `dcp.load`: the version that `start` tells. Raises RestoreError if there is none."""
+        if self._offer is None:
+            raise RestoreError("there is no version to load: this is a fresh start")
+        return TierCheckReader(self._offer)
+
+    def writer(self, step: int | None = None) -> TierCheckWriter:
+        """For `dcp.save` or `dcp.async_save` of the state after `step`; None: its `checkpoint_id` ends in that number."""
+        self._begin()
+        return TierCheckWriter(self._slots, step)
+
+    def planner(self) -> DefaultSavePlanner:
+        """Torch's own; from the second save on it only compares plans instead of exchanging them, where this torch can."""
+        caches = "enable_plan_caching" in inspect.signature(DefaultSavePlanner.__init__).parameters
+        planner = DefaultSavePlanner(enable_plan_caching=True) if caches else DefaultSavePlanner()
+        # The cache is one for all planners of a class: without a key of its own, this state would meet plans of another.
+        planner._cached_plans_key = f"tiercheck-{self._number}"
+        return planner
+
+    def load(self, state: dict[str, Any], **options: Any) -> int:
+        """`dcp.load` of the version to continue from, if there is one, into `state`; its step. `options`: of `dcp.load`.
+
+        Raises RestoreError, CheckpointException. Training must not begin then.
+        """
+        if self._offer is not None:
+            loader.load(state, storage_reader=self.reader(), **{"process_group": self.process_group, **options})
+            log.info("loaded %s", self._offer.version)
+        return self.start
+
+    def save(self, state: dict[str, Any], step: int, **options: Any) -> bool:
+        """`dcp.save` of the state after `step`; False if it failed, which never raises. `options`: of `dcp.save`."""
+        self.wait()
+        before = self.failed
+        with self.never_fatal():
+            saver.save(state, storage_writer=self.writer(step), **self._options(options))
+            self.saved += 1
+        return self.failed == before
+
+    def async_save(self, state: dict[str, Any], step: int, **options: Any) -> None:
+        """`dcp.async_save` of the state after `step`. Waits for the one before if that is under way; a failure never raises."""
+        self.wait()
+        with self.never_fatal():
+            given = saver.async_save(state, storage_writer=self.writer(step), **self._options(options))
+            # With a stager of its own torch answers with two futures.
+            self._under_way = given if isinstance(given, Future) else given.upload_completion
+
+    def wait(self) -> None:
+        """Until no save is under way. Never raises."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            with self.never_fatal():
+                under_way.result()
+                self.saved += 1
+
+    @contextlib.contextmanager
+    def never_fatal(self) -> Iterator[None]:
+        """A save that fails in here is logged and counted. `CheckpointException` is no `Exception`, so `except Exception` lets it through."""
+        try:
+            yield
+        except (Exception, CheckpointException) as error:
+            self.failed += 1
+            self._warn(type(error).__name__, f"a version was not saved: {_in_words(error)}")
+
+    def end_step(self, step: int, loss: float | None = None) -> None:
+        """Tell that optimizer step `step` is done: from this the job knows that it makes progress. Returns at once."""
+        self._begin()
+        self._backend.progress(step, loss, None, 0)
+
+    def close(self) -> None:
+        """Finish what is under way. May be called twice."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        if self._under_way is not None:
+            with contextlib.suppress(TimeoutError, Exception, CheckpointException):  # `wait` says what it was
+                self._under_way.exception(_CLOSE_SECONDS)
+            if self._under_way.done():
+                self.wait()
+        if self._last_words is not None:
+            self._last_words.close()
+        self._stop.set()
+        with self._slots.lock:
+            self._backend.close()
+
+    def __enter__(self) -> Storage:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._last_words is not None:
+            self._last_words.say(error)
+        self.close()
+
+    def _begin(self) -> None:
+        """Training goes on, so nothing more will be loaded."""
+        if not self._begun:
+            self._begun = True
+            with self._slots.lock:
+                self._backend.restored(self.start)
+
+    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {"planner": self.planner(), "process_group": self.process_group, **given}
+
+    def _deliver(self) -> None:
+        while not self._stop.wait(_FLUSH_SECONDS):
+            with self._slots.lock:
+                self._backend.flush()
+
+
+def _in_words(error: BaseException) -> str:
+    """DCP's own text is a traceback of each rank; what each of them said is enough."""
+    if not isinstance(error, CheckpointException):
+        return str(error) or type(error).__name__
+    said = functools.reduce(
+        lambda found, failure: found if failure in found else [*found, failure],
+        (f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items())),
+        list[str](),
+    )
+    return "; ".join(said[:3]) + (f"; and {len(said) - 3} more" if len(said) > 3 else "")
