@@ -38,12 +38,13 @@ from tiercheck.trainer.capture import Entry, NotCapturable, on_cuda
 from tiercheck.trainer.copying import Pending, Snapshot
 from tiercheck.trainer.delta import StoredDelta
 from tiercheck.trainer.deltas import Deltas, innermost
+from tiercheck.trainer.equality import REPLICAS, Equality, saved_whole, unequal
 from tiercheck.trainer.folder_backend import FolderBackend
 from tiercheck.trainer.inventories import Inventories
 from tiercheck.trainer.last_words import LastWords
 from tiercheck.trainer.load import fits, load_all
 from tiercheck.trainer.partitioned import Partitions
-from tiercheck.trainer.ranks import anywhere, rank_and_world
+from tiercheck.trainer.ranks import anywhere, everyones, rank_and_world
 from tiercheck.trainer.replay import Mismatch, Replay
 from tiercheck.trainer.replicas import Shares
 from tiercheck.trainer.resharding import OtherRanks, load_resharded
@@ -111,7 +112,9 @@ class Checkpointer:
         self._inventories = Inventories(model, self._optimizers, self._beside)
         self._shares = Shares(wrapped, self._partitions)
         self._sanity_gate = sanity_gate
-        self._saver = Saver(self._backend, self.rank, self.world_size, gate=lambda: self.sanity_gate)
+        self._saver = Saver(
+            self._backend, self.rank, self.world_size, Equality(self._shares), gate=lambda: self.sanity_gate
+        )
         self._deltas = Deltas(model, self._optimizers, self._shares, self._backend, self._saver)
         self.step_number = 0
         """Optimizer steps done, restored ones included."""
@@ -262,6 +265,8 @@ class Checkpointer:
             self._load_resharded(offer)
             return 0
         slot, content = self._open(offer.path, offer.version if not offer.deltas else None, Kind.SNAPSHOT)
+        if not self._shares.whole:
+            self._refuse_unequal(slot.header.version, everyones(slot.header.metadata.get(REPLICAS, "")))
         load_all(self._model, self._optimizers, self._shares, slot, content["facts"], beside=self._beside)
         step, room = slot.header.version.step, 0
         replay = Replay(self._model, self._optimizers, self._shares) if offer.deltas else None
@@ -297,8 +302,18 @@ class Checkpointer:
         """Whether another number of ranks saved it, or ranks with other shards than these: the same answer on each of them."""
         if offer.borrow is None:
             return False
+        slot = SlotReader.open(offer.path) if offer.path else None
+        if slot is not None and saved_whole(slot.header.metadata.get(REPLICAS, "")):
+            self._shares.keep_whole(f"replicas differed when {slot.header.version} was saved")
         entries = self._shares.own(self._inventories.take().entries)
-        return anywhere(not offer.path or not fits(SlotReader.open(offer.path), entries))
+        return anywhere(slot is None or not fits(slot, entries))
+
+    def _refuse_unequal(self, version: Version, written: Iterable[str]) -> None:
+        """Raises RestoreError if what would be put together is of replicas that did not hold the same."""
+        if unequal(written):
+            message = f"replicas held different bits when {version} was saved, so that it cannot be put together"
+            self._backend.mismatch(version.step, message)
+            raise RestoreError(message)
 
     def _load_resharded(self, offer: Offer) -> None:
         assert offer.borrow is not None
@@ -306,6 +321,8 @@ class Checkpointer:
             raise RestoreError(f"{offer.version} was saved on another mesh, on which its deltas cannot be replayed")
         try:
             others = OtherRanks(offer.world_size, offer.borrow)
+            self._shares.whole = ""
+            self._refuse_unequal(offer.version, (slot.header.metadata.get(REPLICAS, "") for slot in others.beginnings))
             content = load_resharded(
                 self._model, self._optimizers, self._shares, others, self.rank, beside=self._beside
             )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -55,7 +53,7 @@ class DeltaJob:
         delta, desk = self._delta, self._desk
         desk.wait_for(delta)
         turn: list[Tensor] = []
-        with self._stream():
+        with self._desk.on_stream(delta):
             try:
                 plan = self._script.planner.plan(delta)
                 turn = [tensor for _, tensor in state_hash.state_of_turn(self._script.optimizers, delta.step)]
@@ -96,7 +94,7 @@ class DeltaJob:
             raise Cancelled
         self._desk.on_gpu(delta, writer)
         self._copy_items(plan.items)
-        with self._stream():
+        with self._desk.on_stream(delta):
             # The state stays as it is until the barrier lets the next update begin.
             hashes = state_hash.fingerprints(turn)
         self._blob = replay_blob(plan, hashes, delta.threads)
@@ -130,8 +128,3 @@ class DeltaJob:
             {USER_BYTES: str(len(delta.blob.written())), REPLAY_BYTES: str(len(self._blob))},
             kind=self.kind,
         )
-
-    def _stream(self) -> contextlib.AbstractContextManager[object]:
-        if self._delta.device is None:
-            return contextlib.nullcontext()
-        return torch.cuda.stream(self._desk.stream)

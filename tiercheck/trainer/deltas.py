@@ -115,6 +115,9 @@ class Deltas:
         self._depth = [0] * len(self._optimizers)  # an update that raised did not end
         if not self.active:
             return None
+        if self._shares.whole:
+            self.give_up(self._shares.whole)
+            return None
         missed, self._missed = self._missed, False
         mark = self._watch.read()
         if not missed and self._mark is not None and self._mark != mark:

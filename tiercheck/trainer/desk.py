@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,6 +13,7 @@ from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.version import Version
 from tiercheck.trainer.backend import Backend, Skipped
 from tiercheck.trainer.copying import Pending
+from tiercheck.trainer.equality import Equality
 from tiercheck.trainer.layouts import Layouts
 from tiercheck.trainer.sanity import Sanity
 from tiercheck.trainer.slot_file import OpenSlots, SlotWriter
@@ -51,6 +53,7 @@ class Desk:
     sanity: Sanity
     layouts: Layouts
     """Of snapshots."""
+    equality: Equality
     stream: torch.cuda.Stream | None = None
     snapshot_room: int = 0
     """Bytes of a snapshot slot, as far as known."""
@@ -78,6 +81,10 @@ class Desk:
         torch.cuda.set_device(pending.device)  # of this thread: else it would open the first GPU as well
         self.stream = self.stream or torch.cuda.Stream(pending.device)  # type: ignore[no-untyped-call]
         self.stream.wait_event(pending.ready)
+
+    def on_stream(self, pending: Pending) -> contextlib.AbstractContextManager[object]:
+        """Within it, what is read of a GPU is read in the order of the copies."""
+        return contextlib.nullcontext() if pending.device is None else torch.cuda.stream(self.stream)
 
     def abandoning(self, pending: Pending, kind: Kind, path: str, work: Callable[[], None]) -> None:
         """Do `work`; if it fails the slot is given back. Raises Skipped or Cancelled."""

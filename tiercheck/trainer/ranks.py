@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from typing import TypeVar
 
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 def distributed() -> bool:
@@ -12,13 +15,18 @@ def distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def everyones(mine: T) -> list[T]:
+    """What each rank gives, in their order. A collective call."""
+    if not distributed() or dist.get_world_size() == 1:
+        return [mine]
+    found = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
 def anywhere(mine: bool) -> bool:
     """Whether it is so at any rank. A collective call."""
-    if not distributed() or dist.get_world_size() == 1:
-        return mine
-    everyones: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    return any(everyones)
+    return any(everyones(mine))
 
 
 def rank_and_world() -> tuple[int, int]:

@@ -61,6 +61,8 @@ class Shares:
 
     def __init__(self, wrapped: Wrapped, partitions: Partitions) -> None:
         self._partitions = partitions
+        self.whole = ""
+        """Why every replica saves all of a shard; empty: each saves its share."""
         self._of_name: dict[str, Replicas] = {}
         for path, module in wrapped.replicated:
             if module.process_group.size() > 1:
@@ -71,13 +73,17 @@ class Shares:
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
         self._of_mesh: dict[tuple[object, tuple[int, ...]], Replicas] = {}
 
+    def keep_whole(self, why: str) -> None:
+        """No shares from now on. Any thread may say so."""
+        self.whole = self.whole or why
+
     def describe(self, entry: Entry) -> Entry:
         """The entry as this rank stores it: with the piece that it is, and cut to this rank's share."""
         tensor, origin = entry.tensor, entry.origin if entry.origin is not None else entry.tensor
         whole, replicas = self._place(entry.name, origin, tensor)
         if whole is None:
             return entry
-        span = None if replicas is None else share_of(tensor, replicas)
+        span = None if replicas is None or self.whole else share_of(tensor, replicas)
         if span is None:
             return entry._replace(piece=whole)
         return entry._replace(tensor=cut(tensor, span), piece=Piece(whole.shape, whole.box, span))

@@ -17,6 +17,7 @@ from tiercheck.trainer.copying import Pending, Snapshot
 from tiercheck.trainer.delta import Delta
 from tiercheck.trainer.delta_job import DeltaJob, Measured, Script
 from tiercheck.trainer.desk import Cancelled, Desk, Job
+from tiercheck.trainer.equality import Equality
 from tiercheck.trainer.layouts import Layouts
 from tiercheck.trainer.sanity import Sanity
 from tiercheck.trainer.snapshot_job import SnapshotJob
@@ -41,14 +42,21 @@ class Saver:
     """Takes artifacts to a backend. `captured` and `skipped` count snapshots, `deltas` and `deltas_skipped` deltas."""
 
     def __init__(
-        self, backend: Backend, rank: int, world_size: int, *, gate: Callable[[], bool], threads: int = 1
+        self,
+        backend: Backend,
+        rank: int,
+        world_size: int,
+        equality: Equality,
+        *,
+        gate: Callable[[], bool],
+        threads: int = 1,
     ) -> None:
         """`threads`: of torch in this thread; those of the training thread stay as they are."""
         self._backend = backend
         self.sanity = Sanity()
         self.unbroken = Unbroken()
         self.layouts = Layouts(self.reserve)
-        self._desk = Desk(backend, rank, world_size, gate, self.sanity, self.layouts)
+        self._desk = Desk(backend, rank, world_size, gate, self.sanity, self.layouts, equality)
         self.script: Script | None = None
         """Set before the first delta is submitted."""
         self.warn = WarnOnce()

@@ -12,6 +12,7 @@ from tiercheck.trainer.capture import NotCapturable
 from tiercheck.trainer.copying import Snapshot
 from tiercheck.trainer.crew import Crew
 from tiercheck.trainer.desk import Cancelled, Desk
+from tiercheck.trainer.equality import REPLICAS, Looked
 from tiercheck.trainer.layouts import Planned
 from tiercheck.trainer.slot_file import USER_BLOB, USER_BYTES, bytes_into
 
@@ -27,6 +28,7 @@ class SnapshotJob:
         self._path = ""
         self._planned: Planned
         self._views: dict[str, torch.Tensor] = {}
+        self._looked: Looked
 
     def copy(self) -> None:
         snapshot, backend = self._snapshot, self._desk.backend
@@ -56,6 +58,8 @@ class SnapshotJob:
         else:
             self._desk.on_gpu(snapshot, writer)
             copying.copy_all(items, self._views, self._desk.stream)
+        with self._desk.on_stream(snapshot):
+            self._looked = self._desk.equality.look(snapshot.step, snapshot.entries)
         changed = snapshot.changed()
         if changed:
             self._mutating |= changed
@@ -75,10 +79,11 @@ class SnapshotJob:
                 self._desk.sanity.refused(snapshot.step)
                 raise Skipped("NotFinite", f"{name} holds an infinity or a NaN")
             self._desk.sanity.good(snapshot.step)
+        self._desk.equality.judge(self._looked)
         self._desk.open(self._path).finish(
             self._planned.slot,
             self._desk.rank,
             self._desk.version(snapshot.step),
             self._desk.world_size,
-            {USER_BYTES: str(len(snapshot.blob.written()))},
+            {USER_BYTES: str(len(snapshot.blob.written())), REPLICAS: self._looked.written()},
         )
