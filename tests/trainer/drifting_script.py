@@ -1,6 +1,6 @@
-"""One rank whose replicas drift apart on purpose: `python drifting_script.py FOLDER STEPS DRIFTS_AFTER [HOW]`.
+"""Runs whose replicas drift apart on purpose, one after the other: `python drifting_script.py NUMBER FOLDER RUN...`.
 
-HOW: "local" (no averaging of gradients any more, as in local SGD), "element" (one rank changes some elements of one parameter),
+RUN is NAME:STEPS:DRIFTS_AFTER:HOW:RANKS, NAME that of its folder. HOW: "local" (no averaging of gradients any more, as in local SGD), "element" (one rank changes some elements of one parameter),
 "hidden" (as local, and nobody compares while it trains). Prints what a test compares.
 """
 
@@ -22,26 +22,29 @@ from tiercheck.trainer.equality import Equality
 from tiercheck.trainer.state_hash import fingerprints
 
 
-def main(folder: Path, steps: int, drifts_after: int, how: str) -> None:
-    dist.init_process_group("gloo")
+def drift(folder: Path, steps: int, drifts_after: int, how: str) -> dict[str, object]:
     rank = dist.get_rank()
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("tiercheck").addHandler(handler)
+    judge = Equality.judge
     if how == "hidden":
         Equality.judge = lambda *_: None  # type: ignore[method-assign]
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 64)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    inner = model.module
+
+    def state() -> list[str]:
+        return fingerprints([entry.tensor for entry in take_inventory(inner, [optimizer]).entries])
+
     said: dict[str, object] = {"refused": ""}
     checkpointer = Checkpointer(model, optimizer, folder=folder, every=1, keep=20)
     try:
         first = said["first"] = checkpointer.restore()
     except RestoreError as error:
         first, steps, said["refused"] = 0, 0, str(error)
-    inner = model.module
-    state = lambda: fingerprints([entry.tensor for entry in take_inventory(inner, [optimizer]).entries])  # noqa: E731
     said["restored"] = state()
     for step in range(first + 1, steps + 1):
         drifting = step > drifts_after
@@ -57,11 +60,26 @@ def main(folder: Path, steps: int, drifts_after: int, how: str) -> None:
         dist.barrier()
     said["end"] = state()
     checkpointer.close()
+    Equality.judge = judge  # type: ignore[method-assign]
+    logging.getLogger("tiercheck").removeHandler(handler)
     said |= {"captured": checkpointer.captured, "skipped": checkpointer.skipped, "warnings": warnings}
     said["whole"] = checkpointer._shares.whole
-    print(json.dumps(said), flush=True)
-    dist.destroy_process_group()
+    return said
+
+
+def main(number: int, folder: Path, runs: list[str]) -> None:
+    found = []
+    for index, text in enumerate(runs):
+        name, steps, drifts_after, how, ranks = text.split(":")
+        if number >= int(ranks):
+            found.append(None)
+            continue
+        store = f"file://{folder}/store-{index}"
+        dist.init_process_group("gloo", init_method=store, rank=number, world_size=int(ranks))
+        found.append(drift(folder / name, int(steps), int(drifts_after), how))
+        dist.destroy_process_group()
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] if len(sys.argv) > 4 else "local")
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -4,41 +4,53 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tiercheck.trainer.equality import Looked, saved_whole, unequal
 
 SCRIPT = Path(__file__).parent / "drifting_script.py"
 
 
-def run(folder: Path, steps: int, drifts_after: int, how: str = "local", world: int = 2) -> list[dict[str, Any]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+RUNS = {
+    "drifting": "drift:8:2:local:2",
+    "drifted, again": "drift:8:2:local:2",
+    "equal": "equal:4:9:local:2",
+    "some elements": "element:4:1:element:2",
+    "nobody compares": "hidden:4:2:hidden:2",
+    "nobody compared": "hidden:8:9:local:2",
+    "drifted, elsewhere": "drift:8:2:local:1",
+}
+"""Told to the script in this order; those with the same folder go on from each other."""
+Runs = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("drifting")
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> Runs:
+    """What each rank of each run said."""
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(folder), str(steps), str(drifts_after), how],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "OMP_NUM_THREADS": "1",
-            },
+            [sys.executable, str(SCRIPT), str(number), str(folder), *RUNS.values()],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(world)
+        for number in range(2)
     ]
-    said = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * world
-    return [json.loads(text.splitlines()[-1]) for text in said]
+    said = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    by_rank = [json.loads(text.splitlines()[-1]) for text in said]
+    return {name: [rank[index] for rank in by_rank if rank[index]] for index, name in enumerate(RUNS)}
 
 
 def complete(folder: Path, world: int = 2) -> list[int]:
@@ -49,48 +61,50 @@ def complete(folder: Path, world: int = 2) -> list[int]:
     return sorted(set.intersection(*held))
 
 
-def test_no_version_of_replicas_that_drifted_is_completed_in_shares_and_each_comes_back_with_its_own(
-    tmp_path: Path,
-) -> None:
-    first = run(tmp_path, 8, drifts_after=2)
-    assert first[0]["end"] != first[1]["end"]
-    steps = complete(tmp_path)
+def test_no_version_of_replicas_that_drifted_is_completed_in_shares(runs: Runs, folder: Path) -> None:
+    drifting = runs["drifting"]
+    assert drifting[0]["end"] != drifting[1]["end"]
+    steps = complete(folder / "drift")
     assert steps[:2] == [1, 2]
     assert 3 not in steps  # the first one after they drifted
     assert steps[-1] == 8  # whole copies by then
-    for rank in first:
+
+
+def test_a_person_is_told_once_which_ranks_and_which_tensors(runs: Runs) -> None:
+    drifting = runs["drifting"]
+    for rank in drifting:
         assert "should hold the same bits" in rank["whole"]
-        assert rank["skipped"] >= 1 or rank is not first[0]
-    said = [text for rank in first for text in rank["warnings"]]
-    assert any("model/0.weight" in text and "ReplicasDiffer" in text for text in said), said
-    assert max(len([t for t in rank["warnings"] if "ReplicasDiffer" in t]) for rank in first) == 1
-
-    again = run(tmp_path, 8, drifts_after=2)
-    assert [rank["first"] for rank in again] == [8, 8]
-    assert [rank["restored"] for rank in again] == [rank["end"] for rank in first]
-
-    elsewhere = run(tmp_path, 8, drifts_after=2, world=1)
-    assert "different bits" in elsewhere[0]["refused"]  # of which of the two should it have been?
+        assert len([text for text in rank["warnings"] if "ReplicasDiffer" in text]) <= 1
+    assert any(
+        "ranks 0 and 1" in text or "ranks 1 and 0" in text for text in drifting[0]["warnings"] + drifting[1]["warnings"]
+    )
+    assert any("model/0.weight" in text for text in drifting[0]["warnings"] + drifting[1]["warnings"])
 
 
-def test_replicas_that_are_equal_go_on_in_shares(tmp_path: Path) -> None:
-    for rank in run(tmp_path, 4, drifts_after=9):
+def test_each_replica_that_drifted_comes_back_with_its_own_bits(runs: Runs) -> None:
+    assert [rank["first"] for rank in runs["drifted, again"]] == [8, 8]
+    assert [rank["restored"] for rank in runs["drifted, again"]] == [rank["end"] for rank in runs["drifting"]]
+
+
+def test_replicas_that_drifted_are_not_made_one_on_other_ranks(runs: Runs) -> None:
+    (alone,) = runs["drifted, elsewhere"]
+    assert "different bits" in alone["refused"]  # which of the two should it have been?
+
+
+def test_replicas_that_are_equal_go_on_in_shares(runs: Runs, folder: Path) -> None:
+    for rank in runs["equal"]:
         assert (rank["whole"], rank["warnings"], rank["captured"]) == ("", [], 4)
-    assert complete(tmp_path) == [1, 2, 3, 4]
+    assert complete(folder / "equal") == [1, 2, 3, 4]
 
 
-def test_a_part_of_one_tensor_that_differs_is_found(tmp_path: Path) -> None:
-    for rank in run(tmp_path, 4, drifts_after=1, how="element"):
+def test_a_part_of_one_tensor_that_differs_is_found(runs: Runs, folder: Path) -> None:
+    for rank in runs["some elements"]:
         assert "model/0.weight" in rank["whole"]
-    assert 2 not in complete(tmp_path)
+    assert 2 not in complete(folder / "element")
 
 
-def test_shares_that_nobody_compared_when_they_were_saved_are_compared_before_they_are_put_together(
-    tmp_path: Path,
-) -> None:
-    run(tmp_path, 4, drifts_after=2, how="hidden")
-    assert complete(tmp_path) == [1, 2, 3, 4]
-    for rank in run(tmp_path, 8, drifts_after=9):
+def test_shares_that_nobody_compared_when_they_were_saved_are_compared_before_they_are_put_together(runs: Runs) -> None:
+    for rank in runs["nobody compared"]:
         assert "different bits" in rank["refused"]
 
 

@@ -15,7 +15,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from tiercheck.trainer.backend import Skipped, log
 from tiercheck.trainer.capture import Entry, local_shard
 from tiercheck.trainer.ranks import distributed
 from tiercheck.trainer.replicas import Shares, share_of
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 REPLICAS = "replicas"
 """Key of a slot's metadata: whether shares or whole shards are stored, then for each ring of replicas a sum of what was sampled."""
@@ -114,7 +117,7 @@ class Equality:
         if found:
             raise Skipped("ReplicasDiffer", found)
 
-    def _compare(self, looked: Looked, store: dist.Store) -> str:
+    def _compare(self, looked: Looked, store: Store) -> str:
         """Why the snapshot must not be completed; empty if nothing is known against it."""
         for name, sums in looked.sums.items():
             records = self._records.setdefault(name, deque(maxlen=_REMEMBERED))
@@ -144,7 +147,7 @@ class Equality:
                     return message
         return ""
 
-    def _record(self, store: dist.Store, key: str, step: int) -> list[Any] | None:
+    def _record(self, store: Store, key: str, step: int) -> list[Any] | None:
         if not store.check([key]):  # to get what is not there would wait for it
             return None
         records: list[list[Any]] = json.loads(store.get(key))
@@ -189,7 +192,7 @@ def _message(rank: int, other: int, names: Sequence[str]) -> str:
     )
 
 
-def _store() -> dist.Store | None:
+def _store() -> Store | None:
     """That of the process group; None: there is none, or nobody to compare with."""
     if not distributed() or dist.get_world_size() == 1:
         return None
@@ -197,7 +200,7 @@ def _store() -> dist.Store | None:
 
     give = getattr(distributed_c10d, "_get_default_store", None)  # the public way is only to have made it oneself
     try:
-        store: dist.Store | None = None if give is None else give()
+        store: Store | None = None if give is None else give()
     except (RuntimeError, ValueError):  # a backend without one (MPI)
         return None
     return store
