@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT, Api, Refused
+from crd_api import ROOT, Api, Refused
 from jobs import ACCEPTED, ACCEPTED_AS_CHANGE, REFUSED_AS_CHANGE, REFUSED_AT_CREATION, TOGETHER, changed, job
 
 from tiercheck.protocol.version import Branch, History

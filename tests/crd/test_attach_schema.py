@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT, Api, Refused
+from crd_api import ROOT, Api, Refused
 from jobs import changed, job
 
 from tests.operator.test_attach_admission import made_job

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import yaml
-from conftest import ROOT, Api
+from crd_api import ROOT, Api
 
 from tiercheck_operator.controller import conditions
 

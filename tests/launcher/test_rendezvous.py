@@ -30,7 +30,9 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize("command", [[str(Path(sys.executable).with_name("torchrun"))], [sys.executable]])
+@pytest.mark.parametrize(
+    "command", [[sys.executable, "-m", "torch.distributed.run"], [sys.executable]], ids=["torchrun", "python"]
+)
 def test_workers_on_two_addresses_meet(tmp_path: Path, command: list[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

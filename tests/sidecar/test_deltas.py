@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from world import FakeRank, World, layout, until
+from world import FakeLauncher, FakeRank, World, layout, until
 
+from tiercheck.protocol import names
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode, Phase, Tier
 from tiercheck.protocol.sizing import auto_cadence
@@ -251,6 +252,9 @@ def test_holdings_and_steps_wake_nobody(make_world: MakeWorld) -> None:
     world = auto(make_world(workers=2))
     world.start()
     world.begin()
+    launchers = [FakeLauncher(world.run_dir(worker) / names.SOCKET_NAME) for worker in range(world.workers)]
+    for launcher in launchers:  # of a trainer that does not run, what is not yet with its holders is news
+        launcher.tell("started", 1)
     with world.ranks(SIZE, DELTA) as ranks:
         for rank in ranks:
             assert rank.save(1)
@@ -265,6 +269,8 @@ def test_holdings_and_steps_wake_nobody(make_world: MakeWorld) -> None:
         until(lambda: world.holds(1, 1, Version(5, 1), kind=Kind.DELTA), "held")
         until(lambda: world.report(1).watermarks.local == Version(5, 1), "complete")
         assert world.report(1).serial == serial
+    for launcher in launchers:
+        launcher.close()
 
 
 def test_slow_directive_of_an_old_attempt_is_no_base_for_a_delta(make_world: MakeWorld) -> None:

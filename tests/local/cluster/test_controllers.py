@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import Bench
+from bench import Bench
 from pod_builder import PodBuilder, reference
 
 from tiercheck_local.client import CONFIG_MAPS, NODES, SECRETS, SERVICES

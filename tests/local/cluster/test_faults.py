@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from conftest import Bench, condition
+from bench import Bench, condition
 from pod_builder import PodBuilder
 
 from tiercheck_local import markers

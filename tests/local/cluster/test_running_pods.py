@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Bench, condition
+from bench import Bench, condition
 from pod_builder import PodBuilder
 
 from tiercheck_local.client import PODS

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import os
-import time
 import uuid
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-import yaml
-from api_client import DEADLINE, Api
+from api_client import Api
+from defining import HERE, define
 
 from tiercheck_local.controlplane import ControlPlane, open_control_plane
-
-HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[2]
 
 
 @pytest.fixture(scope="session", params=["embedded", pytest.param("real", marks=pytest.mark.real)])
@@ -44,28 +38,6 @@ def namespace(api: Api) -> str:
 def core(namespace: str) -> str:
     """Path of the namespace in core/v1."""
     return f"/api/v1/namespaces/{namespace}"
-
-
-def define(api: Api, file: Path) -> None:
-    """Create the CRD in `file` (once) and wait until its resource is served."""
-    crd: dict[str, Any] = yaml.safe_load(file.read_text())
-    crds = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-    name, spec = crd["metadata"]["name"], crd["spec"]
-    if api.call("GET", f"{crds}/{name}")[0] == 404:
-        api.create(crds, crd)
-    version = spec["versions"][0]["name"]
-    path = f"/apis/{spec['group']}/{version}/{spec['names']['plural']}"
-    eventually(lambda: api.call("GET", path)[0] == 200, f"{name} is served")
-
-
-def eventually(condition: Callable[[], Any], what: str) -> Any:
-    """Returns the first true answer of `condition`; fails after DEADLINE seconds."""
-    deadline = time.monotonic() + DEADLINE
-    while time.monotonic() < deadline:
-        if answer := condition():
-            return answer
-        time.sleep(0.05)
-    pytest.fail(f"still not so after {DEADLINE:.0f} s: {what}")
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from api_client import Api, Refused
 from builders import config_map, pod
-from conftest import eventually
+from defining import eventually
 
 from tiercheck_operator.certificates import issue_pair
 

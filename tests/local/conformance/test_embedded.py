@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from api_client import Api
 from builders import config_map
-from conftest import eventually
+from defining import eventually
 
 from tiercheck_local.controlplane import (
     ControlPlaneFailed,

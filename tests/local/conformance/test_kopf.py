@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from api_client import Api
 from builders import widget
-from conftest import HERE, eventually
+from defining import HERE, eventually
 
 from tiercheck_local.controlplane import ControlPlane
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from api_client import DEADLINE, Api
 from builders import config_map, pod, widget
-from conftest import eventually
+from defining import eventually
 
 from tiercheck_local.controlplane import ControlPlane
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from api_client import Api, Refused
-from conftest import REPOSITORY, define
+from defining import REPOSITORY, define
 
 
 @pytest.fixture(scope="session")
