@@ -51,6 +51,8 @@ class Offloader:
         self._listed_at: float | None = None
         self._listed_for: Version | None = None
         self._manifests: dict[Version, Manifest] = {}
+        self._worlds: dict[Version, int] = {}
+        """By how many ranks each stored version was made, 0 if that cannot be read."""
         self._announced = 0
         """The attempt that this worker has made known in the remote tier."""
 
@@ -132,15 +134,36 @@ class Offloader:
         versions = tuple(store.versions())
         self._board.learn(store.newest_attempt(self._board.config.job_uid))
         self._listed_at, self._listed_for = now, mark
-        self._publish(True, "", versions)
+        self._publish(True, "", versions, self._ranks_of(store, versions))
         self._coordinator.stored(versions)
 
-    def _publish(self, reachable: bool, message: str, versions: tuple[Version, ...] | None = None) -> None:
+    def _ranks_of(self, store: RemoteStore, versions: tuple[Version, ...]) -> tuple[int, ...]:
+        """By how many ranks each version was made. Manifests name every rank, so one worker of the job reads them, each once."""
+        from tiercheck_sidecar.remote import RemoteCorrupt, RemoteMissing
+
+        if self._board.config.worker != 0:
+            return ()
+        for version in set(versions) - set(self._worlds):
+            try:
+                self._worlds[version] = store.read_manifest(version).world_size
+            except (RemoteCorrupt, RemoteMissing) as error:
+                log.warning("manifest of %s: %s", version, error)
+                self._worlds[version] = 0
+        self._worlds = {version: self._worlds[version] for version in versions}
+        return tuple(self._worlds.values())
+
+    def _publish(
+        self,
+        reachable: bool,
+        message: str,
+        versions: tuple[Version, ...] | None = None,
+        ranks: tuple[int, ...] = (),
+    ) -> None:
         with self._board.lock:
             before = self._board.remote
             after = dataclasses.replace(before, reachable=reachable, message=message)
             if versions is not None:
-                after = dataclasses.replace(after, versions=versions)
+                after = dataclasses.replace(after, versions=versions, ranks=ranks)
             self._board.remote = after
         if reachable:
             self._board.withdraw("Remote")
@@ -174,7 +197,7 @@ class Offloader:
         if not store.commit(manifest):
             log.error("%s is in the remote tier already, with other content", manifest.version)
         versions = tuple(store.versions())
-        self._publish(True, "", versions)
+        self._publish(True, "", versions, self._ranks_of(store, versions))
         self._coordinator.stored(versions)
         self._board.bump()
         policy = directive.policy

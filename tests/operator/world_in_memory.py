@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from tiercheck.protocol.artifact import Artifact, Kind, Share
 from tiercheck.protocol.chain import chain_to
-from tiercheck.protocol.directive import DeltaMode, Directive, ParityGroup, Phase, Source, Tier
+from tiercheck.protocol.directive import DeltaMode, Directive, ParityGroup, Phase, Restore, Source, Tier
 from tiercheck.protocol.report import (
     SPARE,
     Break,
@@ -147,9 +147,31 @@ class Sidecar:
             return
         version = directive.restore.version
         assert directive.history.accepts(version), "told to restore what the history does not accept"
+        if directive.restore.world_size:
+            self.restore = self._look_at_others(directive.restore)
+            return
         ranks = tuple(self._bring_back(entry.rank, entry.sources, version) for entry in directive.restore.ranks)
         state = RestoreState.FAILED if any(rank.tier is None for rank in ranks) else RestoreState.READY
         self.restore = RestoreReport(state, version, ranks)
+
+    def _look_at_others(self, restore: Restore) -> RestoreReport:
+        """Whether something of every old rank can be read; nothing of it becomes an own slot."""
+        assert [entry.rank for entry in restore.ranks] == list(range(restore.world_size))
+        assert self.world.made[restore.version] == restore.world_size, "told that others made it"
+        wanting = [
+            entry.rank
+            for entry in restore.ranks
+            if not any(
+                Artifact(entry.rank, restore.version) in self.world.offered(source, entry.rank, self)
+                for source in entry.sources
+            )
+        ]
+        tier = None if wanting else Tier.PEER
+        return RestoreReport(
+            RestoreState.FAILED if wanting else RestoreState.READY,
+            restore.version,
+            (RankRestore(self.worker, tier, None, 0, 0.1, tuple(f"rank {rank} is nowhere" for rank in wanting)),),
+        )
 
     def _bring_back(self, rank: int, sources: tuple[Source, ...], version: Version) -> RankRestore:
         """The shortest chain of what the sources really have; a copy found bad is reported, and another one used."""
@@ -242,6 +264,9 @@ class Sidecar:
             remote=RemoteReport(
                 remote, world.remote_up if remote else None, "" if world.remote_up else "the bucket does not answer.",
                 tuple(sorted(world.remote)) if world.remote_up else (),
+                tuple(world.made[version] for version in sorted(world.remote))
+                if world.remote_up and self.worker == 0
+                else (),
             ),
             watermarks=Watermarks(peer=world.committed, remote=max(world.remote, default=None)),
             memory=MemoryReport(1, 0, 0),
@@ -272,6 +297,8 @@ class World:
         self.reports: dict[str, WorkerReport] = {}
         self.placement: SavedPlacement | None = None
         self.remote: set[Version] = set()
+        self.made: dict[Version, int] = {}
+        """By how many workers each snapshot was made."""
         self.bad_remote: set[Version] = set()
         self.bad_copies: set[tuple[int, int, Version]] = set()
         """(holder, rank, version of a snapshot)."""
@@ -587,6 +614,7 @@ class World:
             for holder in sidecar.directive.holders if sidecar.directive else ():
                 if holder.worker in team:
                     team[holder.worker].hosted.setdefault(sidecar.worker, set()).add(version)
+        self.made[version] = len(team)
         self._fold(team, version, Kind.SNAPSHOT)
         self.committed = version
         self._free(team, version.step - (self.job.spec.snapshot_every or 4))

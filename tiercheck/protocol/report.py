@@ -128,6 +128,8 @@ class RemoteReport:
     message: str = ""
     versions: tuple[Version, ...] = ()
     """Complete versions (manifest present), oldest first."""
+    ranks: tuple[int, ...] = ()
+    """For each of them by how many ranks it was made, 0 if that cannot be read. Empty: not looked up, as only worker 0 does it."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ class Branch:
 
     attempt: int
     base_step: int
+    ranks: int = 0
+    """How many ranks it has. 0: not written down, so as many as the job has."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,15 @@ class History:
 
     branches: tuple[Branch, ...] = ()
 
-    def after(self, attempt: int, base_step: int) -> History:
-        """The history once `attempt` starts from the state after `base_step`.
+    def after(self, attempt: int, base_step: int, ranks: int = 0) -> History:
+        """The history once `attempt`, of so many ranks, starts from the state after `base_step`.
 
         Raises ValueError if `attempt` is not newer than every known one.
         """
         if self.branches and attempt <= self.branches[-1].attempt:
             raise ValueError(f"attempt {attempt} is not newer than {self.branches[-1].attempt}")
         kept = tuple(branch for branch in self.branches if branch.base_step < base_step)
-        return History((*kept, Branch(attempt, base_step)))
+        return History((*kept, Branch(attempt, base_step, ranks)))
 
     def accepts(self, version: Version) -> bool:
         """Whether an artifact of this version belongs to the accepted line."""
@@ -65,6 +67,15 @@ class History:
             if step > branch.base_step:
                 owner = branch.attempt
         return owner
+
+    def ranks_of(self, version: Version) -> int:
+        """How many ranks a version of this line was made by; 0: not known."""
+        return next((branch.ranks for branch in self.branches if branch.attempt == version.attempt), 0)
+
+    @property
+    def ranks(self) -> int:
+        """Of the newest attempt; 0: not known."""
+        return self.branches[-1].ranks if self.branches else 0
 
     @property
     def attempt(self) -> int:

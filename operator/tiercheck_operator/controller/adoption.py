@@ -6,6 +6,8 @@ that we write can be mistaken for what is already stored.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.planning.inventory import RemoteInventory
 
@@ -20,7 +22,18 @@ def adopted_history(remote: RemoteInventory, step: int | None) -> History:
     if not usable:
         return History()
     chosen = max(usable, key=lambda version: (version.attempt, version.step))
-    return History((Branch(chosen.attempt, 0),))
+    return History((Branch(chosen.attempt, 0, remote.ranks.get(chosen, 0)),))
+
+
+def with_ranks(history: History, remote: RemoteInventory, ranks: int) -> History:
+    """With the numbers of ranks that were not written down: as the remote tier says, or `ranks`."""
+    told = {version.attempt: count for version, count in remote.ranks.items()}
+    return History(
+        tuple(
+            branch if branch.ranks else replace(branch, ranks=told.get(branch.attempt, ranks))
+            for branch in history.branches
+        )
+    )
 
 
 def last_attempt(remote: RemoteInventory) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import History
 from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.adoption import adopted_history, last_attempt
+from tiercheck_operator.controller.adoption import adopted_history, last_attempt, with_ranks
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
 from tiercheck_operator.controller.failure_policy import GivenUp, budget_spent, hopeless, ruled_out
@@ -93,11 +93,15 @@ def begin_attempt(
     first = status.attempt == 0
     # A sidecar that knows a newer attempt than the status does (it was edited or restored) would refuse ours.
     history, number = status.history, max([status.attempt, *(report.attempt for report in reports)]) + 1
+    resized = first or (Cause.parse(recovery.cause) is Cause.RESUMED and not all(b.ranks for b in history.branches))
+    if resized and remote.versions and not _counted(reports):
+        return _remote_unknown(replace(remote, reachable=None), reports)
     if first and remote.configured:
         if remote.undecided:
             return _remote_unknown(remote, reports)
         history = adopted_history(remote, obs.job.spec.restore_step)
         number = max(number, last_attempt(remote) + 1)
+    history = with_ranks(history, remote, obs.job.spec.workers * obs.job.spec.procs_per_worker)
     situation = _situation(obs, placed, history, reports, remote, first=first)
     outcome = _decided(situation, recovery)
     if isinstance(outcome, (Wait, Refuse)):
@@ -167,7 +171,7 @@ def _next_status(
     step = outcome.version.step if isinstance(outcome, Recover) else 0
     cause = Cause.parse(recovery.cause)
     before = newest_step(status, _reports(obs, membership))
-    accepted = history.after(number, step)
+    accepted = history.after(number, step, obs.job.spec.workers * obs.job.spec.procs_per_worker)
     members = members_digest(membership.members)
     return replace(
         status,
@@ -217,6 +221,11 @@ def newest_step(status: JobRecord, reports: list[Report]) -> int:
 def _reports(obs: Observation, membership: Membership) -> list[Report]:
     found = [obs.report(membership.members[worker]) for worker in sorted(membership.members)]
     return [report for report in found if report is not None]
+
+
+def _counted(reports: list[Report]) -> bool:
+    """Whether worker 0, which alone looks up how many ranks made what lies in the remote tier, has been there."""
+    return any(report.worker == 0 and report.remote.reachable is not None for report in reports)
 
 
 def _remote_unknown(remote: RemoteInventory, reports: list[Report]) -> Waiting:

@@ -19,8 +19,8 @@ from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.placing import distance_between
 from tiercheck_operator.controller.record import JobRecord, Recovery, rfc3339
 from tiercheck_operator.planning.inventory import Missing
+from tiercheck_operator.planning.resized import ResizedStock
 from tiercheck_operator.planning.saved_placement import SavedPlacement
-from tiercheck_operator.planning.stock import Stock
 
 _FIRST_STEP_PATIENCE = 600.0
 """Seconds after which a recovery counts as ended although no step was reported: not every script reports steps."""
@@ -116,11 +116,15 @@ def _sources(
     version, spec = status.restored_version, obs.job.spec
     if version is None:
         return {}
-    settled = settled_sources(spec, members, placement)
-    if phase is not Phase.HOLD:
+    old = status.resized_from
+    # Trainers borrow from the old ranks after the release, until they make steps.
+    looking = phase is Phase.HOLD or (old and status.recovery is not None)
+    stored = (Source(Tier.REMOTE),) if spec.remote is not None else ()
+    settled = dict.fromkeys(range(old), stored) if old else settled_sources(spec, members, placement)
+    if not looking:
         return settled
     reports = [report for report in (obs.report(pod) for pod in members.values()) if report is not None]
-    stock = Stock(
+    stock = ResizedStock(
         spec.workers * spec.procs_per_worker,
         spec.procs_per_worker,
         status.history,

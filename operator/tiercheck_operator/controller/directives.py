@@ -94,21 +94,27 @@ def build_directives(
             folded.setdefault(peer.worker, []).append(group)
     directives, named = {}, _placement_digest(placement)
     version = status.restored_version
+    workers, procs = _size(obs, status)
+    old = 0 if version is None else status.resized_from
     rules = policy(spec, restored=version is not None)
     for worker in sorted(members):
-        ranks = range(worker * spec.procs_per_worker, (worker + 1) * spec.procs_per_worker)
+        ranks = range(worker * procs, (worker + 1) * procs)
         directive = Directive(
             job_uid=uid,
             worker=worker,
-            workers=spec.workers,
-            procs_per_worker=spec.procs_per_worker,
+            workers=workers,
+            procs_per_worker=procs,
             attempt=status.attempt,
             phase=phase,
             history=status.history,
             policy=rules,
             restore=None
             if version is None
-            else Restore(version, tuple(RankSources(rank, sources.get(rank, ())) for rank in ranks)),
+            else Restore(
+                version,
+                tuple(RankSources(rank, sources.get(rank, ())) for rank in (range(old) if old else ranks)),
+                world_size=old,
+            ),
             holders=tuple(Peer(keeper, hosts[keeper]) for keeper in holders.get(worker, ()) if keeper in hosts),
             hosted=tuple(Peer(other, hosts[other]) for other in hosted.get(worker, ()) if other in hosts),
             coordinator=Peer(0, hosts.get(0, "")),
@@ -121,6 +127,14 @@ def build_directives(
         )
         directives[worker] = dataclasses.replace(directive, revision=_revision(directive))
     return directives
+
+
+def _size(obs: Observation, status: JobRecord) -> tuple[int, int]:
+    """Workers, and ranks of each, that the attempt has: the spec may have changed while the job is being suspended."""
+    saved, ranks = obs.placement, status.history.ranks
+    if saved is not None and saved.attempt == status.attempt and saved.members and ranks:
+        return len(saved.members), ranks // len(saved.members)
+    return obs.job.spec.workers, obs.job.spec.procs_per_worker
 
 
 def settled_sources(

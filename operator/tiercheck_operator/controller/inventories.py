@@ -81,7 +81,14 @@ def remote_inventory(spec: JobSpec, reports: Iterable[Report]) -> RemoteInventor
     versions: Collection[Version] = {
         version for entry in told if entry.reachable for version in entry.versions if version not in bad
     }
-    return RemoteInventory(configured=True, reachable=reachable, versions=versions)
+    ranks = {
+        version: count
+        for entry in told
+        if len(entry.ranks) == len(entry.versions)
+        for version, count in zip(entry.versions, entry.ranks, strict=True)
+        if count
+    }
+    return RemoteInventory(configured=True, reachable=reachable, versions=versions, ranks=ranks)
 
 
 def to_sources(

@@ -113,9 +113,11 @@ def place_members(obs: Observation, membership: Membership) -> Placed | Unplacea
     if isinstance(layout, Unplaceable):
         return layout
     try:
-        outcome = layout.place(obs.placement, layout.suspects)
+        # Of another number of workers nothing is worth keeping to.
+        last = obs.placement if obs.placement and len(obs.placement.members) == obs.job.spec.workers else None
+        outcome = layout.place(last, layout.suspects)
         if layout.avoided and isinstance(outcome, Placement):
-            aside = layout.place(obs.placement, layout.suspects | layout.avoided)
+            aside = layout.place(last, layout.suspects | layout.avoided)
             if isinstance(aside, Placement) and _no_worse(aside, outcome):
                 outcome = aside
     except ValueError as error:

@@ -173,6 +173,15 @@ class JobRecord:
         owner = self.history.owner(base)
         return None if owner is None else Version(base, owner)
 
+    @property
+    def resized_from(self) -> int:
+        """How many ranks made that version, if not as many as the attempt has; 0: as many."""
+        version = self.restored_version
+        if version is None:
+            return 0
+        made, now = self.history.ranks_of(version), self.history.ranks
+        return made if made and now and made != now else 0
+
 
 def rfc3339(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(int(seconds), datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -189,7 +198,11 @@ def parse_record(raw: Mapping[str, Any]) -> JobRecord:
         phase=str(raw.get("phase") or ""),
         members=str(raw.get("members") or ""),
         sidecar_image=str(raw.get("sidecarImage") or ""),
-        history=History(tuple(Branch(int(e["attempt"]), int(e["baseStep"])) for e in raw.get("history") or [])),
+        history=History(
+            tuple(
+                Branch(int(e["attempt"]), int(e["baseStep"]), int(e.get("ranks") or 0)) for e in raw.get("history") or []
+            )
+        ),
         crashes=int(restarts.get("crash") or 0),
         counted=int(restarts.get("counted") or 0),
         crash_step=int(restarts.get("crashStep") or 0),
@@ -238,7 +251,10 @@ def render_record(record: JobRecord) -> dict[str, Any]:
         "phase": record.phase,
         "members": record.members or None,
         "sidecarImage": record.sidecar_image or None,
-        "history": [{"attempt": b.attempt, "baseStep": b.base_step} for b in record.history.branches] or None,
+        "history": [
+            _present({"attempt": b.attempt, "baseStep": b.base_step, "ranks": b.ranks or None})
+            for b in record.history.branches
+        ] or None,
         "restarts": {
             "crash": record.crashes, "disruption": record.disruptions, "total": record.crashes + record.disruptions,
             "counted": record.counted, "crashStep": record.crash_step,

@@ -44,6 +44,8 @@ class RemoteInventory:
     reachable: bool | None = None
     """None: not tried yet."""
     versions: Collection[Version] = ()
+    ranks: Mapping[Version, int] = field(default_factory=dict)
+    """By how many ranks each was made, as far as that was looked up."""
 
     @property
     def usable(self) -> frozenset[Version]:

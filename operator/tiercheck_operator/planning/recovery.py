@@ -23,7 +23,7 @@ from tiercheck_operator.planning.inventory import (
     SourceChoice,
     Sources,
 )
-from tiercheck_operator.planning.stock import Stock
+from tiercheck_operator.planning.resized import ResizedStock
 
 __all__ = [
     "Artifacts",
@@ -77,9 +77,9 @@ class Situation:
     """The parity groups of the placement."""
 
     @property
-    def stock(self) -> Stock:
+    def stock(self) -> ResizedStock:
         """Everything that can be rebuilt from."""
-        return Stock(
+        return ResizedStock(
             self.ranks,
             self.ranks_per_worker,
             self.history,
@@ -145,7 +145,7 @@ def decide_recovery(situation: Situation) -> Decision:
     sources = stock.sources(chosen, situation.distance)
     assert not isinstance(sources, Missing)
     counts = {tier: 0 for tier in Tier}
-    for rank in range(situation.ranks):
+    for rank in range(stock.ranks_of(chosen)):
         tier = stock.tier_of(rank, chosen)
         assert tier is not None
         counts[tier] += 1
@@ -158,13 +158,14 @@ def decide_recovery(situation: Situation) -> Decision:
         reason="; ".join(
             [
                 *_why(chosen, rebuildable, tier_counts, situation),
+                *_resized(chosen, stock, situation),
                 *_incomplete([version for version in stock.versions if version > chosen], stock),
             ]
         ),
     )
 
 
-def _expected_loss(version: Version, newest_step: int, stock: Stock, situation: Situation) -> float:
+def _expected_loss(version: Version, newest_step: int, stock: ResizedStock, situation: Situation) -> float:
     """Seconds until training is back where it was. Without a step time every step counts more than any restore."""
     tier = stock.farthest_tier(version)
     estimate = situation.restore_seconds
@@ -176,7 +177,7 @@ def _expected_loss(version: Version, newest_step: int, stock: Stock, situation: 
     return lost * situation.step_seconds + restore[tier]
 
 
-def _without_version(situation: Situation, stock: Stock) -> Decision:
+def _without_version(situation: Situation, stock: ResizedStock) -> Decision:
     asked = situation.target_step
     what = "no version" if asked is None else f"step {asked}"
     if not situation.history.branches and asked is None:
@@ -221,7 +222,13 @@ def _why(
     return sentences
 
 
-def _incomplete(versions: Sequence[Version], stock: Stock) -> list[str]:
+def _resized(chosen: Version, stock: ResizedStock, situation: Situation) -> list[str]:
+    if not stock.is_resized(chosen):
+        return []
+    return [f"made by {stock.ranks_of(chosen)} ranks, from which {situation.ranks} read their parts"]
+
+
+def _incomplete(versions: Sequence[Version], stock: ResizedStock) -> list[str]:
     """Why the newest of `versions` cannot be rebuilt, one clause each, newest first."""
     clauses = []
     for version in reversed(versions):

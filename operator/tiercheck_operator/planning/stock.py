@@ -33,13 +33,13 @@ class Stock:
     """What a job's ranks can be rebuilt from. Ranks outside 0..ranks-1 are not the job's and are ignored.
 
     `bad` names artifacts every copy of which is useless. `groups` are those of the placement: they say who ought to keep a
-    block whose holder was lost.
+    block whose holder was lost. `ranks_per_worker`: None if the ranks are not those of any worker now, so that nobody is at home.
     """
 
     def __init__(
         self,
         ranks: int,
-        ranks_per_worker: int,
+        ranks_per_worker: int | None,
         history: History,
         inventories: Sequence[Inventory],
         remote: RemoteInventory,
@@ -129,16 +129,21 @@ class Stock:
     def _places(self, rank: int, wanted: Held, distance: Distance | None) -> Iterator[SourceChoice]:
         if _common(self._own[rank], wanted):
             yield SourceChoice(Tier.LOCAL)
-        home = rank // self._per_worker
+        home = self._home(rank)
         worse = self._bad.get(rank, _NOTHING)
         keepers = [worker for worker, held in self._keepers.get(rank, ()) if _common(_less(held, worse), wanted)]
-        for worker in sorted(keepers, key=lambda other: (distance(home, other) if distance else 0, other)):
+        for worker in sorted(
+            keepers, key=lambda other: (0 if distance is None or home is None else distance(home, other), other)
+        ):
             yield SourceChoice(Tier.PEER, worker)
         for group, held in self._parity.get(rank, ()):
             if _common(held, wanted):
                 yield SourceChoice(Tier.PEER, group=group)
         if self._stored(rank) & wanted[0]:
             yield SourceChoice(Tier.REMOTE)
+
+    def _home(self, rank: int) -> int | None:
+        return None if self._per_worker is None else rank // self._per_worker
 
     def _union(self, rank: int) -> Held:
         return self._memory[rank][0] | self._stored(rank), self._memory[rank][1]
@@ -177,7 +182,7 @@ class Stock:
                 continue
             held = self._held(artifacts)
             self._memory[rank] = _both(self._memory[rank], held)
-            if rank // self._per_worker == worker:
+            if self._home(rank) == worker:
                 self._own[rank] = _both(self._own[rank], held)
             else:
                 self._keepers.setdefault(rank, []).append((worker, held))
@@ -219,6 +224,7 @@ class Stock:
 
     def _group(self, ranks: Sequence[int], kept: Mapping[int, Sequence[tuple[int, Held]]]) -> CodeGroup:
         """Who keeps the blocks. A place whose block is lost is filled by who ought to have it, or anybody: it will not be found there."""
+        assert self._per_worker is not None, "blocks are not kept across another number of ranks"
         members = tuple(rank // self._per_worker for rank in ranks)
         planned = self._planned.get(members)
         wanted = planned.holders if planned is not None else ()
