@@ -264,7 +264,7 @@ class Sidecar:
             remote=RemoteReport(
                 remote, world.remote_up if remote else None, "" if world.remote_up else "the bucket does not answer.",
                 tuple(sorted(world.remote)) if world.remote_up else (),
-                tuple(world.made[version] for version in sorted(world.remote))
+                tuple(world.made.get(version, 0) for version in sorted(world.remote))
                 if world.remote_up and self.worker == 0
                 else (),
             ),
