@@ -83,6 +83,8 @@ class Server:
         self.calls.append(f"PATCH {path}")
         key = path.format(**names).removesuffix("/status")
         known = self.objects[key]
+        if "status" not in body:
+            return self._stored(key, _merged(known, body))
         if body["metadata"]["resourceVersion"] != known["metadata"]["resourceVersion"]:
             raise ApiFailure(409, "conflict")
         return self._stored(key, {**known, "status": _merged(known.get("status") or {}, body["status"])})
@@ -90,7 +92,8 @@ class Server:
     async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> None:
         self.calls.append(f"DELETE {path}")
         self.objects.pop(path.format(**names), None)
-        self.pod_deleted(names["name"])
+        if "/pods/" in path:
+            self.pod_deleted(names["name"])
 
     def _stored(self, key: str, body: dict[str, Any]) -> dict[str, Any]:
         self.version += 1

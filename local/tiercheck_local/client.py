@@ -50,6 +50,7 @@ SERVICES = Resource("v1", "services")
 SECRETS = Resource("v1", "secrets")
 CONFIG_MAPS = Resource("v1", "configmaps")
 EVENTS = Resource("v1", "events")
+DISRUPTION_BUDGETS = Resource("policy/v1", "poddisruptionbudgets")
 LEASES = Resource("coordination.k8s.io/v1", "leases")
 CRDS = Resource("apiextensions.k8s.io/v1", "customresourcedefinitions", namespaced=False)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tiercheck.protocol.slot import NotASlot, SlotHeader, read_header
 from tiercheck_local import links, markers
-from tiercheck_local.client import NODES, PODS, Object
+from tiercheck_local.client import NODES, PODS, ApiFailure, Object
 from tiercheck_local.node.agent import LOSE_EVERY_POD
 from tiercheck_local.node.container import OUT_OF_MEMORY
 from tiercheck_local.nodespec import RACK
@@ -78,9 +78,23 @@ class Faults:
     # Pods.
 
     def evict_pod(self, pod: str, namespace: str = "default") -> None:
-        """Through the Eviction API. Raises ApiFailure 429 if a disruption budget forbids it."""
+        """Through the Eviction API, once. Raises ApiFailure 429 if a disruption budget forbids it."""
         eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
         self._cluster.api.request("POST", PODS.path(namespace, pod, "eviction"), eviction)
+
+    def drain_pod(self, pod: str, namespace: str = "default", patience: float = 120.0) -> None:
+        """As `kubectl drain` does: evict it, again and again while a disruption budget forbids it. Raises GaveUp."""
+
+        def evicted() -> bool:
+            try:
+                self.evict_pod(pod, namespace)
+            except ApiFailure as failure:
+                if failure.code != 429:
+                    raise
+                return False
+            return True
+
+        self._cluster.wait_for(evicted, patience, f"pod {pod} to be evicted")
 
     def delete_pods(self, labels: str = "", namespace: str = "default", grace: int | None = 0) -> list[str]:
         """Delete the selected pods (by default at once, without grace); their names."""

@@ -19,6 +19,7 @@ TYPES = {
     "Protected",
     "DeltasActive",
     "SparesReady",
+    "Evictable",
     "Restoring",
     "Running",
     "Suspended",

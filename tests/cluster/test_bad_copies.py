@@ -28,7 +28,7 @@ def test_flipped_bit_in_a_peers_copy_is_noticed_and_an_older_version_is_used(
     before = job.wait("everything under way to arrive", lambda status: at_rest(job))
     assert peer(before) > remote(before)
     assert cluster.faults.flip_bit(job.stage.pod_of(0), rank=1)
-    cluster.faults.evict_pod(job.stage.pod_of(1))
+    cluster.faults.drain_pod(job.stage.pod_of(1))
     recovery = job.wait_recovered(before["attempt"])
     assert recovery["step"] == remote(before), "what is newer existed of rank 1 only as a bad copy"
     assert job.restores(recovery["attempt"])[1].tier is Tier.REMOTE

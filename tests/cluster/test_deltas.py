@@ -93,7 +93,7 @@ def test_parity_takes_the_place_of_copies_at_the_next_recovery(jobs: Jobs, clust
     before = job.wait_trained(13)
     peer = {"copies": None, "parity": {"data": 2, "parity": 1}}
     cluster.api.patch(JOBS, "default", job.name, {"spec": {"tiers": {"peer": peer}}})
-    cluster.faults.evict_pod(job.stage.pod_of(2))
+    cluster.faults.drain_pod(job.stage.pod_of(2))
     second = job.wait_recovered(before["attempt"])
     assert second["tiers"] == {"local": 2, "peer": 1, "remote": 0}
     job.wait(
@@ -108,7 +108,7 @@ def test_parity_takes_the_place_of_copies_at_the_next_recovery(jobs: Jobs, clust
             and (status.get("tiers") or {}).get("peer", {}).get("step", 0) > second["step"]
         ),
     )
-    cluster.faults.evict_pod(job.stage.pod_of(1))
+    cluster.faults.drain_pod(job.stage.pod_of(1))
     third = job.wait_recovered(second["attempt"])
     assert third["rebuilt"] == 1
 
@@ -129,7 +129,7 @@ def test_optimizer_that_cannot_be_replayed_gets_snapshots_only_and_the_job_says_
     assert "NoisySGD" in condition["message"]
     before = job.wait_trained(13)
     assert not [h for report in job.reports().values() for h in report.holdings if h.kind is Kind.DELTA]
-    cluster.faults.evict_pod(job.stage.pod_of(1))
+    cluster.faults.drain_pod(job.stage.pod_of(1))
     recovery = job.wait_recovered(before["attempt"])
     assert recovery["step"] % 5 == 0, "a snapshot"
     job.wait_condition("Completed")

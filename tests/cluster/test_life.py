@@ -42,7 +42,7 @@ def test_status_and_events_tell_the_story(jobs: Jobs, cluster: LocalCluster) -> 
     before = job.wait_trained(13)
     assert before["placement"]["tolerates"], "the placement says what may be lost"
     assert before["phase"] == "Running"
-    cluster.faults.evict_pod(job.stage.pod_of(1))
+    cluster.faults.drain_pod(job.stage.pod_of(1))
     recovery = job.wait_recovered(before["attempt"])
     assert recovery["lostSteps"] >= 0
     assert recovery["totalSeconds"] >= recovery["detectSeconds"]

@@ -43,7 +43,7 @@ def test_evicted_pod_is_replaced_alone_and_restored_from_its_peer(jobs: Jobs, cl
     job = jobs.start(workers=2)
     before = job.wait_trained(13)
     uids = job.uids()
-    cluster.faults.evict_pod(job.stage.pod_of(1))
+    cluster.faults.drain_pod(job.stage.pod_of(1))
     recovery = job.wait_recovered(before["attempt"])
     assert recovery["tiers"] == {"local": 1, "peer": 1, "remote": 0}
     assert job.restores(recovery["attempt"])[1].tier is Tier.PEER
@@ -113,7 +113,7 @@ def test_failure_while_the_operator_is_down_is_mended_when_it_is_back(jobs: Jobs
     job = jobs.start(workers=2)
     before = job.wait_trained(13)
     cluster.faults.kill_operator()
-    cluster.faults.evict_pod(job.stage.pod_of(1))
+    cluster.faults.drain_pod(job.stage.pod_of(1))
     cluster.faults.kill_container_process(job.stage.pod_of(0))
     jobs.restart_operator()
     recovery = job.wait_recovered(before["attempt"])

@@ -95,7 +95,7 @@ def test_drained_node_gives_its_pod_away_with_the_work_of_its_last_steps(jobs: J
         assert job.uids() == uids, "a cordon alone moves nobody"
         for pod in job.pods():
             if pod["spec"].get("nodeName") == node:
-                cluster.faults.evict_pod(pod["metadata"]["name"])
+                cluster.faults.drain_pod(pod["metadata"]["name"])
         recovery = job.wait_recovered(before["attempt"])
         assert job.stage.node_of(1) != node
         assert recovery["cause"] == "PodEvicted"

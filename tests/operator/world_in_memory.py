@@ -36,10 +36,12 @@ from tiercheck_operator.controller.actions import (
     Decision,
     DeleteJob,
     DeletePod,
+    EnsureBudget,
     EnsureCredentials,
     EnsureService,
     Promote,
     Push,
+    RemoveBudget,
     SavePlacement,
 )
 from tiercheck_operator.controller.decide import decide
@@ -343,6 +345,8 @@ class World:
         self.deleted_job = False
         self.last: Decision = Decision()
         self.have_service = self.have_credentials = False
+        self.budget: int | None = None
+        self.budget_problem = ""
         self.uids = 0
 
     # The controller
@@ -364,6 +368,8 @@ class World:
             patience=Patience(),
             have_service=self.have_service,
             have_credentials=self.have_credentials,
+            budget=self.budget,
+            budget_problem=self.budget_problem,
         )
 
     def reconcile(self, killed_after: int | None = None) -> None:
@@ -409,6 +415,11 @@ class World:
                 self.have_service = True
             case EnsureCredentials():
                 self.have_credentials = True
+            case EnsureBudget(min_available):
+                if not self.budget_problem:
+                    self.budget = min_available
+            case RemoveBudget():
+                self.budget = None
             case DeleteJob():
                 self.deleted_job = True
 

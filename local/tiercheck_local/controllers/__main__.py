@@ -1,4 +1,4 @@
-"""`python -m tiercheck_local.controllers`: scheduler, node life-cycle and garbage collection in one process."""
+"""`python -m tiercheck_local.controllers`: scheduler, node life-cycle, disruption budgets and garbage collection in one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tiercheck_local import markers, remains
 from tiercheck_local.cache import Cache
-from tiercheck_local.client import LEASES, NODES, PODS, Client, Object
+from tiercheck_local.client import DISRUPTION_BUDGETS, LEASES, NODES, PODS, Client, Object
+from tiercheck_local.controllers.disruption import Disruption
 from tiercheck_local.controllers.garbage import DEPENDENTS, GarbageCollector
 from tiercheck_local.controllers.node_lifecycle import NodeLifecycle
 from tiercheck_local.controllers.scheduler import Scheduler
@@ -53,27 +54,30 @@ async def _control(client: Client, grace: float) -> None:
 
         def changed(kind: str, item: Object) -> None:
             scheduler.wake()
+            disruption.wake()
             if kind != "MODIFIED" or item["metadata"].get("deletionTimestamp"):
                 garbage.wake()
 
         def synced() -> None:
             scheduler.wake()
             garbage.wake()
+            disruption.wake()
+
+        def dependent_changed(*_: object) -> None:
+            garbage.wake()
+            disruption.wake()
 
         pods = Cache(client, PODS, changed, on_sync=synced)
         nodes = Cache(client, NODES, changed, on_sync=synced)
         scheduler = Scheduler(client, pods, nodes)
         lifecycle = NodeLifecycle(client, nodes, pods, grace)
         leases = Cache(client, LEASES, lifecycle.lease_changed, namespace=LEASE_NAMESPACE)
-        others = {
-            kind: Cache(client, kind, lambda *_: garbage.wake(), on_sync=garbage.wake)
-            for kind in DEPENDENTS
-            if kind != PODS
-        }
+        others = {kind: Cache(client, kind, dependent_changed, on_sync=synced) for kind in DEPENDENTS if kind != PODS}
+        disruption = Disruption(client, pods, others[DISRUPTION_BUDGETS])
         garbage.watch({PODS: pods, **others}, nodes)
         for cache in (pods, nodes, leases, *others.values()):
             tasks.create_task(cache.run())
-        for controller in (scheduler, lifecycle, garbage):
+        for controller in (scheduler, lifecycle, disruption, garbage):
             tasks.create_task(controller.run())
 
 

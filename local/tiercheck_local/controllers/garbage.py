@@ -1,6 +1,6 @@
 """Deletes what has lost its owner, and pods that no node will ever remove.
 
-Dependents are Pods, Services, Secrets and ConfigMaps. An owner's kind is watched from when the first dependent names it.
+Dependents are Pods, Services, Secrets, ConfigMaps and PodDisruptionBudgets. An owner's kind is watched from when the first dependent names it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,22 @@ from typing import Any
 import aiohttp
 
 from tiercheck_local.cache import Cache
-from tiercheck_local.client import CONFIG_MAPS, NODES, PODS, SECRETS, SERVICES, ApiFailure, Client, Object, Resource
+from tiercheck_local.client import (
+    CONFIG_MAPS,
+    DISRUPTION_BUDGETS,
+    NODES,
+    PODS,
+    SECRETS,
+    SERVICES,
+    ApiFailure,
+    Client,
+    Object,
+    Resource,
+)
 
 log = logging.getLogger(__name__)
 
-DEPENDENTS = (PODS, SERVICES, SECRETS, CONFIG_MAPS)
+DEPENDENTS = (PODS, SERVICES, SECRETS, CONFIG_MAPS, DISRUPTION_BUDGETS)
 _FOREGROUND, _ORPHAN = "foregroundDeletion", "orphan"
 
 

@@ -61,7 +61,7 @@ class LaptopStage:
         self.cluster.faults.kill_container_process(pod, names.TRAINER_CONTAINER, namespace=self.namespace)
 
     def evict(self, pod: str) -> None:
-        self.cluster.faults.evict_pod(pod, self.namespace)
+        self.cluster.faults.drain_pod(pod, self.namespace)
 
     def kill_nodes(self, nodes: list[str]) -> None:
         self.cluster.faults.kill_nodes(nodes)

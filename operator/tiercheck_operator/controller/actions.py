@@ -21,6 +21,18 @@ class EnsureCredentials:
 
 
 @dataclass(frozen=True)
+class EnsureBudget:
+    """The job's PodDisruptionBudget. If it cannot be had, the next observation says why; nothing else waits for it."""
+
+    min_available: int
+
+
+@dataclass(frozen=True)
+class RemoveBudget:
+    pass
+
+
+@dataclass(frozen=True)
 class CreatePod:
     worker: int
     incarnation: int
@@ -83,6 +95,8 @@ class DeleteJob:
 Action = (
     EnsureService
     | EnsureCredentials
+    | EnsureBudget
+    | RemoveBudget
     | CreatePod
     | CreateSpare
     | Promote

@@ -18,6 +18,7 @@ from tiercheck_operator.controller.inventories import bad_everywhere, inventorie
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.placing import distance_between
 from tiercheck_operator.controller.record import JobRecord, Recovery, rfc3339
+from tiercheck_operator.controller.recovery_history import remembered
 from tiercheck_operator.planning.inventory import Missing
 from tiercheck_operator.planning.resized import ResizedStock
 from tiercheck_operator.planning.saved_placement import SavedPlacement
@@ -147,7 +148,8 @@ def _ended(
 ) -> JobRecord:
     if Cause.parse(recovery.cause) is Cause.FIRST_START and not recovery.step:
         return replace(status, recovery=None)
-    return replace(status, recovery=None, last_recovery=_summary(obs, recovery, reports, first_step))
+    summary = _summary(obs, recovery, reports, first_step)
+    return replace(status, recovery=None, last_recovery=summary, recoveries=remembered(status.recoveries, summary))
 
 
 def _summary(obs: Observation, recovery: Recovery, reports: Mapping[int, Report], first_step: float) -> dict[str, Any]:

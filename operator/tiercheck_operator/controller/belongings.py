@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from typing import Any
 
 from tiercheck_operator.controller.observation import JobView
 from tiercheck_operator.credentials import issue
 from tiercheck_operator.kube import CORE, ApiFailure, Kube
 from tiercheck_operator.manifests import owned
+from tiercheck_operator.manifests.disruption_budget import build_budget
 from tiercheck_operator.manifests.placement import build_placement, parse_placement
 from tiercheck_operator.manifests.secret import Credentials, build_secret, parse_secret
 from tiercheck_operator.manifests.service import build_service
@@ -18,6 +21,7 @@ log = logging.getLogger(__name__)
 _SECRET = CORE + "/secrets/{name}"
 _SERVICE = CORE + "/services/{name}"
 _PLACEMENT = CORE + "/configmaps/{name}"
+_BUDGETS = "/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets"
 
 
 class Belongings:
@@ -29,6 +33,8 @@ class Belongings:
         self.placement: SavedPlacement | None = None
         self.have_service = False
         self.have_secret = False
+        self.budget: int | None = None
+        self.budget_problem = ""
 
     async def refresh(self, job: JobView) -> None:
         """Look at what is there. Credentials once known are kept: running sidecars hold them, whatever becomes of the Secret."""
@@ -48,6 +54,60 @@ class Belongings:
                 self.placement = parse_placement(saved)
             except ValueError as error:
                 log.error("%s/%s: ConfigMap %s: %s", job.namespace, job.name, owned.placement_name(job), error)
+        if job.spec.attach is None:
+            await self._refresh_budget(job)
+
+    async def _refresh_budget(self, job: JobView) -> None:
+        """A budget is worth having, and worth no failure."""
+        self.budget, self.budget_problem = None, ""
+        try:
+            found = await self._kube.get(_BUDGETS + "/{name}", namespace=job.namespace, name=owned.budget_name(job))
+        except ApiFailure as error:
+            if not error.refused:
+                raise
+            self._no_budget(job, f"the PodDisruptionBudget {owned.budget_name(job)} cannot be read: {error}")
+            return
+        if found is not None and _owned_by(found, job):
+            self.budget = _min_available(found)
+        elif found is not None:
+            self._no_budget(
+                job, f"the PodDisruptionBudget {owned.budget_name(job)} is not this job's; remove or rename it"
+            )
+
+    async def ensure_budget(self, job: JobView, min_available: int) -> None:
+        """Raises nothing: what went wrong is said by `budget_problem`, and looked at again with the next `refresh`."""
+        if self.budget_problem:
+            return
+        names = {"namespace": job.namespace, "name": owned.budget_name(job)}
+        body = build_budget(job, min_available)
+        try:
+            if self.budget is None:
+                await self._kube.create(_BUDGETS, body, namespace=job.namespace)
+            else:
+                await self._kube.merge(_BUDGETS + "/{name}", {"spec": body["spec"]}, **names)
+            self.budget = min_available
+        except ApiFailure as error:
+            if error.refused:
+                self._no_budget(job, f"the PodDisruptionBudget {owned.budget_name(job)} cannot be written: {error}")
+            else:
+                log.info("%s/%s: PodDisruptionBudget: %s", job.namespace, job.name, error)
+                if error.conflict or error.not_found:
+                    with contextlib.suppress(ApiFailure):
+                        await self._refresh_budget(job)
+
+    async def remove_budget(self, job: JobView) -> None:
+        """As `ensure_budget`."""
+        try:
+            await self._kube.delete(_BUDGETS + "/{name}", {}, namespace=job.namespace, name=owned.budget_name(job))
+            self.budget = None
+        except ApiFailure as error:
+            log.warning("%s/%s: PodDisruptionBudget was not removed: %s", job.namespace, job.name, error)
+            if error.refused:
+                self.budget = None
+
+    def _no_budget(self, job: JobView, problem: str) -> None:
+        self.budget_problem = problem[:500]
+        log.warning("%s/%s: %s", job.namespace, job.name, problem)
 
     async def ensure_credentials(self, job: JobView) -> None:
         credentials = self.credentials or issue(job.uid)
@@ -83,7 +143,13 @@ class Belongings:
         self.placement = placement
 
 
-def _owned_by(raw: dict[str, object], job: JobView) -> bool:
+def _min_available(raw: dict[str, Any]) -> int:
+    """-1, which nobody wants, if it is not as we write it."""
+    found = (raw.get("spec") or {}).get("minAvailable")
+    return found if isinstance(found, int) else -1
+
+
+def _owned_by(raw: dict[str, Any], job: JobView) -> bool:
     """A job deleted and created again must not take over what its namesake left behind."""
     metadata = raw.get("metadata")
     owners = metadata.get("ownerReferences") if isinstance(metadata, dict) else None

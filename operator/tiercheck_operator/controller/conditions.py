@@ -21,6 +21,9 @@ DELTAS_ACTIVE = "DeltasActive"
 SPARES_READY = "SparesReady"
 """As many spares as wanted wait to take a lost worker's place."""
 
+EVICTABLE = "Evictable"
+"""A worker may be evicted now; while it is False, the job's PodDisruptionBudget holds node drains up."""
+
 # Placed
 ALL_PLACED = "AllPlaced"
 """All pods have nodes, all copies have holders, and every node says where it stands."""
@@ -89,6 +92,20 @@ SPARES_UNSCHEDULABLE = "SparesUnschedulable"
 """The scheduler finds no node for a spare; the message is the scheduler's. The job does without it."""
 NO_SPARES = "NoSpares"
 """None are wanted: spec.spares is 0, or the job does not train."""
+
+# Evictable
+ONE_AT_A_TIME = "OneAtATime"
+"""One worker may be evicted."""
+HELD_BY_RESTORE = "RestoreUnderWay"
+"""The state of a worker is on its way back: another loss might take the last copy."""
+HELD_BY_MOVE = "MoveUnderWay"
+"""A replacement comes up for a pod that has to leave its node."""
+HELD_BY_COPIES = "CopiesIncomplete"
+"""Restored, but the copies on the holders are not complete again."""
+BUDGET_REFUSED = "BudgetRefused"
+"""The PodDisruptionBudget cannot be made or changed; the message says why. Training does not depend on it."""
+NO_BUDGET = "NoBudget"
+"""There is no PodDisruptionBudget: it is turned off, the pods are another controller's, or nothing is trained."""
 
 # Restoring
 SETTLING = "Settling"

@@ -24,6 +24,7 @@ from tiercheck_operator.controller.barrier import (
     waits_for_trainers,
     wanted_phase,
 )
+from tiercheck_operator.controller.budget import budget_actions
 from tiercheck_operator.controller.deadline import deadline_passed
 from tiercheck_operator.controller.events import notices
 from tiercheck_operator.controller.failure_policy import GivenUp
@@ -227,6 +228,9 @@ def _concluded(
     after: Sequence[Action] = (),
     wake: float | None = None,
 ) -> Decision:
-    derived = derive_status(obs, status, findings, reports or {})
+    derived, budget = derive_status(obs, status, findings, reports or {})
     derived = replace(derived, sidecar_image="" if findings.suspended else obs.job.sidecar_image)
-    return Decision(tuple(before), derived, tuple(after), notices(obs.job.status, derived), wake)
+    told = notices(obs.job.status, derived)
+    return Decision(
+        tuple(before), derived, (*after, *budget_actions(obs, budget)), told, sooner(wake, budget.wake_after)
+    )

@@ -15,11 +15,13 @@ from tiercheck_operator.controller.actions import (
     CreateSpare,
     DeleteJob,
     DeletePod,
+    EnsureBudget,
     EnsureCredentials,
     EnsureService,
     Probe,
     Promote,
     Push,
+    RemoveBudget,
     SavePlacement,
 )
 from tiercheck_operator.controller.belongings import Belongings
@@ -85,6 +87,10 @@ class Executor:
                 await self._belongings.ensure_credentials(job)
             case EnsureService():
                 await self._belongings.ensure_service(job)
+            case EnsureBudget(min_available):
+                await self._belongings.ensure_budget(job, min_available)
+            case RemoveBudget():
+                await self._belongings.remove_budget(job)
             case SavePlacement(placement):
                 await self._belongings.save_placement(job, placement)
             case CreatePod(worker, incarnation, avoid, prefer, shun):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tiercheck.protocol.directive import Phase
 from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.actions import Action, Decision, DeleteJob, DeletePod
+from tiercheck_operator.controller.actions import Action, Decision, DeleteJob, DeletePod, RemoveBudget
 from tiercheck_operator.controller.attached import exit_code
 from tiercheck_operator.controller.barrier import pushes
 from tiercheck_operator.controller.membership import removal
@@ -39,6 +39,8 @@ def after_finish(obs: Observation) -> Decision:
     after: list[Action] = []
     if members and status.attempt:
         after += pushes(obs, status, members, None, Phase.FINISH, exit_code=exit_code(obs))
+    if obs.budget is not None:
+        after.append(RemoveBudget())
     ttl = obs.job.spec.ttl_seconds
     if ttl is not None:
         left = ended + ttl - now

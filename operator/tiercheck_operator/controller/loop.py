@@ -212,6 +212,8 @@ class JobLoop:
             shunned=around.suspects.shunned(around.clock()),
             have_service=self._belongings.have_service,
             have_credentials=self._belongings.have_secret,
+            budget=self._belongings.budget,
+            budget_problem=self._belongings.budget_problem,
         )
 
     async def _write_status(self, job: JobView, raw: Mapping[str, Any], decision: Decision) -> float | None:

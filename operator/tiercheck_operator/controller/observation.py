@@ -86,6 +86,8 @@ class JobSpec:
     max_restarts: int
     """Of those that count."""
     ttl_seconds: float | None
+    eviction_hold: float | None = 600.0
+    """Seconds that a restore may keep workers from being evicted; None: no PodDisruptionBudget."""
     rules: tuple[FailureRule, ...] = ()
     reset_seconds: float = DEFAULT_RESET_SECONDS
     """Of training beyond the last crash after which restarts are counted anew."""
@@ -241,6 +243,10 @@ class Observation:
     """Names of nodes that some job has reason to suspect: new pods go elsewhere if that is possible."""
     have_service: bool = True
     have_credentials: bool = True
+    budget: int | None = None
+    """minAvailable of the job's PodDisruptionBudget; None: there is none."""
+    budget_problem: str = ""
+    """Why it cannot be as wanted, as a sentence."""
 
     @property
     def all_pods(self) -> tuple[PodView, ...]:

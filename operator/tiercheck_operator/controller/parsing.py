@@ -97,6 +97,7 @@ def _spec(raw: Mapping[str, Any]) -> JobSpec:
         hang=parse_hang(policy.get("hang")),
         active_deadline=_float(raw.get("activeDeadlineSeconds")),
         ttl_seconds=None if ttl is None else float(ttl),
+        eviction_hold=_eviction_hold(raw.get("disruptionBudget") or {}),
         spares=int(raw.get("spares") or 0),
         min_workers=_int((raw.get("elastic") or {}).get("minWorkers")),
         capacity_timeout=_float(policy.get("capacityTimeoutSeconds")),
@@ -108,6 +109,10 @@ def _spec(raw: Mapping[str, Any]) -> JobSpec:
         state_size=_bytes(checkpoint.get("stateSize")),
         rollback_after=_int(policy.get("rollbackAfterNonFinite")),
     )
+
+
+def _eviction_hold(raw: Mapping[str, Any]) -> float | None:
+    return None if raw.get("mode") == "Off" else float(_or(raw.get("holdSeconds"), JobSpec.eviction_hold))
 
 
 def _attach(raw: Mapping[str, Any] | None) -> Attach | None:

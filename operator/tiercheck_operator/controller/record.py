@@ -151,6 +151,8 @@ class JobRecord:
     hang: HangRecord | None = None
     last_recovery: Mapping[str, Any] | None = None
     """As in the API: nothing is decided by it."""
+    recoveries: tuple[Mapping[str, Any], ...] = ()
+    """The newest that have ended, newest first; spelled like `last_recovery`, with shorter sentences."""
     started: str | None = None
     completed: str | None = None
     conditions: tuple[Condition, ...] = ()
@@ -237,6 +239,7 @@ def parse_record(raw: Mapping[str, Any]) -> JobRecord:
             int(hang.get("worker") or 0), str(hang.get("node") or ""), int(hang.get("times") or 0)
         ),
         last_recovery=raw.get("lastRecovery") or None,
+        recoveries=tuple(entry for entry in raw.get("recoveries") or [] if entry),
         started=raw.get("startTime") or None,
         completed=raw.get("completionTime") or None,
         conditions=tuple(_parse_condition(entry) for entry in raw.get("conditions") or []),
@@ -289,6 +292,7 @@ def render_record(record: JobRecord) -> dict[str, Any]:
             "worker": record.hang.worker, "node": record.hang.node, "times": record.hang.times,
         },
         "lastRecovery": record.last_recovery,
+        "recoveries": [dict(entry) for entry in record.recoveries] or None,
         "startTime": record.started,
         "completionTime": record.completed,
         "conditions": [_render_condition(entry) for entry in record.conditions] or None,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller import conditions
+from tiercheck_operator.controller.budget import Budget, wanted_budget
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.memory import equal_share, forecast, largest_share, measured
 from tiercheck_operator.controller.observation import Observation
@@ -43,8 +44,10 @@ class Findings:
     failed: Finding | None = None
 
 
-def derive_status(obs: Observation, record: JobRecord, findings: Findings, reports: Mapping[int, Report]) -> JobRecord:
-    """`record` with everything that follows from it. `reports`: those of the current attempt, by worker."""
+def derive_status(
+    obs: Observation, record: JobRecord, findings: Findings, reports: Mapping[int, Report]
+) -> tuple[JobRecord, Budget]:
+    """`record` with everything that follows from it, evictions included. `reports`: those of the current attempt, by worker."""
     record = _progress(obs, record, reports)
     record = replace(record, checkpoint=saved(obs, record, reports), memory=_memory(obs, record, reports))
     record = replace(
@@ -76,7 +79,12 @@ def derive_status(obs: Observation, record: JobRecord, findings: Findings, repor
     ]
     merged = _merge(obs, record.conditions, [entry for entry in wanted if entry is not None])
     record = replace(record, conditions=merged)
-    return replace(record, phase=_phase(record, findings))
+    record = replace(record, phase=_phase(record, findings))
+    budget = wanted_budget(obs, record, idle=idle)
+    if budget.reason != conditions.NO_BUDGET or record.condition(conditions.EVICTABLE) is not None:
+        evictable = _condition(conditions.EVICTABLE, budget.open, Finding(budget.reason, budget.message))
+        record = replace(record, conditions=_merge(obs, record.conditions, [evictable]))
+    return record, budget
 
 
 def _started(obs: Observation, record: JobRecord, findings: Findings) -> str | None:

@@ -39,6 +39,10 @@ def credentials_name(job: JobView) -> str:
     return f"{job.name}-credentials"
 
 
+def budget_name(job: JobView) -> str:
+    return job.name
+
+
 def placement_name(job: JobView) -> str:
     return saved_placement.placement_name(job.name)
 
