@@ -185,6 +185,14 @@ class RemoteStore:
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 
+    def fetch_stretch(self, artifact: RankArtifact, begin: int, into: memoryview) -> None:
+        """Read whole chunks from byte `begin` on, the start of one, and verify them; for those who cannot hold all of an artifact.
+
+        `artifact` with its digests. Raises RemoteCorrupt; `into` is then garbage.
+        """
+        assert artifact.digests is not None
+        self._fetch_range(artifact.key, artifact.digests, begin, into)
+
     def retain(self, keep: int, protect: AbstractSet[Version] = frozenset(), keep_seconds: float | None = None) -> None:
         """Delete all but the `keep` versions committed last and, if given, those committed in the last `keep_seconds`; and what
         interrupted uploads left behind.

@@ -1,0 +1,144 @@
+"""`export --format` and `import`: a version leaves a job for other tools, or what other tools wrote becomes one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tiercheck_cli.checkpoint import to_safetensors
+from tiercheck_cli.checkpoint.saved import Saved, check_new, open_folder
+from tiercheck_cli.cluster import Cluster
+from tiercheck_cli.failure import USAGE, CannotDo
+from tiercheck_cli.terminal import remark
+
+_PANEL = "Checkpoint"
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+NEEDS_TORCH = "torch is not installed, which --format dcp and imports need; run: pip install 'tiercheck[trainer]'"
+
+
+class Format(str, Enum):
+    """What other tools read."""
+
+    DCP = "dcp"
+    SAFETENSORS = "safetensors"
+
+
+RemoteUrl = Annotated[
+    str | None,
+    typer.Option("--remote", help="s3://BUCKET/PREFIX, or the path of a shared directory.", rich_help_panel=_PANEL),
+]
+StoredAs = Annotated[
+    str | None, typer.Option("--job", help="NAMESPACE/NAME of the job in --remote.", rich_help_panel=_PANEL)
+]
+Endpoint = Annotated[str | None, typer.Option(help="URL of a server that speaks S3.", rich_help_panel=_PANEL)]
+Region = Annotated[str | None, typer.Option(help="Of the bucket.", rich_help_panel=_PANEL)]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a version is: one of job, folder and remote."""
+
+    job: str | None
+    folder: Path | None
+    remote: str | None
+    stored_as: str | None
+    endpoint: str | None
+    region: str | None
+    namespace: str | None = None
+    context: str | None = None
+    kubeconfig: str | None = None
+
+    def open(self, step: int | None) -> Saved:
+        """Raises CannotDo."""
+        if self.folder is not None:
+            return open_folder(self.folder, step)
+        from tiercheck_cli.checkpoint import remote as tier
+
+        if self.remote is not None:
+            if self.stored_as is None:
+                raise CannotDo("--remote needs --job NAMESPACE/NAME: a remote tier may hold many jobs", USAGE)
+            settings, job = tier.settings_of_url(self.remote, self.endpoint, self.region), self.stored_as
+        else:
+            assert self.job is not None
+            cluster = Cluster.connect(self.kubeconfig, self.context, self.namespace)
+            settings, job = tier.settings_of_job(cluster.job(self.job)), f"{cluster.namespace}/{self.job}"
+        return tier.open_version(tier.open_remote(settings, job), step)
+
+
+def export_checkpoint(
+    source: Source, form: Format, to: Path, step: int | None, *, prefix: str, shard_size: str
+) -> None:
+    """Raises CannotDo. Nothing is at `to` unless all is."""
+    most = _bytes_of(shard_size)
+    check_new(to)
+    if form is Format.DCP:
+        try:
+            import torch  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise CannotDo(NEEDS_TORCH) from error
+    saved = source.open(step)
+    unfinished = to.with_name(f"{to.name}.unfinished")
+    try:
+        if unfinished.exists():
+            shutil.rmtree(unfinished)
+        unfinished.mkdir(parents=True)
+        if form is Format.DCP:
+            from tiercheck_cli.checkpoint import to_dcp
+
+            progress = Progress(sum(tensor.size for tensor in saved.tensors.values()))
+            for sentence in to_dcp.write(saved, unfinished, progress):
+                remark(sentence)
+        else:
+            tensors = to_safetensors.chosen(saved, prefix)
+            progress = Progress(sum(tensor.size for tensor in tensors.values()))
+            to_safetensors.write(saved, tensors, unfinished, most, progress)
+        if to.is_dir():
+            to.rmdir()
+        os.rename(unfinished, to)
+    except OSError as error:
+        raise CannotDo(f"{to} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    progress.end()
+    print(to)
+    remark(f"{saved.version}, saved by {len(saved.slots)} ranks")
+
+
+class Progress:
+    """How far it is, on standard error; on a terminal only, and not more often than an eye can follow."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done, self._shown = total, 0, 0.0
+        self._on = sys.stderr.isatty()
+
+    def __call__(self, name: str, count: int) -> None:
+        self._done += count
+        now = time.monotonic()
+        if self._on and now - self._shown > 0.2:
+            self._shown = now
+            share = 100 * self._done // max(1, self._total)
+            print(
+                f"\r{share:3d} %  {self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB  {name[:40]:40}",
+                end="",
+                file=sys.stderr,
+            )
+
+    def end(self) -> None:
+        if self._on:
+            print(file=sys.stderr)
+
+
+def _bytes_of(text: str) -> int:
+    match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in _UNITS or not int(match[1]):
+        raise CannotDo(f'--shard-size "{text}" is no size such as 5GB or 500MiB', USAGE)
+    return int(match[1]) * _UNITS[match[2].upper()]

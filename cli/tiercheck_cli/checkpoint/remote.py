@@ -1,0 +1,88 @@
+"""The remote tier of a job, for the commands: the sidecar's own store, so that there is one reader of its layout and digests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from tiercheck.protocol.manifest import RankArtifact
+from tiercheck_cli.checkpoint.saved import Saved, Slot
+from tiercheck_cli.failure import NOT_FOUND, USAGE, CannotDo
+
+try:
+    from tiercheck_sidecar.remote import RemoteConfigError, RemoteError, RemoteStore, open_store
+except ModuleNotFoundError as missing:
+    raise CannotDo(
+        f"{missing.name} is not installed, which remote tiers need; run: pip install 'tiercheck[sidecar]'"
+    ) from missing
+
+
+def settings_of_url(url: str, endpoint: str | None, region: str | None) -> str:
+    """What `open_store` wants, of s3://BUCKET/PREFIX or the path of a shared directory. Raises CannotDo."""
+    if "://" not in url:
+        return json.dumps({"directory": {"path": url}})
+    parts = urlsplit(url)
+    if parts.scheme != "s3" or not parts.netloc:
+        raise CannotDo(f"{url} is no remote tier; give s3://BUCKET/PREFIX, or the path of a shared directory", USAGE)
+    given = {"prefix": parts.path.strip("/"), "endpoint": endpoint, "region": region}
+    return json.dumps({"s3": {"bucket": parts.netloc, **{key: value for key, value in given.items() if value}}})
+
+
+def settings_of_job(job: Mapping[str, Any]) -> str:
+    """Of `spec.tiers.remote`. Raises CannotDo if it is in no place that can be reached from here."""
+    name = job["metadata"]["name"]
+    remote = ((job["spec"].get("tiers") or {}).get("remote")) or {}
+    if remote.get("s3"):
+        keys = ("bucket", "prefix", "region", "endpoint", "caBundle")
+        return json.dumps({"s3": {key: remote["s3"][key] for key in keys if remote["s3"].get(key)}})
+    if remote.get("directory"):
+        raise CannotDo(
+            f"the remote tier of {name} is a volume; mount it here and give --remote PATH --job NAMESPACE/{name}"
+        )
+    raise CannotDo(f"{name} has no remote tier, and what is in memory cannot be read from outside its pods")
+
+
+def open_remote(settings: str, job: str) -> RemoteStore:
+    """Raises CannotDo."""
+    try:
+        return open_store(settings, job)
+    except (RemoteConfigError, RemoteError) as error:
+        raise CannotDo(str(error)) from error
+
+
+def open_version(store: RemoteStore, step: int | None) -> Saved:
+    """The newest complete version, or that of `step`. Raises CannotDo."""
+    try:
+        versions = store.versions()
+        found = [version for version in versions if step in (None, version.step)]
+        if not found:
+            there = f"; there are {', '.join(str(each.step) for each in versions)}" if versions else ""
+            asked = "" if step is None else f" of step {step}"
+            raise CannotDo(f"{store.location} has no complete version{asked}{there}", NOT_FOUND)
+        version = found[-1]
+        manifest = store.read_manifest(version)
+        return Saved.open(version, tuple(_slot(store, artifact) for artifact in sorted(manifest.artifacts, key=_rank)))
+    except RemoteError as error:
+        raise CannotDo(str(error)) from error
+
+
+def _rank(artifact: RankArtifact) -> int:
+    return artifact.rank
+
+
+def _slot(store: RemoteStore, brief: RankArtifact) -> Slot:
+    artifact = store.artifact(brief.rank, brief.version)
+    assert artifact.digests is not None
+    chunk = artifact.digests.chunk
+
+    def fetch(index: int, length: int) -> bytearray:
+        into = bytearray(length)
+        try:
+            store.fetch_stretch(artifact, index * chunk, memoryview(into))
+        except RemoteError as error:
+            raise CannotDo(str(error)) from error
+        return into
+
+    return Slot(f"{store.location}/{artifact.key}", artifact.bytes, chunk, fetch)

@@ -1,0 +1,170 @@
+"""A version as bytes of ranks' slots, wherever it is kept; no byte is handed out that did not match its checksum."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.contents import DCP, FORMAT, WholeTensor, check_complete, contents
+from tiercheck.protocol.manifest import parse_version_name, version_name
+from tiercheck.protocol.pieces import Piece
+from tiercheck.protocol.pieces_table import read_pieces
+from tiercheck.protocol.slot import PIECES, SlotHeader, beginning, read_header
+from tiercheck.protocol.version import Version
+from tiercheck_cli.failure import NOT_FOUND, USAGE, CannotDo
+
+_KEPT = 8
+"""Chunks of a slot that are kept after they were verified, because neighbours are often read next."""
+
+
+@dataclass
+class Slot:
+    """One rank's artifact."""
+
+    place: str
+    size: int
+    chunk: int
+    fetch: Callable[[int, int], bytes | bytearray]
+    """Chunk number, bytes of it: verified. Raises CannotDo."""
+    _kept: dict[int, bytes | bytearray] = field(default_factory=dict)
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """Raises CannotDo if the bytes cannot be had as they were written."""
+        if end > self.size:
+            raise CannotDo(f"{self.place} is cut off: it has {self.size} bytes, {end} are needed")
+        first, last = begin // self.chunk, max(begin, end - 1) // self.chunk
+        if first == last:
+            return memoryview(self._chunk(first))[begin - first * self.chunk : end - first * self.chunk]
+        found = bytearray(end - begin)
+        for index in range(first, last + 1):
+            start = index * self.chunk
+            low, high = max(begin, start), min(end, start + self.chunk)
+            found[low - begin : high - begin] = memoryview(self._chunk(index))[low - start : high - start]
+        return memoryview(found)
+
+    def _chunk(self, index: int) -> bytes | bytearray:
+        if index not in self._kept:
+            while len(self._kept) >= _KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[index] = self.fetch(index, min(self.chunk, self.size - index * self.chunk))
+        return self._kept[index]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete version."""
+
+    version: Version
+    slots: tuple[Slot, ...]
+    """By rank."""
+    headers: tuple[SlotHeader, ...]
+    tensors: Mapping[str, WholeTensor]
+    """By their full names in the state (dcp), or as a `Checkpointer` calls them: `model/...`, `optimizer0/...`."""
+    notes: tuple[Mapping[str, Any], ...]
+    """Of each rank, of a version that torch.distributed.checkpoint saved (`tiercheck.trainer.dcp_note`), else empty."""
+
+    @property
+    def writer(self) -> str:
+        """`dcp`, `import`, or empty: a `Checkpointer`."""
+        return self.headers[0].metadata.get(FORMAT, "")
+
+    def entry(self, rank: int, name: str, length: str) -> bytes:
+        """The bytes of an entry that is no tensor; `length` is the key of the metadata that tells how many. Raises CannotDo."""
+        header = self.headers[rank]
+        place = next((tensor for tensor in header.tensors if tensor.name == name), None)
+        if place is None or length not in header.metadata:
+            raise CannotDo(f"{self.slots[rank].place} has no {name}")
+        return bytes(self.slots[rank].read(place.begin, place.begin + int(header.metadata[length])))
+
+    @staticmethod
+    def open(version: Version, slots: tuple[Slot, ...]) -> Saved:
+        """Reads the beginnings. Raises CannotDo."""
+        headers: list[SlotHeader] = []
+        pieces: list[Mapping[str, Piece]] = []
+        notes: list[Mapping[str, Any]] = []
+        for rank, slot in enumerate(slots):
+            try:
+                end = beginning(slot.read(0, min(slot.size, slot.chunk)))
+                end = beginning(slot.read(0, end))
+                header = read_header(bytes(slot.read(0, end)), slot.size)
+                place = next((tensor for tensor in header.tensors if tensor.name == PIECES), None)
+                table = read_pieces(bytes(slot.read(place.begin, place.end))) if place is not None else {}
+            except (ValueError, KeyError, TypeError) as error:
+                raise CannotDo(f"{slot.place} cannot be read: {error}") from error
+            if (header.rank, header.version, header.world_size, header.kind) != (
+                rank,
+                version,
+                len(slots),
+                Kind.SNAPSHOT,
+            ):
+                raise CannotDo(f"{slot.place} holds {header.version} of rank {header.rank} of {header.world_size}")
+            headers.append(header)
+            pieces.append(table)
+        found = Saved(version, slots, tuple(headers), {}, ())
+        names: list[Mapping[str, str]] = []
+        if found.writer == DCP:
+            for rank, header in enumerate(headers):
+                note = json.loads(found.entry(rank, DCP, "dcp_length"))
+                notes.append(note)
+                names.append(
+                    {each.name: note["names"].get(each.name, each.name.removeprefix("dcp/")) for each in header.tensors}
+                )
+        try:
+            tensors = contents(list(zip(headers, pieces, strict=True)), names)
+            check_complete(tensors)
+        except ValueError as error:
+            raise CannotDo(f"{version} is not whole: {error}") from error
+        return Saved(version, slots, tuple(headers), tensors, tuple(notes))
+
+
+def open_folder(folder: Path, step: int | None) -> Saved:
+    """The newest complete version of a `Checkpointer`'s folder, or that of `step`. Raises CannotDo."""
+    held: dict[tuple[Version, int], int] = {}
+    for path in folder.glob("rank-*-of-*/*.json"):
+        try:
+            key = parse_version_name(path.stem), int(path.parent.name.rpartition("-of-")[2])
+        except ValueError:
+            continue  # not ours
+        held[key] = held.get(key, 0) + 1
+    complete = [key for key, count in held.items() if count == key[1] and step in (None, key[0].step)]
+    if not complete:
+        steps = sorted({version.step for (version, world), count in held.items() if count == world})
+        there = f"; there are {', '.join(map(str, steps))}" if steps else ""
+        raise CannotDo(
+            f"{folder} has no complete version{'' if step is None else f' of step {step}'}{there}", NOT_FOUND
+        )
+    version, world = max(complete)
+    return Saved.open(version, tuple(_file(folder, rank, world, version) for rank in range(world)))
+
+
+def _file(folder: Path, rank: int, world: int, version: Version) -> Slot:
+    path = folder / f"rank-{rank}-of-{world}" / f"{version_name(version)}.safetensors"
+    try:
+        record = json.loads(path.with_suffix(".json").read_text())
+        size, chunk, sums = int(record["size"]), int(record["chunk"]), list(record["crc32"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CannotDo(f"{path.with_suffix('.json')} cannot be read: {error}") from error
+
+    def fetch(index: int, length: int) -> bytes:
+        try:
+            with open(path, "rb") as file:
+                file.seek(index * chunk)
+                found = file.read(length)
+        except OSError as error:
+            raise CannotDo(f"{path} cannot be read: {error.strerror}") from error
+        if len(found) != length or index >= len(sums) or zlib.crc32(found) != sums[index]:
+            raise CannotDo(f"{path} is corrupt at byte {index * chunk}; export another --step")
+        return found
+
+    return Slot(str(path), size, chunk, fetch)
+
+
+def check_new(folder: Path) -> None:
+    """Raises CannotDo unless nothing is there yet."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CannotDo(f"{folder} is there already; give a new folder with --to", USAGE)

@@ -1,0 +1,205 @@
+"""Promise: what a job saved can be read by torch and by Hugging Face's tools without us, and what they wrote begins a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from commands_run import run
+from safetensors.torch import load_file
+from torch import nn
+
+from tiercheck import Checkpointer
+from tiercheck.dcp import Storage
+from tiercheck.protocol.contents import Chunk, WholeTensor
+from tiercheck.protocol.pieces import Box
+from tiercheck_cli.checkpoint.assemble import read_box, slabs
+from tiercheck_cli.checkpoint.saved import Slot
+
+ROOT = Path(__file__).parents[2]
+RANKS = ROOT / "tests" / "trainer" / "mesh_changes.py"
+WIDE = 1301
+
+
+def model_of_the_run() -> nn.Sequential:
+    """As `sharded_script.make_model`."""
+    return nn.Sequential(
+        nn.Linear(9, 34), nn.ReLU(), nn.Linear(34, WIDE), nn.ReLU(), nn.Linear(WIDE, 30), nn.ReLU(), nn.Linear(30, 5)
+    )
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What four ranks saved, FSDP on each half, replicated between them: tensors in shares and shards."""
+    folder = tmp_path_factory.mktemp("run")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(RANKS), str(n), str(folder), "hybrid:4"], env=environment, stdout=subprocess.DEVNULL
+        )
+        for n in range(4)
+    ]
+    assert [rank.wait(timeout=150) for rank in ranks] == [0] * 4
+    return folder / "checkpoints"
+
+
+@pytest.fixture(scope="module")
+def restored(sharded: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same version, as one rank restores it."""
+    model = model_of_the_run()
+    optimizer = optimizer_of_the_run(model)
+    with Checkpointer(model, optimizer, folder=sharded, state={"position": {"samples": 0}}) as checkpointer:
+        assert checkpointer.restore() == 2
+    return model, optimizer
+
+
+def optimizer_of_the_run(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+def test_exported_as_safetensors_the_weights_are_those_that_a_restore_brings(
+    sharded: Path, restored: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    ran = run("export", "--folder", str(sharded), "--format", "safetensors", "--to", str(tmp_path / "hf"))
+    assert ran.status == 0, ran.err
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["model.safetensors"]
+    equal(load_file(tmp_path / "hf" / "model.safetensors"), restored[0].state_dict())
+    assert "step 2" in ran.err
+
+
+def test_large_models_come_in_several_files_with_an_index(
+    sharded: Path, restored: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    to = tmp_path / "hf"
+    ran = run("export", "--folder", str(sharded), "--format", "safetensors", "--shard-size", "160KB", "--to", str(to))
+    assert ran.status == 0, ran.err
+    index = json.loads((to / "model.safetensors.index.json").read_text())
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(set(index["weight_map"].values())):
+        here = load_file(to / file)
+        assert {index["weight_map"][name] for name in here} == {file}
+        found |= here
+    assert len(set(index["weight_map"].values())) > 1
+    equal(found, dict(restored[0].state_dict()))
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+
+
+def test_exported_as_dcp_torch_alone_loads_model_and_optimizer(
+    sharded: Path, restored: tuple[nn.Module, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    ran = run("export", "--folder", str(sharded), "--format", "dcp", "--to", str(tmp_path / "plain"))
+    assert ran.status == 0, ran.err
+    torch.manual_seed(7)
+    model = model_of_the_run()
+    optimizer = optimizer_of_the_run(model)
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments}
+    dcp.load(state, checkpoint_id=tmp_path / "plain")
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    equal(dict(model.state_dict()), dict(restored[0].state_dict()))
+    for mine, theirs in zip(model.parameters(), restored[0].parameters(), strict=True):
+        equal(optimizer.state[mine], restored[1].state[theirs])
+    assert optimizer.param_groups[0]["lr"] == restored[1].param_groups[0]["lr"]
+
+
+def test_what_is_corrupt_is_not_exported(sharded: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "checkpoints"
+    shutil.copytree(sharded, copy)
+    slot = next(copy.glob("rank-3-of-4/*.safetensors"))
+    content = bytearray(slot.read_bytes())
+    content[-70_000] ^= 1
+    slot.write_bytes(content)
+    ran = run("export", "--folder", str(copy), "--format", "safetensors", "--prefix", "", "--to", str(tmp_path / "hf"))
+    assert ran.status == 1
+    assert "is corrupt at byte" in ran.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
+
+
+def test_what_cannot_be_done_is_a_sentence(sharded: Path, tmp_path: Path) -> None:
+    def said(*words: str) -> str:
+        ran = run("export", *words)
+        assert ran.status > 0
+        return ran.err
+
+    to = ("--to", str(tmp_path / "new"))
+    assert "one of JOB, --folder and --remote" in said("--format", "dcp", *to)
+    assert "--format dcp or safetensors" in said("--folder", str(sharded), *to)
+    assert "no complete version of step 7; there are 2" in said(
+        "--folder", str(sharded), "--format", "dcp", "--step", "7", *to
+    )
+    assert "is there already" in said("--folder", str(sharded), "--format", "dcp", "--to", str(sharded))
+    assert "give --prefix one of model, optimizer0" in said(
+        "--folder", str(sharded), "--format", "safetensors", "--prefix", "ema", *to
+    )
+    assert "is no size" in said("--folder", str(sharded), "--format", "safetensors", "--shard-size", "big", *to)
+    assert "--remote needs --job" in said("--remote", "s3://bucket/x", "--format", "dcp", *to)
+    assert "which job?" in said()
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_torch_saved_through_us_is_exported_as_torch_would_have_saved_it(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.arange(6.0).view(2, 3)}, "epoch": 3, "list": [torch.ones(2), "text"]}
+    with Storage(tmp_path / "checkpoints") as storage:
+        assert storage.save(state, 5)
+    ran = run("export", "--folder", str(tmp_path / "checkpoints"), "--format", "dcp", "--to", str(tmp_path / "ours"))
+    assert ran.status == 0, ran.err
+    dcp.save(state, checkpoint_id=tmp_path / "theirs")
+    ours, theirs = (dcp.FileSystemReader(tmp_path / each).read_metadata() for each in ("ours", "theirs"))
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.planner_data == theirs.planner_data
+    loaded = {"model": {"w": torch.zeros(2, 3)}, "epoch": 0, "list": [torch.zeros(2), ""]}
+    dcp.load(loaded, checkpoint_id=tmp_path / "ours")
+    assert loaded["model"]["w"].equal(state["model"]["w"])
+    assert (loaded["epoch"], loaded["list"][1]) == (3, "text")
+    assert torch.equal(loaded["list"][0], torch.ones(2))
+    ran = run(
+        "export", "--folder", str(tmp_path / "checkpoints"), "--format", "safetensors", "--to", str(tmp_path / "hf")
+    )
+    assert ran.status == 0, ran.err
+    equal(load_file(tmp_path / "hf" / "model.safetensors"), {"w": state["model"]["w"]})
+
+
+def test_safetensors_are_written_where_torch_is_not_installed(sharded: Path, tmp_path: Path) -> None:
+    without = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from tiercheck_cli.main import main\n"
+        "sys.argv = ['tiercheck', 'export', '--folder', sys.argv[1], '--format', sys.argv[2], '--to', sys.argv[3]]\n"
+        "sys.exit(main())"
+    )
+    for form, status in (("safetensors", 0), ("dcp", 1)):
+        words = [sys.executable, "-c", without, str(sharded), form, str(tmp_path / form)]
+        ran = subprocess.run(words, capture_output=True, text=True, check=False, timeout=100)
+        assert ran.returncode == status, ran.stderr
+    assert "torch is not installed" in ran.stderr
+    assert (tmp_path / "safetensors" / "model.safetensors").exists()
+
+
+def test_assembling_by_slabs_gives_what_reading_at_once_gives() -> None:
+    tensor = WholeTensor("F32", (10, 3), (Chunk(0, Box((0, 0), (10, 1)), 0, 40), Chunk(1, Box((0, 1), (10, 2)), 0, 80)))
+    content = [bytes(range(40)), bytes(range(100, 180))]
+
+    class Fake:
+        slots = tuple(Slot("", len(each), 16, lambda i, n, each=each: each[16 * i : 16 * i + n]) for each in content)
+
+    parts = [bytes(read_box(Fake, tensor, box)) for box in slabs(tensor, 40)]  # type: ignore[arg-type]
+    assert len(parts) == 4
+    assert b"".join(parts) == bytes(read_box(Fake, tensor, Box.whole((10, 3))))  # type: ignore[arg-type]
+    rows = [content[0][4 * row : 4 * row + 4] + content[1][8 * row : 8 * row + 8] for row in range(10)]
+    assert b"".join(parts) == b"".join(rows)
