@@ -43,14 +43,24 @@ def expendable(
     place: Place, history: History, verdict: Verdict | None, owed: Version | None = None
 ) -> frozenset[tuple[Kind, Version]]:
     """The artifacts of `place` that may be freed in attempt `history.attempt`. `owed`: the snapshot that is yet to be uploaded."""
-    snapshots = {version for version in place.snapshots if history.accepts(version)}
-    deltas = {version for version in place.deltas if history.accepts(version)}
+    snapshots = set(filter(history.continues, place.snapshots))
+    deltas = set(filter(history.continues, place.deltas))
     kept = (snapshots, deltas)
+    floor = verdict.floor if verdict is not None and verdict.attempt == history.attempt else None
+    foreign = _of_other_ranks(place, history, floor)
     if verdict is not None and verdict.attempt == history.attempt:
         kept = _needed(place, snapshots, deltas, history, verdict)
         kept[0].update(snapshots & {owed})
-    gone = {(Kind.SNAPSHOT, version) for version in place.snapshots - kept[0]}
+    gone = {(Kind.SNAPSHOT, version) for version in place.snapshots - kept[0] - foreign}
     return frozenset(gone | {(Kind.DELTA, version) for version in place.deltas - kept[1]})
+
+
+def _of_other_ranks(place: Place, history: History, floor: Version | None) -> set[Version]:
+    """The newest snapshot of another number of ranks, from which all of these have just come back, until something newer of their
+    own is complete. Its deltas lead nowhere, and more of them would leave no slot for the next one.
+    """
+    old = max((v for v in place.snapshots if history.accepts(v) and not history.continues(v)), default=None)
+    return {old} if old is not None and (floor is None or old > floor) else set()
 
 
 def _needed(

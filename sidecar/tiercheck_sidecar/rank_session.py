@@ -245,10 +245,11 @@ class RankSession:
         if verdict is not None and not verdict.cadence.deltas:
             raise NoDeltas("some rank of the job takes no deltas, so those of this one would lead nowhere")
         here = self._vault.own(self._hello.rank)
-        if not any(each.kind is Kind.SNAPSHOT and directive.history.accepts(each.version) for each in here):
+        if not any(each.kind is Kind.SNAPSHOT and directive.history.continues(each.version) for each in here):
             raise NoDeltas("there is no snapshot yet that it could follow")
         owner = directive.history.owner(version.step - 1)
-        if owner is None or Version(version.step - 1, owner) not in {each.version for each in here}:
+        before = None if owner is None else Version(version.step - 1, owner)
+        if before is None or not directive.history.continues(before) or before not in {each.version for each in here}:
             raise NoFreeSlot("an earlier delta is missing: the next snapshot begins a new chain")
 
     def _skip(self, request: Request, reason: str) -> Reply:

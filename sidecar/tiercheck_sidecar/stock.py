@@ -34,8 +34,8 @@ class Stock:
         (self.snapshots if kind is Kind.SNAPSHOT else self.deltas).add(version)
 
     def accepted(self, history: History) -> Stock:
-        """Without what the history does not accept."""
-        accepts = history.accepts
+        """Without what the history does not accept, or another number of ranks made: that is a source of restores, no more."""
+        accepts = history.continues
         return Stock(set(filter(accepts, self.snapshots)), set(filter(accepts, self.deltas)))
 
     def rebuildable(self, history: History) -> tuple[Span, ...]:

@@ -107,3 +107,25 @@ def test_parity_is_given_up_only_for_a_snapshot_that_all_holders_have() -> None:
 def test_what_an_earlier_attempt_completed_is_guarded_by_the_coordinators_word() -> None:
     word = replace(verdict(None, abandoned=(4, 8)), backed=v(5))
     assert gone(place([4, 8], [5]), word) == ([8], [])
+
+
+def after_resizing() -> History:
+    """Attempt 1, of four ranks, was gone on from at step 8 by attempt 2, of two."""
+    return History((Branch(1, 0, ranks=4), Branch(2, 8, ranks=2)))
+
+
+def test_snapshot_of_other_ranks_stays_until_a_version_of_these_is_complete() -> None:
+    here = Place(Tier.PEER, frozenset({v(4), v(8), v(12, 2)}), frozenset({v(5), v(9, 2)}))
+    history = after_resizing()
+    word = replace(verdict(None), attempt=2)
+    assert gone(here, None, history) == ([4], [5])
+    assert gone(here, word, history) == ([4], [5])
+    assert gone(here, replace(word, floor=v(12, 2)), history)[0] == [4, 8]
+
+
+def test_completeness_at_an_earlier_size_does_not_count_against_what_came_between() -> None:
+    """Four ranks, then two, then four again: what the first four completed is older than what the two did."""
+    history = History((Branch(1, 0, ranks=4), Branch(2, 8, ranks=2), Branch(3, 16, ranks=4)))
+    here = Place(Tier.PEER, frozenset({v(8), v(16, 2)}), frozenset())
+    word = Verdict(3, Watermarks(v(8), v(8)), v(8))
+    assert gone(here, word, history) == ([], [])

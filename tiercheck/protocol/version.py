@@ -72,6 +72,11 @@ class History:
         """How many ranks a version of this line was made by; 0: not known."""
         return next((branch.ranks for branch in self.branches if branch.attempt == version.attempt), 0)
 
+    def continues(self, version: Version) -> bool:
+        """Whether it is of this line, and of as many ranks as the newest attempt has, so that these can go on from it slot by slot."""
+        made = self.ranks_of(version)
+        return self.accepts(version) and (not made or not self.ranks or made == self.ranks)
+
     @property
     def ranks(self) -> int:
         """Of the newest attempt; 0: not known."""

@@ -1,0 +1,74 @@
+"""A model sharded over all ranks by FSDP2, whose whole state is told at every step and after every restore.
+
+Every attempt trains until it is stopped, and one of fewer ranks than FULL some steps beyond where it came back to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tiercheck import Checkpointer
+
+TAIL = 12
+
+
+def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """A digest of parameters and optimizer state, gathered."""
+    seen = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        tensors = {"": parameter, **optimizer.state.get(parameter, {})}
+        for kind, value in sorted(tensors.items()):
+            if isinstance(value, torch.Tensor):
+                full = value.full_tensor() if isinstance(value, DTensor) else value
+                seen.update(f"{name} {kind}".encode())
+                seen.update(full.detach().contiguous().numpy().tobytes())
+    return seen.hexdigest()
+
+
+def say(**line: object) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    world, attempt = int(os.environ["WORLD_SIZE"]), int(os.environ["TIERCHECK_ATTEMPT"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(7 * attempt)  # a restore has to bring everything
+    model = nn.Sequential(nn.Linear(9, 33), nn.Tanh(), nn.Linear(33, 130), nn.Tanh(), nn.Linear(130, 5))
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in (model[0], model[2], model[4], model):
+        fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    position = {"samples": 0}
+    with Checkpointer(model, optimizer, state={"position": position}) as checkpointer:
+        start = checkpointer.restore()
+        if start:
+            say(restored=start, attempt=attempt, world=world, whole=whole(model, optimizer), **position)
+        last = start + TAIL if world < int(os.environ["FULL"]) else 10**9
+        for step in range(start + 1, last + 1):
+            data = torch.randn(16, 9, generator=torch.Generator().manual_seed(position["samples"]))
+            loss = (model(data) - 1.0).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            position["samples"] += 16
+            checkpointer.step(loss=float(loss))
+            say(step=step, attempt=attempt, world=world, loss=float(loss), whole=whole(model, optimizer), **position)
+            time.sleep(0.05)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

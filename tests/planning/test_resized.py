@@ -1,0 +1,113 @@
+"""Versions of another number of ranks: complete if all who made them are found, wherever, by snapshots alone."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.version import History, Version
+from tiercheck_operator.planning.inventory import Artifacts, Inventory, Missing, RemoteInventory
+from tiercheck_operator.planning.recovery import Recover, Situation, decide_recovery
+
+OLD, NEW = Version(8, 1), Version(12, 2)
+ranks = st.integers(1, 4)
+tables = st.dictionaries(st.integers(0, 4), st.sampled_from(("snapshot", "delta", "both")), max_size=5)
+
+
+def artifacts(version: Version, what: str) -> Artifacts:
+    return Artifacts(
+        frozenset({version} if what != "delta" else ()), frozenset({version} if what != "snapshot" else ())
+    )
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> Situation:
+    """The old ranks made step 8; there are others now, whose workers hold anything of it."""
+    before, now = draw(ranks), draw(ranks)
+    inventories = [
+        Inventory(
+            worker,
+            {rank: artifacts(OLD, what) for rank, what in draw(tables).items()},
+            {rank: artifacts(OLD, what) for rank, what in draw(tables).items()},
+        )
+        for worker in range(now)
+    ]
+    stored = draw(st.booleans())
+    return Situation(
+        ranks=now,
+        ranks_per_worker=1,
+        history=History().after(1, 0, before).after(2, 8, now),
+        inventories=inventories,
+        remote=RemoteInventory(True, True, {OLD} if stored else ()),
+    )
+
+
+def keepers(job: Situation, rank: int) -> set[int]:
+    """By definition: who has the whole snapshot of that rank."""
+    return {
+        inventory.worker
+        for inventory in job.inventories
+        for table in (inventory.own, inventory.hosted)
+        if rank in table and OLD in table[rank].snapshots
+    }
+
+
+@given(situations())
+def test_every_old_rank_is_named_with_those_who_hold_it(job: Situation) -> None:
+    before = job.history.ranks_of(OLD)
+    if before == job.ranks:
+        return
+    found = job.stock.sources(OLD)
+    stored = OLD in job.remote.usable
+    missing = [rank for rank in range(before) if not keepers(job, rank) and not stored]
+    if missing:
+        assert found == Missing(tuple(missing))
+        return
+    assert not isinstance(found, Missing)
+    assert sorted(found) == list(range(before))
+    for rank, places in found.items():
+        assert {place.worker for place in places if place.tier is Tier.PEER} == keepers(job, rank)
+        assert all(place.tier is not Tier.LOCAL for place in places), "nobody is at home any more"
+        assert (places[-1].tier is Tier.REMOTE) == stored
+
+
+@given(situations())
+def test_it_is_recovered_exactly_if_nobody_is_missing(job: Situation) -> None:
+    if job.history.ranks_of(OLD) == job.ranks:
+        return
+    outcome = decide_recovery(job)
+    complete = not job.stock.lacking(OLD)
+    assert isinstance(outcome, Recover) == complete
+    if isinstance(outcome, Recover):
+        assert sum(outcome.tier_counts.values()) == job.history.ranks_of(OLD)
+        assert f"made by {job.history.ranks_of(OLD)} ranks" in outcome.reason
+
+
+def test_newer_version_of_the_present_ranks_is_taken_before_it() -> None:
+    held = {rank: Artifacts({NEW}) for rank in range(2)}
+    job = Situation(
+        ranks=2,
+        ranks_per_worker=1,
+        history=History().after(1, 0, 4).after(2, 8, 2).after(3, 12, 2),
+        inventories=[Inventory(rank, {rank: held[rank]}) for rank in range(2)],
+        remote=RemoteInventory(True, True, {OLD}),
+    )
+    outcome = decide_recovery(job)
+    assert isinstance(outcome, Recover)
+    assert outcome.version == NEW
+    assert outcome.tier_counts == {Tier.LOCAL: 2}
+
+
+def test_artifacts_of_both_sizes_are_never_one_chain() -> None:
+    """A delta of the two ranks after the four's snapshot leads nowhere, though steps and rank numbers fit."""
+    after = Version(9, 2)
+    job = Situation(
+        ranks=2,
+        ranks_per_worker=1,
+        history=History().after(1, 0, 4).after(2, 8, 2).after(3, 9, 2),
+        inventories=[Inventory(rank, {rank: Artifacts({OLD}, {after})}) for rank in range(2)],
+        remote=RemoteInventory(False),
+    )
+    assert job.stock.lacking(after) == (0, 1)
+    assert job.stock.lacking(OLD) == (2, 3)
