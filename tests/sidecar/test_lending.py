@@ -118,3 +118,36 @@ def test_rank_of_a_smaller_job_borrows_from_ranks_that_are_no_more(make_world: M
         assert rank.ask("borrow", step=1, rank=2).error
         assert rank.ask("restored", step=1).ok
         assert not path.exists()
+
+
+def test_fewer_ranks_come_back_from_memory_which_keeps_the_old_version_until_their_own_is_complete(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(workers=3)
+    world.start()
+    world.begin()
+    old, new = Version(1, 1), Version(2, 2)
+    with world.ranks() as ranks:
+        for rank in ranks:
+            assert rank.save(1)
+        until(lambda: world.report(0).watermarks.peer == old, "step 1 lies at its holders")
+    world.lose(2)
+    world.workers, world.others = 2, 3
+    where = {0: (0, 1), 1: (1,), 2: (0,)}
+    world.begin(old, {rank: tuple(map(world.from_peer, workers)) for rank, workers in where.items()})
+    with world.ranks() as ranks:
+        for rank in ranks:
+            assert rank.welcome.restore_world_size == 3
+            for lost in range(3):
+                assert Path(rank.ask("borrow", step=1, rank=lost).path).exists(), f"rank {lost}"
+            assert rank.ask("restored", step=1).ok
+        assert world.report(0).watermarks.local is None, "what three ranks saved is not what two have saved"
+        assert ranks[0].save(2)
+        until(lambda: world.holds(0, 0, new), "rank 0 has saved step 2")
+        for rank, workers in where.items():
+            assert all(world.holds(worker, rank, old) for worker in workers), "rank 1 has not, so all must stay"
+        assert ranks[1].save(2)
+        until(lambda: world.report(0).watermarks.peer == new, "step 2 lies at its holders")
+        for rank, workers in where.items():
+            for worker in workers:
+                until(lambda w=worker, r=rank: not world.holds(w, r, old), f"{worker} gives up rank {rank}")

@@ -225,9 +225,10 @@ class World:
     def new_attempt(self, version: Version | None = None) -> None:
         """Begin the next attempt, from `version` or from scratch."""
         self.attempt += 1
-        self.history = self.history.after(self.attempt, version.step if version else 0)
+        ranks = self.workers * self.procs
+        self.history = self.history.after(self.attempt, version.step if version else 0, ranks)
         if version is None:
-            self.history = History((Branch(self.attempt, 0),))
+            self.history = History((Branch(self.attempt, 0, ranks),))
         self.base = version
 
     def directive(
@@ -239,7 +240,7 @@ class World:
     ) -> Directive:
         """Copies go to the next worker unless `holders` names others (as distances)."""
         distances = (1,) if holders is None and self.workers > 1 else holders or ()
-        ranks = range(worker * self.procs, (worker + 1) * self.procs)
+        ranks = range(self.others) if self.others else range(worker * self.procs, (worker + 1) * self.procs)
         restore = None
         if self.base is not None:
             named = tuple(RankSources(rank, (sources or {}).get(rank, ())) for rank in ranks)
