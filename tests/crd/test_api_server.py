@@ -153,7 +153,7 @@ def full_status() -> dict[str, Any]:
             attempt=3,
             phase="Running",
             members="digest",
-            history=History((Branch(1, 0), Branch(3, 40))),
+            history=History((Branch(1, 0), Branch(3, 40, ranks=8))),
             crashes=1,
             disruptions=1,
             step=57,

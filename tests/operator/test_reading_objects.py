@@ -151,7 +151,7 @@ def test_status_means_the_same_after_a_round_trip() -> None:
         attempt=7,
         phase="Restoring",
         members="abc",
-        history=History((Branch(1, 0), Branch(7, 40))),
+        history=History((Branch(1, 0), Branch(7, 40, ranks=16))),
         crashes=2,
         counted=1,
         crash_step=30,

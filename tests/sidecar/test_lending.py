@@ -105,9 +105,11 @@ def test_rank_of_a_smaller_job_borrows_from_ranks_that_are_no_more(make_world: M
         for rank in ranks:
             assert rank.save(1)
         until(lambda: world.report(0).watermarks.remote == Version(1, 1), "step 1 is in the remote tier")
+        assert world.report(1).remote.ranks == (), "manifests name every rank, so one worker reads them for all"
     world.lose(0, 1)
     world.workers, world.others = 1, 2
     world.start(0)
+    until(lambda: world.report(0).remote.ranks == (2,), "by how many ranks it was made is told")
     world.begin(Version(1, 1))
     with world.rank(0) as rank:
         assert (rank.welcome.restore_world_size, rank.welcome.restore_path) == (2, "")

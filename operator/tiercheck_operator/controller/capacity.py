@@ -69,6 +69,12 @@ def _size_advice(obs: Observation, membership: Membership) -> str:
     if size is not None:
         return (
             f"elastic.minWorkers is {least}, so it could go on with {size} workers; going on smaller is not implemented yet, "
-            "so it waits."
+            f"so it waits.{_by_hand(obs, size)}"
         )
     return "" if least is None else f"It would wait in any case: elastic.minWorkers is {least}."
+
+
+def _by_hand(obs: Observation, size: int) -> str:
+    if obs.job.spec.remote is None:
+        return ""
+    return f" By hand: suspend it, set spec.workers to {size} and resume it; it then begins from the newest version in the remote tier."
