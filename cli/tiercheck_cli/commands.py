@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from tiercheck.about import __version__
+from tiercheck_cli.checkpoint.command import import_checkpoint
 from tiercheck_cli.events.command import events
 from tiercheck_cli.explain.command import explain
 from tiercheck_cli.export.command import export
@@ -47,6 +48,7 @@ app.command(rich_help_panel=_JOBS)(explain)
 app.command(rich_help_panel=_JOBS)(events)
 app.command(rich_help_panel=_PLANS)(simulate)
 app.command(rich_help_panel=_JOBS)(export)
+app.command("import", rich_help_panel=_JOBS)(import_checkpoint)
 
 
 @app.command(rich_help_panel=_OTHERS)

@@ -52,7 +52,9 @@ def _filled(block: re.Match[str]) -> str:
 
 
 def test_every_command_is_on_the_page() -> None:
-    commands = {command.callback.__name__ for command in app.registered_commands if command.callback is not None}
+    commands = {
+        command.name or command.callback.__name__ for command in app.registered_commands if command.callback is not None
+    }
     page = PAGE.read_text()
     for name in commands - {"version", "launch", "demo"}:
         assert re.search(rf"^\| `{name}[ `]", page, re.MULTILINE), f"docs/cli.md does not tell of {name}"

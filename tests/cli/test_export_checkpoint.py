@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from commands_run import run
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tiercheck import Checkpointer
@@ -22,7 +23,9 @@ from tiercheck.dcp import Storage
 from tiercheck.protocol.contents import Chunk, WholeTensor
 from tiercheck.protocol.pieces import Box
 from tiercheck_cli.checkpoint.assemble import read_box, slabs
+from tiercheck_cli.checkpoint.remote import settings_of_job, settings_of_url
 from tiercheck_cli.checkpoint.saved import Slot
+from tiercheck_cli.failure import CannotDo
 
 ROOT = Path(__file__).parents[2]
 RANKS = ROOT / "tests" / "trainer" / "mesh_changes.py"
@@ -43,7 +46,9 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(RANKS), str(n), str(folder), "hybrid:4"], env=environment, stdout=subprocess.DEVNULL
+            [sys.executable, str(RANKS), str(n), str(folder), "fsdp:4", "hybrid:4"],
+            env=environment,
+            stdout=subprocess.DEVNULL,
         )
         for n in range(4)
     ]
@@ -57,7 +62,7 @@ def restored(sharded: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[n
     model = model_of_the_run()
     optimizer = optimizer_of_the_run(model)
     with Checkpointer(model, optimizer, folder=sharded, state={"position": {"samples": 0}}) as checkpointer:
-        assert checkpointer.restore() == 2
+        assert checkpointer.restore() == 4
     return model, optimizer
 
 
@@ -79,7 +84,7 @@ def test_exported_as_safetensors_the_weights_are_those_that_a_restore_brings(
     assert ran.status == 0, ran.err
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["model.safetensors"]
     equal(load_file(tmp_path / "hf" / "model.safetensors"), restored[0].state_dict())
-    assert "step 2" in ran.err
+    assert "step 4" in ran.err
 
 
 def test_large_models_come_in_several_files_with_an_index(
@@ -122,7 +127,7 @@ def test_exported_as_dcp_torch_alone_loads_model_and_optimizer(
 def test_what_is_corrupt_is_not_exported(sharded: Path, tmp_path: Path) -> None:
     copy = tmp_path / "checkpoints"
     shutil.copytree(sharded, copy)
-    slot = next(copy.glob("rank-3-of-4/*.safetensors"))
+    slot = next(copy.glob("rank-3-of-4/*4-0.safetensors"))
     content = bytearray(slot.read_bytes())
     content[-70_000] ^= 1
     slot.write_bytes(content)
@@ -141,7 +146,7 @@ def test_what_cannot_be_done_is_a_sentence(sharded: Path, tmp_path: Path) -> Non
     to = ("--to", str(tmp_path / "new"))
     assert "one of JOB, --folder and --remote" in said("--format", "dcp", *to)
     assert "--format dcp or safetensors" in said("--folder", str(sharded), *to)
-    assert "no complete version of step 7; there are 2" in said(
+    assert "no complete version of step 7; there are 2, 4" in said(
         "--folder", str(sharded), "--format", "dcp", "--step", "7", *to
     )
     assert "is there already" in said("--folder", str(sharded), "--format", "dcp", "--to", str(sharded))
@@ -203,3 +208,135 @@ def test_assembling_by_slabs_gives_what_reading_at_once_gives() -> None:
     assert b"".join(parts) == bytes(read_box(Fake, tensor, Box.whole((10, 3))))  # type: ignore[arg-type]
     rows = [content[0][4 * row : 4 * row + 4] + content[1][8 * row : 8 * row + 8] for row in range(10)]
     assert b"".join(parts) == b"".join(rows)
+
+
+def begun(folder: Path, state: dict[str, Any] | None = None) -> tuple[nn.Module, torch.optim.Optimizer, int]:
+    torch.manual_seed(99)
+    model = model_of_the_run()
+    optimizer = optimizer_of_the_run(model)
+    with Checkpointer(model, optimizer, folder=folder, state=state, every=1) as checkpointer:
+        step = checkpointer.restore()
+        optimizer.zero_grad()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        kept = {name: {k: v.clone() for k, v in optimizer.state[p].items()} for name, p in model.named_parameters()}
+        model(torch.ones(2, 9)).sum().backward()
+        optimizer.step()  # what was imported can be trained, and saved again
+        checkpointer.step()
+        checkpointer.wait()
+        assert checkpointer.captured == 1
+    model.load_state_dict(before)
+    for name, parameter in model.named_parameters():
+        optimizer.state[parameter] = kept[name]
+    return model, optimizer, step
+
+
+def test_exported_and_imported_as_dcp_a_run_goes_on_where_it_was(
+    sharded: Path, restored: tuple[nn.Module, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    plain, seeded = str(tmp_path / "plain"), tmp_path / "seeded"
+    assert run("export", "--folder", str(sharded), "--format", "dcp", "--to", plain).status == 0
+    ran = run("import", "--from", plain, "--format", "dcp", "--to", str(seeded), "--step", "40")
+    assert ran.status == 0, ran.err
+    assert "weights and optimizer" in ran.err
+    position = {"samples": 0}
+    model, optimizer, step = begun(seeded, {"position": position})
+    assert (step, position) == (40, {"samples": 4})
+    equal(dict(model.state_dict()), dict(restored[0].state_dict()))
+    for mine, theirs in zip(model.parameters(), restored[0].parameters(), strict=True):
+        equal(optimizer.state[mine], restored[1].state[theirs])
+
+
+def test_weights_from_safetensors_begin_a_run_with_a_fresh_optimizer(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    weights = model_of_the_run().state_dict()
+    (tmp_path / "hf").mkdir()
+    names = list(weights)
+    save_file({name: weights[name] for name in names[:3]}, tmp_path / "hf" / "model-00001-of-00002.safetensors")
+    save_file({name: weights[name] for name in names[3:]}, tmp_path / "hf" / "model-00002-of-00002.safetensors")
+    ran = run("import", "--from", str(tmp_path / "hf"), "--format", "safetensors", "--to", str(tmp_path / "seeded"))
+    assert ran.status == 0, ran.err
+    position = {"samples": 5}
+    model, optimizer, step = begun(tmp_path / "seeded", {"position": position})
+    assert (step, position) == (1, {"samples": 5})
+    equal(dict(model.state_dict()), dict(weights))
+    assert all(not optimizer.state[parameter] for parameter in model.parameters())
+    again = run("import", "--from", str(tmp_path / "hf"), "--format", "safetensors", "--to", str(tmp_path / "seeded"))
+    assert "holds versions already" in again.err
+
+
+def test_a_remote_tier_is_seeded_and_exported_from(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    weights = dict(model_of_the_run().state_dict())
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "shared").mkdir()
+    save_file(weights, tmp_path / "hf" / "model.safetensors")
+    tier = ("--job", "team-a/gpt")
+    words = (
+        "import",
+        "--from",
+        str(tmp_path / "hf"),
+        "--format",
+        "safetensors",
+        "--to",
+        str(tmp_path / "shared"),
+        *tier,
+    )
+    ran = run(*words, "--step", "7")
+    assert ran.status == 0, ran.err
+    assert "holds versions already, up to step 7" in run(*words).err
+    ran = run(
+        "export",
+        "--remote",
+        str(tmp_path / "shared"),
+        *tier,
+        "--format",
+        "safetensors",
+        "--to",
+        str(tmp_path / "again"),
+    )
+    assert ran.status == 0, ran.err
+    equal(load_file(tmp_path / "again" / "model.safetensors"), weights)
+    artifact = next((tmp_path / "shared").rglob("rank-0.safetensors"))
+    content = bytearray(artifact.read_bytes())
+    content[-100_000] ^= 1
+    artifact.write_bytes(content)
+    ran = run(
+        "export", "--remote", str(tmp_path / "shared"), *tier, "--format", "safetensors", "--to", str(tmp_path / "bad")
+    )
+    assert "does not match its digest" in ran.err
+    assert not (tmp_path / "bad").exists()
+
+
+class Malicious:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.path), "w")
+
+
+def test_places_are_named_as_people_know_them() -> None:
+    assert json.loads(settings_of_url("s3://bucket/a/b/", None, "eu-1")) == {
+        "s3": {"bucket": "bucket", "prefix": "a/b", "region": "eu-1"}
+    }
+    with pytest.raises(CannotDo, match="is no remote tier"):
+        settings_of_url("https://bucket/x", None, None)
+    job: dict[str, Any] = {"metadata": {"name": "gpt"}, "spec": {"tiers": {"remote": {"s3": {"bucket": "b", "x": 1}}}}}
+    assert json.loads(settings_of_job(job)) == {"s3": {"bucket": "b"}}
+    job["spec"]["tiers"]["remote"] = {"directory": {"volume": {}}}
+    with pytest.raises(CannotDo, match="mount it here"):
+        settings_of_job(job)
+    del job["spec"]["tiers"]
+    with pytest.raises(CannotDo, match="has no remote tier"):
+        settings_of_job(job)
+
+
+def test_importing_runs_no_code_that_came_along(tmp_path: Path) -> None:
+    folder = tmp_path / "plain"
+    dcp.save({"model": {"w": torch.ones(2), "bad": Malicious(tmp_path / "hacked")}}, checkpoint_id=folder)
+    words = ("import", "--from", str(folder), "--format", "dcp", "--to", str(tmp_path / "seeded"))
+    assert "model.bad cannot be read" in run(*words).err
+    (folder / ".metadata").write_bytes(pickle.dumps(Malicious(tmp_path / "hacked")))
+    assert "does not belong there" in run(*words).err
+    assert not (tmp_path / "hacked").exists()
+    assert not (tmp_path / "seeded").exists()

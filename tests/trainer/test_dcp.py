@@ -223,3 +223,26 @@ def test_note_is_read_as_it_was_written() -> None:
     assert Note.read(note.written()) == note
     with pytest.raises(NotCapturable, match="planner's own data"):
         planner_paths({"a": object()})
+
+
+def test_the_example_goes_on_after_it_was_killed_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "train_dcp.py"
+
+    def losses(folder: Path, steps: int, kill_at: int = 0) -> dict[int, float]:
+        words = [sys.executable, str(example), "--folder", str(folder), "--steps", str(steps), "--every", "4"]
+        found = {}
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                told = json.loads(line)
+                found[told["step"]] = told["loss"]
+                if told["step"] == kill_at:
+                    process.kill()
+                    break
+        return found
+
+    wanted = losses(tmp_path / "whole", 16)
+    first = losses(tmp_path / "killed", 16, kill_at=13)
+    second = losses(tmp_path / "killed", 16)
+    assert 1 < min(second) < 14
+    assert {**first, **second} == wanted

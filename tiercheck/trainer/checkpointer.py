@@ -28,7 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tiercheck.protocol.artifact import Kind
-from tiercheck.protocol.contents import DCP, FORMAT
+from tiercheck.protocol.contents import DCP, FORMAT, IMPORT
 from tiercheck.protocol.names import ENV_RUN_DIR
 from tiercheck.protocol.slot import NotASlot
 from tiercheck.protocol.version import Version
@@ -260,9 +260,11 @@ class Checkpointer:
 
     def _load(self, offer: Offer) -> int:
         """Bring back what is offered; the bytes of the largest delta in it. Raises RestoreError or DifferentState."""
-        self._check_writer(offer)
-        if self._other_mesh(offer):
-            self._load_resharded(offer)
+        writer = self._writer(offer)
+        if writer == DCP:
+            raise RestoreError(f"{offer.version} was saved by torch.distributed.checkpoint: load it with tiercheck.dcp")
+        if self._other_mesh(offer, writer):
+            self._load_resharded(offer, imported=writer == IMPORT)
             return 0
         slot, content = self._open(offer.path, offer.version if not offer.deltas else None, Kind.SNAPSHOT)
         if not self._shares.whole:
@@ -288,20 +290,20 @@ class Checkpointer:
         user_state.put_back(self._state, content)
         return room
 
-    def _check_writer(self, offer: Offer) -> None:
-        """Raises RestoreError if no Checkpointer saved it."""
+    def _writer(self, offer: Offer) -> str:
+        """Who saved it (`contents.FORMAT`); empty: a Checkpointer. Raises RestoreError."""
         path = offer.path or (offer.borrow(0, ()) if offer.borrow is not None else "")
         try:
-            writer = SlotReader.open(path).header.metadata.get(FORMAT, "") if path else ""
+            return SlotReader.open(path).header.metadata.get(FORMAT, "") if path else ""
         except (OSError, NotASlot) as error:
             raise RestoreError(f"{offer.version} cannot be read from {path}: {error}") from error
-        if writer == DCP:
-            raise RestoreError(f"{offer.version} was saved by torch.distributed.checkpoint: load it with tiercheck.dcp")
 
-    def _other_mesh(self, offer: Offer) -> bool:
-        """Whether another number of ranks saved it, or ranks with other shards than these: the same answer on each of them."""
+    def _other_mesh(self, offer: Offer, writer: str) -> bool:
+        """Whether another number of ranks saved it, or ranks with other shards than these, or none: the same answer on each of them."""
         if offer.borrow is None:
             return False
+        if writer == IMPORT:
+            return True
         slot = SlotReader.open(offer.path) if offer.path else None
         if slot is not None and saved_whole(slot.header.metadata.get(REPLICAS, "")):
             self._shares.keep_whole(f"replicas differed when {slot.header.version} was saved")
@@ -315,7 +317,7 @@ class Checkpointer:
             self._backend.mismatch(version.step, message)
             raise RestoreError(message)
 
-    def _load_resharded(self, offer: Offer) -> None:
+    def _load_resharded(self, offer: Offer, *, imported: bool) -> None:
         assert offer.borrow is not None
         if offer.deltas:
             raise RestoreError(f"{offer.version} was saved on another mesh, on which its deltas cannot be replayed")
@@ -329,7 +331,9 @@ class Checkpointer:
         except (OSError, NotASlot, KeyError, TypeError, NotCapturable) as error:
             raise RestoreError(f"{offer.version} cannot be read: {error}") from error
         self._partitions.loaded()
-        user_state.put_back(self._state, content)
+        # Who imported weights had nothing of the script's own to give.
+        state = {name: each for name, each in self._state.items() if not imported or name in content["state"]}
+        user_state.put_back(state, content)
 
     def _open(self, path: str, version: Version | None, kind: Kind) -> tuple[SlotReader, dict[str, Any]]:
         """A slot and its user blob. Raises RestoreError if it is not what it should be."""

@@ -68,6 +68,10 @@ class FolderBackend:
             raise FileExistsError(f"{version} is saved already")
         self._remove(version)
 
+    def path_of(self, rank: int, version: Version) -> Path:
+        """Where a rank's snapshot is, if it is there."""
+        return self._data(rank, version)
+
     def restored(self, step: int) -> None:
         return
 

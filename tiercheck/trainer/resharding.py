@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tiercheck.protocol.contents import FORMAT, IMPORT
 from tiercheck.protocol.pieces import Box, NotCovered, Piece, Take, cover
 from tiercheck.trainer import user_state
 from tiercheck.trainer.backend import Ranges
@@ -133,7 +134,10 @@ def load_resharded(
     takes = _plan(list(_model(model, shares, facts["model_extra"])), others, rank)
     for module, prefix, extra in modules_beside(beside or {}, facts):
         takes += _plan(list(_model(module, shares, extra, prefix)), others, rank)
+    imported = others.beginnings[namesake].header.metadata.get(FORMAT) == IMPORT
     for index, optimizer in enumerate(optimizers):
+        if imported and index >= len(facts["optimizers"]):
+            continue  # weights only: the optimizer begins anew
         # What an optimizer keeps of a parameter is told by any rank that had it.
         for source in _having(index, optimizer, model, others) - blobs.keys():
             blobs[source] = _blob(others, source)
@@ -192,7 +196,7 @@ def _optimizer(
     """Rebuild the optimizer's state, empty; what is to be filled."""
     saved = [blob["facts"]["optimizers"][index] for blob in blobs.values()]
     own = blobs[namesake]["facts"]["optimizers"][index]
-    if own["class"] != type(optimizer).__name__:
+    if own["class"] and own["class"] != type(optimizer).__name__:  # who imported it does not know
         raise DifferentState(f"optimizer {index} is {own['class']} in the checkpoint, here {type(optimizer).__name__}")
     if len(own["groups"]) != len(optimizer.param_groups):
         raise DifferentState(f"optimizer {index} has another number of parameter groups than in the checkpoint")

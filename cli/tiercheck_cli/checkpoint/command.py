@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from enum import Enum
@@ -142,3 +143,51 @@ def _bytes_of(text: str) -> int:
     if match is None or match[2].upper() not in _UNITS or not int(match[1]):
         raise CannotDo(f'--shard-size "{text}" is no size such as 5GB or 500MiB', USAGE)
     return int(match[1]) * _UNITS[match[2].upper()]
+
+
+def import_checkpoint(
+    *,
+    to: Annotated[
+        str,
+        typer.Option(help="A Checkpointer's folder, s3://BUCKET/PREFIX, or with --job the path of a shared directory."),
+    ],
+    came: Annotated[Path, typer.Option("--from", help="The folder to read.")],
+    form: Annotated[Format, typer.Option("--format", help="What wrote it.")],
+    step: Annotated[
+        int, typer.Option(help="The step that it is the state after; training goes on from there.", min=1)
+    ] = 1,
+    prefix: Annotated[str, typer.Option(help='dcp: the name of the model in it; "" if all is the model.')] = "model",
+    job: Annotated[str | None, typer.Option("--job", help="NAMESPACE/NAME of the job that will begin from it.")] = None,
+    endpoint: Endpoint = None,
+    region: Region = None,
+) -> None:
+    """Make a version of what other tools wrote, for a job to begin from."""
+    if "://" in to and job is None:
+        raise CannotDo("a remote tier needs --job NAMESPACE/NAME: it may hold many jobs", USAGE)
+    try:
+        from tiercheck.protocol.version import Version
+        from tiercheck_cli.checkpoint import seed
+    except ModuleNotFoundError as error:
+        raise CannotDo(NEEDS_TORCH) from error
+    found = seed.from_dcp(came, prefix) if form is Format.DCP else seed.from_safetensors(came)
+    progress = Progress(seed.total(found))
+    if job is None:
+        if any(Path(to).glob("rank-*-of-*/*.json")):
+            raise CannotDo(f"{to} holds versions already; give another folder with --to", USAGE)
+        seed.write(found, Path(to), Version(step, 0), progress)
+    else:
+        from tiercheck_cli.checkpoint import remote as tier
+
+        store = tier.open_remote(tier.settings_of_url(to, endpoint, region), job)
+        tier.check_empty(store)
+        version = Version(step, 1)  # attempts of a job are counted from 1
+        with tempfile.TemporaryDirectory(prefix="tiercheck-import-") as folder:
+            tier.put(store, version, seed.write(found, Path(folder), version, progress))
+    progress.end()
+    print(to)
+    for name in found.left_out[:3]:
+        remark(f"left out: {name}")
+    if len(found.left_out) > 3:
+        remark(f"left out: {len(found.left_out) - 3} more")
+    what = "weights only" if found.optimizer is None else "weights and optimizer"
+    remark(f"step {step}: {what}, {len(found.tensors)} tensors, {seed.total(found) / 1e9:.2f} GB")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from tiercheck.protocol.manifest import RankArtifact
+from tiercheck.protocol.version import Version
 from tiercheck_cli.checkpoint.saved import Saved, Slot
 from tiercheck_cli.failure import NOT_FOUND, USAGE, CannotDo
 
 try:
-    from tiercheck_sidecar.remote import RemoteConfigError, RemoteError, RemoteStore, open_store
+    from tiercheck_sidecar.remote import RemoteConfigError, RemoteError, RemoteStore, open_store, put_alone
 except ModuleNotFoundError as missing:
     raise CannotDo(
         f"{missing.name} is not installed, which remote tiers need; run: pip install 'tiercheck[sidecar]'"
@@ -86,3 +88,24 @@ def _slot(store: RemoteStore, brief: RankArtifact) -> Slot:
         return into
 
     return Slot(f"{store.location}/{artifact.key}", artifact.bytes, chunk, fetch)
+
+
+def check_empty(store: RemoteStore) -> None:
+    """Raises CannotDo if there are versions: a job begins from the newest, and nothing may come between them."""
+    try:
+        store.check()
+        versions = store.versions()
+    except RemoteError as error:
+        raise CannotDo(str(error)) from error
+    if versions:
+        raise CannotDo(
+            f"{store.location} holds versions already, up to {versions[-1]}; give another prefix or job", USAGE
+        )
+
+
+def put(store: RemoteStore, version: Version, path: Path) -> None:
+    """Upload one slot as a version of one rank. Raises CannotDo."""
+    try:
+        put_alone(store, version, path)
+    except RemoteError as error:
+        raise CannotDo(str(error)) from error

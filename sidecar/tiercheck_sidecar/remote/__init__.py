@@ -14,6 +14,7 @@ from tiercheck_sidecar.remote.errors import (
     RemoteError,
     RemoteMissing,
 )
+from tiercheck_sidecar.remote.seeding import put_alone
 from tiercheck_sidecar.remote.store import RemoteStore
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "RemoteMissing",
     "RemoteStore",
     "open_store",
+    "put_alone",
 ]
 
 

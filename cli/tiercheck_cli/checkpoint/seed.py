@@ -1,0 +1,258 @@
+"""A version made of what other tools wrote, as one rank would have saved it: a job of any number of ranks begins from it.
+
+Tensors go one by one into a mapped file, so the model does not have to fit into memory.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.contents import FORMAT, IMPORT
+from tiercheck.protocol.pieces import Box, Piece
+from tiercheck.protocol.pieces_table import pieces_table
+from tiercheck.protocol.slot import PIECES, SlotLayout
+from tiercheck.protocol.version import Version
+from tiercheck.trainer.backend import Skipped
+from tiercheck.trainer.dtypes import dtype_name, dtype_of
+from tiercheck.trainer.folder_backend import FolderBackend
+from tiercheck.trainer.slot_file import USER_BLOB, USER_BYTES, SlotWriter, bytes_into
+from tiercheck.trainer.user_state import capacity_for
+from tiercheck_cli.failure import USAGE, CannotDo
+
+Fill = Callable[[Tensor], None]
+Progress = Callable[[str, int], None]
+
+
+@dataclass
+class Incoming:
+    """What was found. Names are those of a `Checkpointer`."""
+
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], Fill]] = field(default_factory=dict)
+    optimizer: dict[str, Any] | None = None
+    """Facts about it (`capture.Inventory`); None: weights only."""
+    model_extra: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    """The script's own."""
+    left_out: list[str] = field(default_factory=list)
+
+
+def write(found: Incoming, folder: Path, version: Version, progress: Progress) -> Path:
+    """Makes it a complete version of a `Checkpointer`'s folder; the path of its slot. Raises CannotDo."""
+    facts: dict[str, Any] = {
+        "model_extra": found.model_extra,
+        "optimizers": [] if found.optimizer is None else [found.optimizer],
+    }
+    buffer = io.BytesIO()
+    torch.save({"facts": facts, "random": None, "state": found.state}, buffer)
+    blob = buffer.getvalue()
+    pieces = pieces_table({name: Piece.whole(shape) for name, (_, shape, _) in found.tensors.items()})
+    room = capacity_for(len(blob))
+    try:
+        layout = SlotLayout.plan(
+            [
+                (PIECES, "U8", (len(pieces),), len(pieces)),
+                *(
+                    (name, dtype_name(dtype), shape, Box.whole(shape).count * dtype.itemsize)
+                    for name, (dtype, shape, _) in found.tensors.items()
+                ),
+                (USER_BLOB, "U8", (room,), room),
+            ]
+        )
+        backend = FolderBackend(folder, 0, 1, keep=2)
+        backend.attempt = version.attempt
+        path = backend.begin(version.step, layout.size, Kind.SNAPSHOT)
+        try:
+            slot = SlotWriter(path)
+            views = slot.begin(layout)
+            for name, (_, _, fill) in found.tensors.items():
+                fill(views[name])
+                progress(name, views[name].nbytes)
+            bytes_into(views[PIECES], pieces)
+            bytes_into(views[USER_BLOB], blob)
+            slot.finish(layout, 0, version, 1, {FORMAT: IMPORT, USER_BYTES: str(len(blob))})
+        except BaseException:
+            backend.abandon(path, version.step, Kind.SNAPSHOT)
+            raise
+        backend.complete(path, version.step, layout.size, Kind.SNAPSHOT)
+    except (Skipped, TypeError, ValueError) as error:
+        raise CannotDo(f"it cannot be made a version: {error}") from error
+    return backend.path_of(0, version)
+
+
+def from_safetensors(folder: Path) -> Incoming:
+    """All tensors of all *.safetensors files, as the model's weights. Raises CannotDo."""
+    found = Incoming()
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CannotDo(f"{folder} has no *.safetensors", USAGE)
+    for path in files:
+        try:
+            with open(path, "rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                table = json.loads(file.read(length))
+            size = path.stat().st_size
+            for name, entry in table.items():
+                if name == "__metadata__":
+                    continue
+                begin, end = (8 + length + int(each) for each in entry["data_offsets"])
+                if f"model/{name}" in found.tensors:
+                    raise CannotDo(f"{name} is in two files of {folder}")
+                if end > size:
+                    raise CannotDo(f"{path} is cut off: it has {size} bytes, {end} are needed")
+                dtype, shape = dtype_of(entry["dtype"]), tuple(int(extent) for extent in entry["shape"])
+                found.tensors[f"model/{name}"] = (dtype, shape, _from_file(path, begin, end))
+        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+            raise CannotDo(f"{path} cannot be read: {error}") from error
+    return found
+
+
+def _from_file(path: Path, begin: int, end: int, most: int = 64 * 1024 * 1024) -> Fill:
+    def fill(view: Tensor) -> None:
+        if begin == end:
+            return
+        target = view.reshape(-1).view(torch.uint8)
+        with open(path, "rb") as file:
+            file.seek(begin)
+            for at in range(0, end - begin, most):
+                content = file.read(min(most, end - begin - at))
+                if not content:
+                    raise CannotDo(f"{path} is cut off")
+                target[at : at + len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+    return fill
+
+
+class _MetadataOnly(pickle.Unpickler):
+    """torch writes `.metadata` as a pickle. Only the plain classes that it is made of are let in, so it runs no code."""
+
+    _ALLOWED = frozenset({
+        ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"), ("builtins", "set"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("pathlib", "PosixPath"), ("pathlib", "Path"),
+        ("pathlib._local", "PosixPath"),
+    })  # fmt: skip
+    _CLASSES = frozenset({
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    })  # fmt: skip
+
+    def find_class(self, module: str, name: str) -> Any:
+        ours = module == "torch.distributed.checkpoint.metadata" and name in self._CLASSES
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if ours or dtype or (module, name) in self._ALLOWED:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it holds {module}.{name}, which does not belong there")
+
+
+def from_dcp(folder: Path, prefix: str) -> Incoming:
+    """Of a folder that torch.distributed.checkpoint wrote: `prefix` names the model in it (empty: all is the model); `optimizer`
+    and `state` beside it are taken along as `export` writes them. Raises CannotDo.
+    """
+    try:
+        with open(folder / ".metadata", "rb") as file:
+            metadata: Metadata = _MetadataOnly(file).load()
+        if not isinstance(metadata, Metadata):
+            raise ValueError("it is no metadata of torch.distributed.checkpoint")
+    except (OSError, pickle.UnpicklingError, ValueError, AttributeError, EOFError, ImportError, IndexError) as error:
+        raise CannotDo(f"{folder / '.metadata'} cannot be read: {error}") from error
+    source = _DcpFolder(folder, metadata)
+    found = Incoming()
+    optimizer: dict[str, Any] = {"class": "", "groups": [], "states": {}}
+    nested: dict[str, Any] = {}
+    for fqn, described in metadata.state_dict_metadata.items():
+        path = tuple((metadata.planner_data or {}).get(fqn) or fqn.split("."))
+        rest = fqn if not prefix else fqn.removeprefix(f"{prefix}.")
+        if not prefix or rest != fqn:
+            if isinstance(described, TensorStorageMetadata):
+                found.tensors[f"model/{rest}"] = source.tensor(fqn, described)
+            else:
+                found.model_extra[rest] = source.value(fqn)
+        elif path[:2] == ("optimizer", "state") and len(path) == 4:
+            name, key = str(path[2]), str(path[3])
+            state = optimizer["states"].setdefault(name, {})
+            if isinstance(described, TensorStorageMetadata):
+                found.tensors[f"optimizer0/{name}/{key}"] = source.tensor(fqn, described)
+                state[key] = {"device": "cpu" if not described.size else "as its parameter"}
+            else:
+                state[key] = {"value": source.value(fqn)}
+        elif path[0] == "state" or path[:2] == ("optimizer", "param_groups"):
+            if isinstance(described, BytesStorageMetadata):
+                value = source.value(fqn)
+            else:
+                dtype, shape, fill = source.tensor(fqn, described)
+                fill(value := torch.empty(shape, dtype=dtype))
+            _set(nested, path, value)
+        else:
+            found.left_out.append(fqn)
+    groups = nested.get("optimizer", {}).get("param_groups")
+    if groups and optimizer["states"]:
+        optimizer["groups"] = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        found.optimizer = optimizer
+    elif optimizer["states"]:
+        found.left_out += [name for name in found.tensors if name.startswith("optimizer0/")]
+        found.tensors = {name: each for name, each in found.tensors.items() if not name.startswith("optimizer0/")}
+    found.state = nested.get("state", {})
+    if not any(name.startswith("model/") for name in found.tensors):
+        tops = sorted({fqn.partition(".")[0] for fqn in metadata.state_dict_metadata})
+        raise CannotDo(
+            f'no tensor is below "{prefix}"; give --prefix one of {", ".join(tops)}, or "" if all is the model', USAGE
+        )
+    return found
+
+
+def _set(nested: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:
+    from torch.distributed.checkpoint._traverse import set_element
+
+    set_element(nested, path, value)
+
+
+class _DcpFolder:
+    """Reads items where torch's `FileSystemWriter` put them, each with `weights_only`."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        self._folder = folder
+        self._places = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
+
+    def value(self, fqn: str) -> Any:
+        return self._load(fqn, ())
+
+    def tensor(self, fqn: str, described: TensorStorageMetadata) -> tuple[torch.dtype, tuple[int, ...], Fill]:
+        shape = tuple(described.size)
+
+        def fill(view: Tensor) -> None:
+            whole = Box.whole(shape)
+            for chunk in described.chunks:
+                box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+                if box.count:
+                    view[box.within(whole)] = self._load(fqn, box.offset)
+
+        return described.properties.dtype, shape, fill
+
+    def _load(self, fqn: str, offset: tuple[int, ...]) -> Any:
+        place = self._places[fqn, offset]
+        path = (self._folder / place.relative_path).resolve()
+        if getattr(place, "transform_descriptors", None) or not path.is_relative_to(self._folder.resolve()):
+            raise CannotDo(f"{fqn} is stored in a way that is not known here")
+        try:
+            with open(path, "rb") as file:
+                file.seek(place.offset)
+                content = file.read(place.length)
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except Exception as error:  # pickle raises many kinds, all meaning the same here
+            raise CannotDo(f"{fqn} cannot be read from {path}: {error}") from error
+
+
+def total(found: Incoming) -> int:
+    """Bytes of all tensors."""
+    return sum(Box.whole(shape).count * dtype.itemsize for dtype, shape, _ in found.tensors.values())
