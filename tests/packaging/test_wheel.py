@@ -113,7 +113,11 @@ def test_library_copied_by_the_sidecar_imports_with_the_standard_library_alone(u
         f"from tiercheck_sidecar.install_library import main; main([{str(tmp_path)!r}])"
     )
     assert copied.startswith("installed")
-    plain = [name for name in modules(tmp_path, "tiercheck") if not name.startswith("tiercheck.trainer")]
+    plain = [
+        name
+        for name in modules(tmp_path, "tiercheck")
+        if not name.startswith(("tiercheck.trainer", "tiercheck.integrations"))
+    ]
     assert "tiercheck.protocol.manifest" in plain
     code = f"""
 import importlib, sys
@@ -129,18 +133,24 @@ print(sorted(name for name in foreign if not name.startswith("_")))
 
 def imported_names(package: Path) -> dict[str, Path]:
     """Top-level name -> a file that imports it, late imports included."""
-    found: dict[str, Path] = {}
-    for path in package.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                found |= {alias.name.partition(".")[0]: path for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-                found[node.module.partition(".")[0]] = path
-    return {name: path for name, path in found.items() if name not in sys.stdlib_module_names}
+    return {name: path for path in package.rglob("*.py") for name in imported_names_in(path)}
 
 
-def test_library_asks_for_nothing_but_torch() -> None:
-    assert set(imported_names(ROOT / "tiercheck")) <= {"tiercheck", "torch"}
+def imported_names_in(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.add(node.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names)
+
+
+def test_library_asks_for_nothing_but_torch_and_each_integration_for_its_own_framework() -> None:
+    allowed = {"lightning": {"lightning", "pytorch_lightning"}, "huggingface": set()}
+    for path in (ROOT / "tiercheck").rglob("*.py"):
+        own = allowed.get(path.stem, set()) if path.parent.name == "integrations" else set()
+        assert set(imported_names_in(path)) <= {"tiercheck", "torch"} | own, path
 
 
 BROUGHT_ALONG = {"botocore": "boto3", "click": "typer", "urllib3": "kubernetes"}

@@ -18,6 +18,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -61,6 +62,32 @@ _UNDECIDED = 50
 _UNDECIDED_WITH_DELTAS = 4
 
 
+@dataclass(frozen=True)
+class Found:
+    """The version to continue from, found out before there is a model to load it into."""
+
+    backend: Backend
+    offer: Offer | None
+
+    @property
+    def step(self) -> int:
+        """0 is a fresh start."""
+        return 0 if self.offer is None else self.offer.version.step
+
+
+def find(folder: Path | str | None = None, keep: int = 2) -> Found:
+    """As the beginning of `Checkpointer.restore`. Collective outside a cluster. Raises RestoreError."""
+    backend = _backend(folder, keep)
+    return Found(backend, backend.find())
+
+
+def _backend(folder: Path | str | None, keep: int) -> Backend:
+    rank, world_size = rank_and_world()
+    if run_dir := os.environ.get(ENV_RUN_DIR):
+        return SidecarBackend(Path(run_dir), rank, world_size)
+    return FolderBackend(Path(folder or "checkpoints"), rank, world_size, keep)
+
+
 class Checkpointer:
     """Saves and restores the state of one rank.
 
@@ -69,6 +96,7 @@ class Checkpointer:
     The default random number generators (torch, all CUDA devices, python, numpy) are always included.
     `every`: steps between snapshots; None: as the job says, 50 outside a cluster.
     `folder`, `keep`: outside a cluster, where snapshots go and how many complete ones stay.
+    `found`: what `find` returned, for frameworks that must know the step before they make model and optimizer.
     `sanity_gate`: refuse what has a loss, gradient, parameter or optimizer state that is not finite; None: as the job says.
 
     Only `optimizer.step` may change parameters; call `step` after the scheduler and everything else has moved.
@@ -85,6 +113,7 @@ class Checkpointer:
         folder: Path | str | None = None,
         keep: int = 2,
         sanity_gate: bool | None = None,
+        found: Found | None = None,
     ) -> None:
         if every is not None and every < 1:
             raise ValueError(f"every must be at least 1, not {every}")
@@ -99,14 +128,10 @@ class Checkpointer:
         self._every = every
         self.rank, self.world_size = rank_and_world()
         """This process among the ranks of the job."""
-        run_dir = os.environ.get(ENV_RUN_DIR)
-        self._backend: Backend = (
-            SidecarBackend(Path(run_dir), self.rank, self.world_size)
-            if run_dir
-            else FolderBackend(Path(folder or "checkpoints"), self.rank, self.world_size, keep)
-        )
+        self._found = found
+        self._backend = _backend(folder, keep) if found is None else found.backend
         self._last_words: LastWords | None = None
-        if run_dir:
+        if os.environ.get(ENV_RUN_DIR):
             stacks.answer_with_stacks()
             self._last_words = LastWords(self._backend.failing)
         self._inventories = Inventories(model, self._optimizers, self._beside)
@@ -179,7 +204,8 @@ class Checkpointer:
         self._restored = True
         inventory = self._inventories.take()
         user_state.unpack(user_state.pack(self._state, inventory.facts))
-        offer = self._backend.find()
+        found, self._found = self._found, None
+        offer = self._backend.find() if found is None else found.offer
         room = 0
         if offer is not None:
             room = self._load(offer)
