@@ -6,6 +6,8 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck_operator.controller.actions import Notice
@@ -16,32 +18,92 @@ from tiercheck_operator.kube import CORE, ApiFailure, Kube
 log = logging.getLogger(__name__)
 
 _COMPONENT = "tiercheck-operator"
-_QUIET = 60.0
-"""Seconds in which the same Event about a job is posted once only."""
+_PAUSE = 10.0
+"""Seconds between two writes of one Event; what happens meanwhile is counted."""
+_SIMILAR = 10
+"""Events of one reason with different messages; further ones are told by a single one that is written anew."""
+_FORGET = 600.0
+"""Seconds after which an Event that comes again is a new one."""
+_SERIES = 100
+"""Series that are remembered; the oldest are forgotten first."""
 _LONG_QUIET = 3600.0
-"""The same for objects that are no jobs: nothing happens to them while they wait for somebody to mend their templates."""
+"""Seconds in which the same Event about an object that is no job is posted once only: nothing happens to such objects while
+they wait for somebody to mend their templates."""
 _MESSAGE_LIMIT = 1024
 
 
+@dataclass
+class _Series:
+    """One Event in the cluster that stands for everything alike."""
+
+    notice: Notice
+    name: str = ""
+    """Empty: not posted yet."""
+    count: int = 0
+    told: int = 0
+    """What the cluster's Event says of `count`."""
+    last: float = 0.0
+    written: float = float("-inf")
+
+
 class EventPoster:
-    """For one job."""
+    """For one job. What comes again raises the count of the Event that is there, as Kubernetes' own controllers do it."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
-        self._posted: dict[tuple[str, str], float] = {}
+        self._series: dict[tuple[str, str, str], _Series] = {}
 
     async def post(self, job: JobView, notices: Iterable[Notice], now: float) -> None:
-        self._posted = {key: at for key, at in self._posted.items() if now - at < _QUIET}
+        """What was counted and not yet told is told by a later call, `notices` or not."""
+        kept = [(key, entry) for key, entry in self._series.items() if now - entry.last < _FORGET]
+        self._series = dict(kept[-_SERIES:])
         for notice in notices:
-            key = (notice.reason, notice.message)
-            if key in self._posted:
-                continue
-            self._posted[key] = now
+            series = self._of(notice)
+            series.count, series.last = series.count + 1, now
             log.info("%s/%s: %s: %s", job.namespace, job.name, notice.reason, notice.message)
-            try:
-                await self._kube.create(CORE + "/events", _event(_reference(job), notice, now), namespace=job.namespace)
-            except ApiFailure as error:
-                log.warning("%s/%s: Event %s was not posted: %s", job.namespace, job.name, notice.reason, error)
+        for series in list(self._series.values()):
+            if series.count > series.told and now - series.written >= _PAUSE:
+                await self._write(job, series, now)
+
+    def _of(self, notice: Notice) -> _Series:
+        key = (notice.type, notice.reason, notice.message)
+        if key not in self._series:
+            alike = sum(known[:2] == key[:2] and known[2] != "" for known in self._series)
+            if alike >= _SIMILAR:
+                key = (*key[:2], "")
+                notice = replace(notice, message=f"(combined from similar events): {notice.message}")
+        series = self._series.pop(key, None) or _Series(notice)
+        series.notice = notice
+        self._series[key] = series  # the newest last
+        return series
+
+    async def _write(self, job: JobView, series: _Series, now: float) -> None:
+        series.written, told = now, series.count
+        try:
+            if series.name and await self._again(job, series):
+                series.told = told
+                return
+            body = _event(_reference(job), series.notice, now, count=told)
+            await self._kube.create(CORE + "/events", body, namespace=job.namespace)
+            series.name = str(body["metadata"]["name"])
+        except ApiFailure as error:
+            log.warning("%s/%s: Event %s was not posted: %s", job.namespace, job.name, series.notice.reason, error)
+        series.told = told
+
+    async def _again(self, job: JobView, series: _Series) -> bool:
+        """False: the cluster has forgotten the Event."""
+        again = {
+            "count": series.count,
+            "lastTimestamp": rfc3339(series.last),
+            "message": series.notice.message[:_MESSAGE_LIMIT],
+        }
+        try:
+            await self._kube.merge(CORE + "/events/{name}", again, namespace=job.namespace, name=series.name)
+        except ApiFailure as error:
+            if not error.not_found:
+                raise
+            return False
+        return True
 
 
 class ObjectEvents:
@@ -76,7 +138,7 @@ def _reference(job: JobView) -> Mapping[str, str]:
     }
 
 
-def _event(about: Mapping[str, str], notice: Notice, now: float) -> dict[str, object]:
+def _event(about: Mapping[str, str], notice: Notice, now: float, count: int = 1) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Event",
@@ -87,7 +149,7 @@ def _event(about: Mapping[str, str], notice: Notice, now: float) -> dict[str, ob
         "message": notice.message[:_MESSAGE_LIMIT],
         "firstTimestamp": rfc3339(now),
         "lastTimestamp": rfc3339(now),
-        "count": 1,
+        "count": count,
         "source": {"component": _COMPONENT},
         "reportingComponent": _COMPONENT,
         "reportingInstance": _COMPONENT,

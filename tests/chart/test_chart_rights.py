@@ -46,7 +46,7 @@ def rights(cluster: LocalCluster, account: str, namespace: str, tmp_path: Path) 
 
 
 def whole_story(cluster: LocalCluster, folder: Path, namespace: str) -> None:
-    """A job that runs, loses a worker to a spare, is suspended and resumed, ends, and is removed after its time.
+    """A job that runs, loses a worker to a spare, is suspended and resumed twice (one Event tells both), ends, and is removed in time.
 
     Whoever gives the operator a new right gives this story, or one of the others, the turn that uses it.
     """
@@ -71,7 +71,7 @@ def whole_story(cluster: LocalCluster, folder: Path, namespace: str) -> None:
         "the job to come back",
     )
     jobs = cluster.api.resource("tiercheck.io/v1alpha1", "TierCheckJob")
-    for suspend, phase in ((True, "Suspended"), (False, "Running")):
+    for suspend, phase in ((True, "Suspended"), (False, "Running"), (True, "Suspended"), (False, "Running")):
         cluster.api.patch(jobs, namespace, "story", {"spec": {"suspend": suspend}})
         in_phase(cluster, "story", namespace, phase)
     end.touch()

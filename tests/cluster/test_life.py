@@ -6,6 +6,7 @@ import pytest
 
 from tests.cluster.jobs import PATIENCE, Jobs
 from tests.cluster.test_recovery import assert_same_as_undisturbed
+from tiercheck_local.client import ApiFailure
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.stage import JOBS
 
@@ -52,3 +53,31 @@ def test_status_and_events_tell_the_story(jobs: Jobs, cluster: LocalCluster) -> 
     wanted = {"AttemptStarted", "PodEvicted", "Recovered", "Completed"}  # an Event follows the status that it tells of
     cluster.wait_for(lambda: wanted <= {event["reason"] for event in job.events()}, PATIENCE, f"Events {wanted}")
     assert [event["reason"] for event in job.events()].count("Completed") == 1, "an Event is posted once"
+
+
+def test_disruption_budget_refuses_an_eviction_during_a_restore_and_allows_it_afterwards(
+    jobs: Jobs, cluster: LocalCluster
+) -> None:
+    job = jobs.start(workers=2)
+    before = job.wait_trained(13)
+    job.wait_condition("Evictable")
+    others = [name for name in cluster.nodes if name != job.stage.node_of(0)]
+    try:
+        for name in others:
+            cluster.faults.cordon_node(name)
+        cluster.faults.drain_pod(
+            job.stage.pod_of(1)
+        )  # its replacement has nowhere to go: the restore takes as long as we like
+        job.wait_condition("Evictable", "False", "RestoreUnderWay")
+        with pytest.raises(ApiFailure, match="disruption budget") as refused:
+            cluster.faults.evict_pod(job.stage.pod_of(0))
+        assert refused.value.code == 429
+    finally:
+        for name in others:
+            cluster.faults.cordon_node(name, cordoned=False)
+    recovery = job.wait_recovered(before["attempt"])
+    job.wait_condition("Evictable")
+    cluster.faults.drain_pod(job.stage.pod_of(0))
+    job.wait_recovered(recovery["attempt"])
+    assert [entry["attempt"] for entry in job.status["recoveries"]][-1] == recovery["attempt"]
+    assert_same_as_undisturbed(job)

@@ -57,6 +57,7 @@ def test_defaults_are_filled_in_by_the_server(api: Api) -> None:
         "managedBy": "tiercheck.io/controller",
         "workers": 4,
         "procsPerWorker": 1,
+        "disruptionBudget": {"mode": "OneAtATime", "holdSeconds": 600},
         "spares": 0,
         "topology": {"preset": "generic"},
         "checkpoint": {"snapshot": {}, "delta": {"mode": "Auto"}, "sanityGate": "Finite"},

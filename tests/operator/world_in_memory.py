@@ -38,10 +38,12 @@ from tiercheck_operator.controller.actions import (
     DeletePod,
     EnsureBudget,
     EnsureCredentials,
+    EnsureGang,
     EnsureService,
     Promote,
     Push,
     RemoveBudget,
+    RemoveGang,
     SavePlacement,
 )
 from tiercheck_operator.controller.decide import decide
@@ -347,6 +349,8 @@ class World:
         self.have_service = self.have_credentials = False
         self.budget: int | None = None
         self.budget_problem = ""
+        self.have_gang = False
+        self.gang_problem = ""
         self.uids = 0
 
     # The controller
@@ -368,6 +372,8 @@ class World:
             patience=Patience(),
             have_service=self.have_service,
             have_credentials=self.have_credentials,
+            have_gang=self.have_gang,
+            gang_problem=self.gang_problem,
             budget=self.budget,
             budget_problem=self.budget_problem,
         )
@@ -415,6 +421,10 @@ class World:
                 self.have_service = True
             case EnsureCredentials():
                 self.have_credentials = True
+            case EnsureGang():
+                self.have_gang = not self.gang_problem
+            case RemoveGang():
+                self.have_gang = False
             case EnsureBudget(min_available):
                 if not self.budget_problem:
                     self.budget = min_available

@@ -21,6 +21,16 @@ class EnsureCredentials:
 
 
 @dataclass(frozen=True)
+class EnsureGang:
+    """The object that a gang scheduler knows the workers by. If it cannot be had, the next observation says why."""
+
+
+@dataclass(frozen=True)
+class RemoveGang:
+    pass
+
+
+@dataclass(frozen=True)
 class EnsureBudget:
     """The job's PodDisruptionBudget. If it cannot be had, the next observation says why; nothing else waits for it."""
 
@@ -95,6 +105,8 @@ class DeleteJob:
 Action = (
     EnsureService
     | EnsureCredentials
+    | EnsureGang
+    | RemoveGang
     | EnsureBudget
     | RemoveBudget
     | CreatePod

@@ -39,7 +39,7 @@ from tiercheck_operator.planning.recovery import Decision as Outcome
 from tiercheck_operator.planning.recovery import Recover, Refuse, Situation, StartFresh, Wait, decide_recovery
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
-_HISTORY_LIMIT = 1000
+_HISTORY_LIMIT = 100
 """Branches kept; the schema allows a few more. Versions of older branches were reclaimed long ago."""
 
 _SNAPSHOTS_ONLY = 4

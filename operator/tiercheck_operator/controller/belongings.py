@@ -11,6 +11,7 @@ from tiercheck_operator.credentials import issue
 from tiercheck_operator.kube import CORE, ApiFailure, Kube
 from tiercheck_operator.manifests import owned
 from tiercheck_operator.manifests.disruption_budget import build_budget
+from tiercheck_operator.manifests.gang import GANGS, build_gang
 from tiercheck_operator.manifests.placement import build_placement, parse_placement
 from tiercheck_operator.manifests.secret import Credentials, build_secret, parse_secret
 from tiercheck_operator.manifests.service import build_service
@@ -35,6 +36,8 @@ class Belongings:
         self.have_secret = False
         self.budget: int | None = None
         self.budget_problem = ""
+        self.have_gang = False
+        self.gang_problem = ""
 
     async def refresh(self, job: JobView) -> None:
         """Look at what is there. Credentials once known are kept: running sidecars hold them, whatever becomes of the Secret."""
@@ -54,6 +57,7 @@ class Belongings:
                 self.placement = parse_placement(saved)
             except ValueError as error:
                 log.error("%s/%s: ConfigMap %s: %s", job.namespace, job.name, owned.placement_name(job), error)
+        self.gang_problem = ""  # worth another try
         if job.spec.attach is None:
             await self._refresh_budget(job)
 
@@ -73,6 +77,42 @@ class Belongings:
             self._no_budget(
                 job, f"the PodDisruptionBudget {owned.budget_name(job)} is not this job's; remove or rename it"
             )
+
+    async def ensure_gang(self, job: JobView) -> None:
+        """Raises ApiFailure if the server did not answer; what it refuses is said by `gang_problem` until the next `refresh`."""
+        if self.gang_problem or job.spec.gang is None:
+            return
+        kind, name = GANGS[job.spec.gang], owned.gang_name(job)
+        try:
+            await self._kube.create(kind.path, build_gang(job), namespace=job.namespace)
+        except ApiFailure as error:
+            if error.conflict:
+                found = await self._kube.get(kind.path + "/{name}", namespace=job.namespace, name=name)
+                if found is None or not _owned_by(found, job):
+                    self.gang_problem = f"the PodGroup {name} is not this job's; if it stays, remove or rename it"
+                    return
+                if any((found.get("spec") or {}).get(key) != value for key, value in build_gang(job)["spec"].items()):
+                    # Of another size, from before a suspension that we did not see the end of.
+                    await self.remove_gang(job)
+                    return
+            elif error.not_found:
+                self.gang_problem = (
+                    f"spec.gang.scheduler is {job.spec.gang}, and this cluster does not serve {kind.served}. Install that scheduler, or leave "
+                    "spec.gang out"
+                )
+                return
+            elif error.refused:
+                self.gang_problem = f"the PodGroup {name} is refused: {error}. The operator needs rights to it (chart: rbac.gangSchedulers)"
+                return
+            else:
+                raise
+        self.have_gang = True
+
+    async def remove_gang(self, job: JobView) -> None:
+        if job.spec.gang is not None:
+            path = GANGS[job.spec.gang].path + "/{name}"
+            await self._kube.delete(path, {}, namespace=job.namespace, name=owned.gang_name(job))
+        self.have_gang = False
 
     async def ensure_budget(self, job: JobView, min_available: int) -> None:
         """Raises nothing: what went wrong is said by `budget_problem`, and looked at again with the next `refresh`."""

@@ -24,11 +24,13 @@ from tiercheck_operator.controller.barrier import (
     waits_for_trainers,
     wanted_phase,
 )
+from tiercheck_operator.controller.bounds import bounded
 from tiercheck_operator.controller.budget import budget_actions
 from tiercheck_operator.controller.deadline import deadline_passed
 from tiercheck_operator.controller.events import notices
 from tiercheck_operator.controller.failure_policy import GivenUp
 from tiercheck_operator.controller.finish import after_finish, finished
+from tiercheck_operator.controller.gang import gang_actions, gang_missing, gang_removal
 from tiercheck_operator.controller.leaving import told
 from tiercheck_operator.controller.membership import Membership, find_members, replacements
 from tiercheck_operator.controller.memory import equal_share, too_small
@@ -81,6 +83,7 @@ def refused(obs: Observation, decision: Decision, sentence: str) -> Decision:
 
 def _suspended(obs: Observation) -> Decision:
     status, before, after = suspend(obs)
+    before += gang_removal(obs)
     gone = not obs.all_pods
     return _concluded(
         obs,
@@ -103,6 +106,11 @@ def _kept_running(obs: Observation) -> Decision:
     if crowded:
         refusal = Finding(conditions.MEMORY_TOO_SMALL, crowded)
         return _concluded(obs, obs.job.status, Findings(unplaced=refusal, waiting=refusal))
+    lacking = gang_missing(obs)
+    if lacking is not None:
+        again = _LOOK_AGAIN if obs.gang_problem else 1.0
+        found = Findings(unplaced=lacking, waiting=lacking)
+        return _concluded(obs, obs.job.status, found, before=gang_actions(obs), wake=again)
     membership = find_members(obs)
     spares = keep_spares(obs, membership)
     pods, put_off = replacements(obs, membership, spares.taken)
@@ -210,7 +218,7 @@ def _no_trainers(members: Mapping[int, PodView], absent: list[int]) -> Finding:
 
 
 def _belongings(obs: Observation) -> list[Action]:
-    missing: list[Action] = []
+    missing: list[Action] = gang_actions(obs)
     if not obs.have_credentials:
         missing.append(EnsureCredentials())
     if not obs.have_service and obs.job.spec.attach is None:
@@ -230,7 +238,7 @@ def _concluded(
 ) -> Decision:
     derived, budget = derive_status(obs, status, findings, reports or {})
     derived = replace(derived, sidecar_image="" if findings.suspended else obs.job.sidecar_image)
-    told = notices(obs.job.status, derived)
+    told, derived = notices(obs.job.status, derived), bounded(derived)
     return Decision(
         tuple(before), derived, (*after, *budget_actions(obs, budget)), told, sooner(wake, budget.wake_after)
     )

@@ -17,11 +17,13 @@ from tiercheck_operator.controller.actions import (
     DeletePod,
     EnsureBudget,
     EnsureCredentials,
+    EnsureGang,
     EnsureService,
     Probe,
     Promote,
     Push,
     RemoveBudget,
+    RemoveGang,
     SavePlacement,
 )
 from tiercheck_operator.controller.belongings import Belongings
@@ -65,7 +67,7 @@ class Executor:
                     refused = refused or error.refused
                     raise
 
-        own = (EnsureCredentials, EnsureService, SavePlacement)
+        own = (EnsureGang, EnsureCredentials, EnsureService, SavePlacement)
         deletions, others = [], []
         for action in actions:
             if isinstance(action, own):
@@ -87,6 +89,10 @@ class Executor:
                 await self._belongings.ensure_credentials(job)
             case EnsureService():
                 await self._belongings.ensure_service(job)
+            case EnsureGang():
+                await self._belongings.ensure_gang(job)
+            case RemoveGang():
+                await self._belongings.remove_gang(job)
             case EnsureBudget(min_available):
                 await self._belongings.ensure_budget(job, min_available)
             case RemoveBudget():

@@ -212,6 +212,8 @@ class JobLoop:
             shunned=around.suspects.shunned(around.clock()),
             have_service=self._belongings.have_service,
             have_credentials=self._belongings.have_secret,
+            have_gang=self._belongings.have_gang,
+            gang_problem=self._belongings.gang_problem,
             budget=self._belongings.budget,
             budget_problem=self._belongings.budget_problem,
         )

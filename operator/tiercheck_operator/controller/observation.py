@@ -95,6 +95,9 @@ class JobSpec:
     """None: hangs are not looked for."""
     active_deadline: float | None = None
     """Seconds that the job may be active; None: as long as it takes."""
+    gang: str | None = None
+    """`spec.gang.scheduler`; None: pods are placed one by one."""
+    gang_queue: str = ""
     spares: int = 0
     """Warm pods beside the workers' own."""
     min_workers: int | None = None
@@ -130,6 +133,9 @@ class JobView:
     deleting: bool
     spec: JobSpec
     status: JobRecord
+    queue_labels: Mapping[str, str] = field(default_factory=dict)
+    """Of the job, to be handed on to its pods for a queue."""
+    queue_annotations: Mapping[str, str] = field(default_factory=dict)
     sidecar_image: str = ""
     """What the sidecars of this job are, see `sidecar_image.pinned`; empty: not known yet."""
 
@@ -184,6 +190,8 @@ class PodView:
     avoided: frozenset[str] = frozenset()
     trainer: ContainerView = ContainerView()
     sidecar: ContainerView = ContainerView()
+    gates: tuple[str, ...] = ()
+    """Scheduling gates that are still on it: somebody else, usually a queue, decides when it may be scheduled."""
     spare: int | None = None
     """Its number, if it was made as a spare, whether it is one still or not."""
     resource_version: str = ""
@@ -243,6 +251,9 @@ class Observation:
     """Names of nodes that some job has reason to suspect: new pods go elsewhere if that is possible."""
     have_service: bool = True
     have_credentials: bool = True
+    have_gang: bool = False
+    gang_problem: str = ""
+    """Why it cannot be had, as a sentence."""
     budget: int | None = None
     """minAvailable of the job's PodDisruptionBudget; None: there is none."""
     budget_problem: str = ""

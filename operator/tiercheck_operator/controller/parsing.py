@@ -22,6 +22,7 @@ from tiercheck_operator.controller.observation import (
     PodView,
 )
 from tiercheck_operator.controller.record import parse_record
+from tiercheck_operator.manifests.queueing import handed_on
 from tiercheck_operator.planning.quantity import parse_quantity
 
 _LOST_TAINTS = {
@@ -54,6 +55,8 @@ def parse_job(raw: Mapping[str, Any]) -> JobView:
         deleting=bool(metadata.get("deletionTimestamp")),
         spec=_spec(raw["spec"]),
         status=parse_record(raw.get("status") or {}),
+        queue_labels=handed_on(metadata.get("labels")),
+        queue_annotations=handed_on(metadata.get("annotations")),
     )
 
 
@@ -97,6 +100,8 @@ def _spec(raw: Mapping[str, Any]) -> JobSpec:
         hang=parse_hang(policy.get("hang")),
         active_deadline=_float(raw.get("activeDeadlineSeconds")),
         ttl_seconds=None if ttl is None else float(ttl),
+        gang=(raw.get("gang") or {}).get("scheduler"),
+        gang_queue=str((raw.get("gang") or {}).get("queue") or ""),
         eviction_hold=_eviction_hold(raw.get("disruptionBudget") or {}),
         spares=int(raw.get("spares") or 0),
         min_workers=_int((raw.get("elastic") or {}).get("minWorkers")),
@@ -152,7 +157,8 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
     conditions = {entry.get("type"): entry for entry in status.get("conditions") or []}
     disrupted = conditions.get("DisruptionTarget") or {}
     scheduled = conditions.get("PodScheduled") or {}
-    unschedulable = scheduled.get("status") == "False"
+    gates = tuple(str(entry.get("name")) for entry in spec.get("schedulingGates") or [])
+    unschedulable = scheduled.get("status") == "False" and not gates
     created = parse_time(metadata.get("creationTimestamp")) or 0.0
     deletion = parse_time(metadata.get("deletionTimestamp"))
     grace = float(metadata.get("deletionGracePeriodSeconds") or 0)
@@ -186,6 +192,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         ),
         trainer=_container(spec.get("containers"), status.get("containerStatuses"), _trainer_name(attached)),
         spare=spare,
+        gates=gates,
         resource_version=str(metadata.get("resourceVersion") or ""),
         sidecar=_container(spec.get("initContainers"), status.get("initContainerStatuses"), names.SIDECAR_CONTAINER),
     )

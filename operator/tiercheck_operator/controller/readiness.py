@@ -40,6 +40,11 @@ def waiting_for_pods(obs: Observation, membership: Membership) -> Waiting | None
     missing = membership.missing(obs.job.spec.workers)
     if missing:
         return Waiting(conditions.WAITING_FOR_PODS, f"workers without a pod: {_some(missing)}", wake_after=1.0)
+    gated = [pod for pod in membership.members.values() if pod.gates]
+    if gated:
+        gates = ", ".join(sorted({gate for pod in gated for gate in pod.gates})[:4])
+        text = f"{len(gated)} of {obs.job.spec.workers} pods wait to be admitted (scheduling gates {gates}): workers "
+        return Waiting(conditions.WAITING_FOR_QUEUE, text + _some([pod.worker for pod in gated]))
     lack = shortage(obs, membership)
     if lack is not None:
         return Waiting(lack.reason, lack.message, wake_after=lack.wake_after)

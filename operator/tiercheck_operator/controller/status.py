@@ -77,7 +77,8 @@ def derive_status(
         else None,
         _outcome(conditions.FAILED, findings.failed) if findings.failed is not None else None,
     ]
-    merged = _merge(obs, record.conditions, [entry for entry in wanted if entry is not None])
+    known = tuple(replace(entry, observed_generation=obs.job.generation) for entry in record.conditions)
+    merged = _merge(obs, known, [entry for entry in wanted if entry is not None])
     record = replace(record, conditions=merged)
     record = replace(record, phase=_phase(record, findings))
     budget = wanted_budget(obs, record, idle=idle)

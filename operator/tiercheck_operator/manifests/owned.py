@@ -43,6 +43,10 @@ def budget_name(job: JobView) -> str:
     return job.name
 
 
+def gang_name(job: JobView) -> str:
+    return job.name
+
+
 def placement_name(job: JobView) -> str:
     return saved_placement.placement_name(job.name)
 

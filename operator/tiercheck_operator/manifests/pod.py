@@ -14,6 +14,7 @@ from typing import Any
 from tiercheck.protocol import names
 from tiercheck_operator.controller.observation import ANNOTATION_AVOIDED, JobView
 from tiercheck_operator.manifests import owned, remote_settings
+from tiercheck_operator.manifests.gang import join_gang
 from tiercheck_operator.manifests.node_memory import NodeMemory, environment, memory_volume, node_volume, preparation
 from tiercheck_operator.planning.quantity import parse_quantity
 from tiercheck_operator.planning.topology import levels_from_spec, spread_level
@@ -103,10 +104,11 @@ def _build(
         for key, value in (template_metadata.get("labels") or {}).items()
         if key not in (names.LABEL_WORKER, names.LABEL_INCARNATION, names.LABEL_SPARE)
     }
-    metadata["labels"] = {**theirs, **metadata["labels"], **labels}
-    metadata["annotations"] = dict(template_metadata.get("annotations") or {})
+    metadata["labels"] = {**theirs, **job.queue_labels, **metadata["labels"], **labels}
+    metadata["annotations"] = {**(template_metadata.get("annotations") or {}), **job.queue_annotations}
     if avoid_nodes:
         metadata["annotations"][ANNOTATION_AVOIDED] = ",".join(sorted(avoid_nodes))
+    join_gang(job, metadata, spec)
     spec["restartPolicy"] = "OnFailure"
     spec["automountServiceAccountToken"] = False
     spec["hostname"] = metadata["name"]

@@ -38,7 +38,7 @@
   verbs: [get, create, update]
 - apiGroups: [""]
   resources: [events]
-  verbs: [create]
+  verbs: [create, patch]
 # One for each job: how many of its workers may be evicted now.
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]

@@ -1,0 +1,85 @@
+"""Keeps the status small whatever happens to the job: an object that outgrows its store could not be written any more.
+
+Each field has a limit of its own; where all of them are reached at once, sentences give way first and decisions never.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tiercheck_operator.controller.record import JobRecord, render_record
+
+LIMIT = 16 * 1024
+"""Bytes of the status as JSON; with spec, metadata and managedFields the object stays below 20 KiB."""
+_MESSAGES = 5000
+"""Characters of the messages of all conditions together."""
+_LEAST = 40
+"""Characters of a message that are always left."""
+
+_RECOVERIES = 3
+"""Of the history, that go only after sentences were cut."""
+
+
+def bounded(record: JobRecord) -> JobRecord:
+    """`record` with nothing left out, unless it would be too large."""
+    record = _with_messages(record, _MESSAGES)
+    allowed = _MESSAGES
+    while size(record) > LIMIT:
+        if len(record.recoveries) > _RECOVERIES or (record.recoveries and allowed <= _LEAST):
+            record = replace(record, recoveries=record.recoveries[:-1])
+        elif allowed > _LEAST:
+            allowed //= 2
+            record = _with_sentences(_with_messages(record, allowed), max(_LEAST, allowed // 8))
+        else:
+            break
+    return record
+
+
+def size(record: JobRecord) -> int:
+    """Bytes of the status."""
+    return len(json.dumps(render_record(record), ensure_ascii=False, separators=(",", ":")).encode())
+
+
+def share(lengths: Sequence[int], total: int) -> int:
+    """The greatest length to which all may be cut so that together they are not longer than `total`."""
+    left, many = total, len(lengths)
+    for length in sorted(lengths):
+        if length * many > left:
+            return max(0, left // many)
+        left, many = left - length, many - 1
+    return max(lengths, default=0)
+
+
+def _with_messages(record: JobRecord, total: int) -> JobRecord:
+    most = max(_LEAST, share([len(entry.message) for entry in record.conditions], total))
+    cut = tuple(replace(entry, message=_cut(entry.message, most)) for entry in record.conditions)
+    return replace(record, conditions=cut)
+
+
+def _with_sentences(record: JobRecord, most: int) -> JobRecord:
+    recovery = record.recovery
+    if recovery is not None:
+        recovery = replace(recovery, message=_cut(recovery.message, most), reason=_cut(recovery.reason, most))
+    last = None if record.last_recovery is None else _short(record.last_recovery, most)
+    checkpoint = record.checkpoint
+    if checkpoint is not None:
+        checkpoint = replace(checkpoint, deltas_reason=_cut(checkpoint.deltas_reason, most))
+    return replace(
+        record,
+        checkpoint=checkpoint,
+        recovery=recovery,
+        last_recovery=last,
+        recoveries=tuple(_short(e, most) for e in record.recoveries),
+    )
+
+
+def _short(summary: Mapping[str, Any], most: int) -> Mapping[str, Any]:
+    return {key: _cut(value, most) if isinstance(value, str) and key in ("message", "reason") else value
+            for key, value in summary.items()}  # fmt: skip
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "\N{HORIZONTAL ELLIPSIS}"
