@@ -48,6 +48,9 @@ _RULE = {"name": "bad-data", "action": "Fail", "onExitCodes": {"operator": "In",
 _LEVELS = [{"name": "rack", "label": "example.com/rack"}, {"name": "node", "label": "kubernetes.io/hostname"}]
 
 REFUSED_AT_CREATION: list[tuple[str, Any, str]] = [
+    ("spec.gang", {"scheduler": "Coscheduling", "queue": "q"}, "gang.queue is for the scheduler Volcano"),
+    ("spec.disruptionBudget", {"mode": "Always"}, "mode"),
+    ("spec.disruptionBudget", {"holdSeconds": 0}, "holdSeconds"),
     # what is changed, to what, and a part of the sentence
     ("metadata.name", "j" * 41, "at most 40 characters long"),
     ("metadata.name", "my.job", "must be a DNS label"),
@@ -216,6 +219,7 @@ ACCEPTED: list[tuple[str, Any]] = [
 ]
 
 REFUSED_AS_CHANGE: list[tuple[str, Any, str]] = [
+    ("spec.gang", {"scheduler": "Volcano"}, "gang cannot change while the job runs"),
     ("spec.workers", 5, "workers cannot change while the job runs; set spec.suspend to true first"),
     ("spec.procsPerWorker", 2, "procsPerWorker cannot change while the job runs; set spec.suspend to true first"),
     ("spec.managedBy", "example.com/other", "managedBy cannot change; delete the job and create it again"),
@@ -223,6 +227,7 @@ REFUSED_AS_CHANGE: list[tuple[str, Any, str]] = [
 """Changes of a job that is not suspended."""
 
 ACCEPTED_AS_CHANGE: list[tuple[str, Any]] = [
+    ("spec.disruptionBudget", {"mode": "Off"}),
     ("spec.spares", 2),
     ("spec.elastic", {"minWorkers": 2}),
     ("spec.tiers.local.medium", "NodeMemory"),
