@@ -116,7 +116,7 @@ def test_library_copied_by_the_sidecar_imports_with_the_standard_library_alone(u
     plain = [
         name
         for name in modules(tmp_path, "tiercheck")
-        if not name.startswith(("tiercheck.trainer", "tiercheck.integrations"))
+        if not name.startswith(("tiercheck.trainer", "tiercheck.integrations", "tiercheck.dcp"))
     ]
     assert "tiercheck.protocol.manifest" in plain
     code = f"""
