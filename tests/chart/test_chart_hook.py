@@ -41,7 +41,7 @@ def serving(pages: dict[str, tuple[int, bytes]]) -> Iterator[str]:
             """Nothing: the test's output is the script's."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"

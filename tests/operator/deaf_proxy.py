@@ -56,7 +56,7 @@ def deaf_to_watches(kubeconfig: Path, target: Path) -> Iterator[Path]:
 
     server = ThreadingHTTPServer(("127.83.5.1", 0), Handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         write_kubeconfig(target, f"http://127.83.5.1:{server.server_port}")

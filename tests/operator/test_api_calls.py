@@ -66,7 +66,7 @@ def server() -> Iterator[Scripted]:
     http = ThreadingHTTPServer((HOST, 0), Handler)
     http.daemon_threads = True
     scripted.port = http.server_port
-    thread = threading.Thread(target=http.serve_forever, daemon=True)
+    thread = threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     yield scripted
     http.shutdown()

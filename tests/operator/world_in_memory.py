@@ -6,6 +6,7 @@ trainers go in lock-step. The controller under test is `decide` alone; its memor
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from tiercheck.protocol.artifact import Artifact, Kind, Share
@@ -471,6 +472,7 @@ class World:
         for name, at in self.dead_nodes.items():
             if name in self.nodes and at + self.node_grace <= self.now and not self.nodes[name].lost:
                 self.nodes[name] = replace(self.nodes[name], lost="node is not ready (NodeStatusUnknown)")
+        used = Counter(pod.node for pod in self.pods.values() if pod.node and not pod.deleting)
         for uid, pod in list(self.pods.items()):
             if pod.deleting or pod.terminal:
                 continue
@@ -480,8 +482,8 @@ class World:
                     since = pod.unschedulable_since or self.now
                     self.pods[uid] = replace(pod, unschedulable_since=since, message="Unschedulable: 0 nodes fit")
                     continue
-                used = [other.node for other in self.pods.values() if not other.deleting]
-                node = min(fit, key=lambda n: (used.count(n.name), n.name)).name
+                node = min(fit, key=lambda n: (used[n.name], n.name)).name
+                used[node] += 1
                 self.pods[uid] = replace(pod, node=node, unschedulable_since=None, message="")
             elif pod.ip is None and pod.node not in self.dead_nodes:
                 self.pods[uid] = replace(pod, ip=f"127.0.0.{int(uid[4:])}", phase="Running", sidecar_started=True)

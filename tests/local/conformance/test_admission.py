@@ -120,7 +120,7 @@ def webhook(api: Api, namespace: str, tmp_path: Path) -> Iterator[Webhook]:
     server.socket = context.wrap_socket(server.socket, server_side=True)
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  (callers that hang up are part of the tests)
     made = Webhook(api, namespace, server, pair.ca)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     yield made
     for name in made.names:
