@@ -1,15 +1,18 @@
-"""A training script of several ranks, for tests: `python sharded_script.py KIND STEPS`. Prints what a test compares.
+"""A training script of several ranks, for tests: `python sharded_script.py STEPS KIND...`. Prints what a test compares, a line per KIND.
 
-KIND: ddp, zero (ZeroRedundancyOptimizer), fsdp, hybrid (FSDP on each half of the ranks, replicated between them), tensor
+One KIND is trained after the other, each with the sidecar in a folder of its name below TIERCHECK_RUN_DIR: starting torch takes
+longer than any of them. KIND: ddp, zero (ZeroRedundancyOptimizer), fsdp, hybrid (FSDP on each half of the ranks, replicated between them), tensor
 (tensor parallel), fsdp-tensor (both), pipeline (a stage per rank).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,8 +109,7 @@ def through_stages(stage: nn.Module) -> Tensor:
     return loss
 
 
-def main(kind: str, steps: int) -> None:
-    dist.init_process_group("gloo")
+def train(kind: str, steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = wrap(kind, make_model())
     optimizer = make_optimizer(kind, model)
@@ -132,8 +134,7 @@ def main(kind: str, steps: int) -> None:
                 checkpointer.wait()
         checkpointer.wait()
         said["deltas"], said["skipped"] = checkpointer.deltas, checkpointer.deltas_skipped
-    print(json.dumps(said), flush=True)
-    dist.destroy_process_group()
+    return said
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -142,4 +143,9 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    dist.init_process_group("gloo")
+    folder = Path(os.environ["TIERCHECK_RUN_DIR"])
+    for each in sys.argv[2:]:
+        os.environ["TIERCHECK_RUN_DIR"] = str(folder / each)
+        print(json.dumps(train(each, int(sys.argv[1]))), flush=True)
+    dist.destroy_process_group()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 import os
@@ -9,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +27,52 @@ from tiercheck.trainer.slot_file import SlotReader
 SCRIPT = Path(__file__).parent / "sharded_script.py"
 KINDS = {"ddp": 2, "zero": 2, "fsdp": 2, "hybrid": 4, "tensor": 2, "fsdp-tensor": 4, "pipeline": 2}
 """Ways to be parallel, and how many ranks each is run on."""
+pytestmark = pytest.mark.timeout(600)  # whichever test comes first trains for all of them
 
 
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@dataclass
+class Trained:
+    """What the ranks of one kind said, in a whole run and in one that was resumed in new processes, and what they stored."""
+
+    sidecars: list[ScriptedSidecar]
+    whole: list[dict[str, Any]]
+    resumed: list[dict[str, Any]] = field(default_factory=list)
 
 
-@pytest.fixture
-def sidecars(tmp_path: Path, kind: str) -> Iterator[list[ScriptedSidecar]]:
-    found = []
-    for rank in range(KINDS[kind]):
-        run_dir = tmp_path / str(rank)
-        run_dir.mkdir()
-        found.append(ScriptedSidecar(run_dir, Welcome(attempt=1, snapshot_every=4, delta=DeltaMode.AUTO)))
-    yield found
-    for sidecar in found:
-        sidecar.stop()
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Trained]]:
+    """Every kind, those of equal size in the same processes."""
+    found: dict[str, Trained] = {}
+    with contextlib.ExitStack() as stack:
+        for ranks in sorted(set(KINDS.values())):
+            kinds = [kind for kind in KINDS if KINDS[kind] == ranks]
+            folder = tmp_path_factory.mktemp("ranks")
+            sidecars: dict[str, list[ScriptedSidecar]] = {kind: [] for kind in kinds}
+            for rank, kind in itertools.product(range(ranks), kinds):
+                run_dir = folder / str(rank) / kind
+                run_dir.mkdir(parents=True)
+                sidecar = ScriptedSidecar(run_dir, Welcome(attempt=1, snapshot_every=4, delta=DeltaMode.AUTO))
+                stack.callback(sidecar.stop)
+                sidecars[kind].append(sidecar)
+            for kind, said in run(folder, ranks, kinds, 13).items():
+                found[kind] = Trained(sidecars[kind], said)
+                for sidecar in sidecars[kind]:
+                    assert sorted(sidecar.completed(Kind.DELTA)) == list(range(5, 14)), kind
+                    assert not sidecar.asked("no-deltas"), kind
+                    sidecar.offer(base=4, step=9)
+            for kind, said in run(folder, ranks, kinds, 13).items():
+                found[kind].resumed = said
+        yield found
 
 
-def run(tmp_path: Path, kind: str, steps: int) -> list[dict[str, Any]]:
-    ranks = KINDS[kind]
+def run(folder: Path, ranks: int, kinds: list[str], steps: int) -> dict[str, list[dict[str, Any]]]:
+    """What each rank printed, by kind."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), kind, str(steps)],
+            [sys.executable, str(SCRIPT), str(steps), *kinds],
             env={
                 **os.environ,
                 "RANK": str(rank),
@@ -58,7 +80,7 @@ def run(tmp_path: Path, kind: str, steps: int) -> list[dict[str, Any]]:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
                 "OMP_NUM_THREADS": "1",
-                "TIERCHECK_RUN_DIR": str(tmp_path / str(rank)),
+                "TIERCHECK_RUN_DIR": str(folder / str(rank)),
                 "TIERCHECK_ATTEMPT": "1",
             },
             stdout=subprocess.PIPE,
@@ -66,29 +88,23 @@ def run(tmp_path: Path, kind: str, steps: int) -> list[dict[str, Any]]:
         )
         for rank in range(ranks)
     ]
-    said = [process.communicate(timeout=120)[0] for process in processes]
+    printed = [process.communicate(timeout=250)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * ranks
-    return [json.loads(text.splitlines()[-1]) for text in said]
+    said = [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for text in printed]
+    return {kind: [lines[number] for lines in said] for number, kind in enumerate(kinds)}
 
 
-def test_every_rank_replays_its_shard(sidecars: list[ScriptedSidecar], tmp_path: Path, kind: str) -> None:
-    whole = run(tmp_path, kind, 13)
-    for sidecar in sidecars:
-        assert sorted(sidecar.completed(Kind.DELTA)) == list(range(5, 14))
-        assert not sidecar.asked("no-deltas")
-        sidecar.offer(base=4, step=9)
-    resumed = run(tmp_path, kind, 13)
-    for one, other in zip(whole, resumed, strict=True):
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rank_replays_its_shard(trained: dict[str, Trained], kind: str) -> None:
+    for one, other in zip(trained[kind].whole, trained[kind].resumed, strict=True):
         assert (one["deltas"], one["skipped"]) == (9, 0)
         assert other["restored"] == one["at"]
         assert other["losses"] == one["losses"][9:]
 
 
-def test_ranks_store_the_whole_state_together_and_replicas_a_share_each(
-    sidecars: list[ScriptedSidecar], tmp_path: Path, kind: str
-) -> None:
-    run(tmp_path, kind, 4)
-    slots = [SlotReader.open(sidecar.completed(Kind.SNAPSHOT)[4]) for sidecar in sidecars]
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_store_the_whole_state_together_and_replicas_a_share_each(trained: dict[str, Trained], kind: str) -> None:
+    slots = [SlotReader.open(sidecar.completed(Kind.SNAPSHOT)[4]) for sidecar in trained[kind].sidecars]
     held: dict[str, list[tuple[int, Piece]]] = {}
     for rank, slot in enumerate(slots):
         for name, piece in slot.pieces().items():
