@@ -108,14 +108,25 @@ class SidecarEnd:
 class Launched:
     """`python -m tiercheck.launcher -- COMMAND` with its sidecar's end."""
 
-    def __init__(self, run_dir: Path, command: Sequence[str], *, listen: bool = True, **environment: str) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        command: Sequence[str],
+        *,
+        listen: bool = True,
+        merge_errors: bool = False,
+        cleared: str = "",
+        **environment: str,
+    ) -> None:
         self.sidecar = SidecarEnd(run_dir)
         if listen:
             self.sidecar.listen()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tiercheck.launcher", "--", *command],
-            env={**os.environ, "TIERCHECK_RUN_DIR": str(run_dir), "TIERCHECK_STOP_SECONDS": "5", **environment},
+            env={name: value for name, value in os.environ.items() if name != cleared}
+            | {"TIERCHECK_RUN_DIR": str(run_dir), "TIERCHECK_STOP_SECONDS": "5", **environment},
             stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if merge_errors else None,
             text=True,
         )
 

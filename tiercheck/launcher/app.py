@@ -21,6 +21,7 @@ from tiercheck.launcher.out_of_memory import CGROUP, OutOfMemory
 from tiercheck.launcher.sidecar_line import SidecarLine
 from tiercheck.launcher.stacks import dump_stacks
 from tiercheck.launcher.torch_check import torch_missing
+from tiercheck.launcher.warm import ENV_WARM_AFTER_SECONDS, WarmInterpreter
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.local import LauncherEvent, Order
 from tiercheck.protocol.names import ENV_RUN_DIR, RUN_DIR, SOCKET_NAME
@@ -61,6 +62,12 @@ class Launcher:
         self._out_of_memory = OutOfMemory(Path(environment.get(ENV_CGROUP_DIR, CGROUP)))
         self._dumped = 0
         """Newest attempt whose stacks were asked for."""
+        self._warm = WarmInterpreter(command, environment)
+        self._warm_after = float(environment.get(ENV_WARM_AFTER_SECONDS, "10"))
+        self._warm_at = 0.0
+        """When the next interpreter may be made ready beside the running command."""
+        self._failed_to_become: Order | None = None
+        """The interpreter that was to run this order died before it could."""
 
     def run(self) -> int:
         """Until told to finish, or until the command has ended after a signal to stop."""
@@ -69,15 +76,19 @@ class Launcher:
             selector.register(wakeups, selectors.EVENT_READ, "signal")
             while True:
                 self._connect(selector)
+                self._prepare(selector)
                 for key, _ in selector.select(self._pause()):
                     if key.data == "signal":
                         self._on_signals(wakeups.recv(4096))
+                    elif key.data == "warm":
+                        self._on_warm(selector, key.fd)
                     else:
                         self._on_orders(selector)
                 self._collect()
                 if not self._busy:
                     code = self._next()
                     if code is not None:
+                        self._warm.close()
                         self._line.close()
                         return code
 
@@ -98,6 +109,12 @@ class Launcher:
         if not self._line.connected:
             selector.unregister(descriptor)
 
+    def _on_warm(self, selector: selectors.BaseSelector, descriptor: int) -> None:
+        if self._warm.fileno() == descriptor:
+            self._warm.listen()
+        if self._warm.fileno() != descriptor:
+            selector.unregister(descriptor)
+
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:
             if number in (signal.SIGTERM, signal.SIGINT):
@@ -107,16 +124,16 @@ class Launcher:
     def _collect(self) -> None:
         """Reap; see to it that the command ends when it was told to, with everything it started."""
         ended = processes.reap()
+        if any([self._warm.ended(pid) for pid in ended]):
+            self._failed_to_become = self._order
         if self._pid is not None and self._pid in ended:
             self._exit_code = ended[self._pid]
             self._sweeping = True
+        self._warm.check()
         if self._stop_deadline is not None and time.monotonic() >= self._stop_deadline:
-            processes.kill_descendants()
-        if self._sweeping:
-            processes.kill_descendants()
-            processes.reap()
-            if not processes.descendants(os.getpid(), processes.parents()):
-                self._ended()
+            processes.kill_descendants(self._warm.pid)
+        if self._sweeping and not processes.kill_descendants(self._warm.pid):
+            self._ended()
 
     # What follows from it.
 
@@ -144,7 +161,10 @@ class Launcher:
         self._pid = None
         self._sweeping = False
         self._stop_deadline = None
-        if not stopped or self._signalled is not None:
+        order, self._failed_to_become = self._failed_to_become, None
+        if order is not None and not stopped and self._signalled is None:
+            self._execute(order)
+        elif not stopped or self._signalled is not None:
             self._tell(_exited(self._attempt, self._exit_code, self._out_of_memory.verdict()))
 
     def _next(self) -> int | None:
@@ -178,6 +198,15 @@ class Launcher:
             self._checked = True
         self._marker.write_text(str(order.attempt))
         self._out_of_memory.begin()
+        self._warm_at = time.monotonic() + self._warm_after
+        self._pid = self._warm.release(command_environment(self._environment, order))
+        if self._pid is None:
+            self._execute(order)
+        else:
+            self._tell(LauncherEvent("started", order.attempt))
+
+    def _execute(self, order: Order) -> None:
+        """Start the command with a new interpreter."""
         try:
             self._pid = processes.start(self._command, command_environment(self._environment, order))
         except OSError as error:
@@ -188,6 +217,18 @@ class Launcher:
             self._tell(LauncherEvent("exited", order.attempt, code, "CannotStart", message))
             return
         self._tell(LauncherEvent("started", order.attempt))
+
+    def _prepare(self, selector: selectors.BaseSelector) -> None:
+        """Make the next interpreter ready: while there is nothing to run, or when the command has had time to begin."""
+        if not self._warm.wanted or (self._busy and time.monotonic() < self._warm_at):
+            return
+        over = self._state.event == "exited" and self._state.exit_code == 0
+        if self._signalled is not None or over or self._stop_deadline is not None:
+            return
+        self._warm.prepare()
+        descriptor = self._warm.fileno()
+        if descriptor is not None:
+            selector.register(descriptor, selectors.EVENT_READ, "warm")
 
     def _started_before(self, attempt: int) -> bool:
         """Whether an earlier container of this pod has run this attempt: starting again would mix two lives of a rank."""
@@ -207,6 +248,10 @@ class Launcher:
             pauses.append(_CONNECT_EVERY)
         if self._sweeping:
             pauses.append(_SWEEP_EVERY)
+        if self._busy and self._warm.wanted:
+            pauses.append(max(_SWEEP_EVERY, self._warm_at - time.monotonic()))
+        if self._warm.released is not None:
+            pauses.append(1.0)
         if self._stop_deadline is not None:
             pauses.append(max(_SWEEP_EVERY, self._stop_deadline - time.monotonic()))
         return min(pauses, default=None)

@@ -19,8 +19,11 @@ def adopt_orphans() -> None:
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def start(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Start `command` in a session of its own and return its pid. Raises OSError if it cannot be executed."""
+def start(command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int] = ()) -> int:
+    """Start `command` in a session of its own and return its pid; it inherits `descriptors`.
+
+    Raises OSError if it cannot be executed.
+    """
 
     def die_with_launcher() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -29,6 +32,7 @@ def start(command: Sequence[str], environment: Mapping[str, str]) -> int:
         list(command),
         env=dict(environment),
         start_new_session=True,
+        pass_fds=descriptors,
         preexec_fn=die_with_launcher,  # noqa: PLW1509  (the launcher has one thread)
     )
     process.returncode = 0  # the launcher's own loop waits for it; this keeps Popen from trying
@@ -43,13 +47,18 @@ def send_signal(pid: int, number: int) -> None:
         return
 
 
-def kill_descendants() -> None:
-    """SIGKILL to everything below this process: torchrun puts its workers into sessions of their own."""
-    for pid in descendants(os.getpid(), parents()):
+def kill_descendants(spared: int | None = None) -> bool:
+    """SIGKILL to everything below this process, as torchrun puts its workers into sessions of their own.
+
+    Not to the child `spared`. Returns whether there was anything.
+    """
+    found = descendants(os.getpid(), parents()) - {spared}
+    for pid in found:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
+    return bool(found)
 
 
 def parents() -> dict[int, int]:

@@ -18,7 +18,7 @@ def torch_missing(command: Sequence[str]) -> str:
         script = shutil.which(command[0])
         if script is None:
             return "The image has no torchrun, so torch is not installed in it: use an image with torch 2.6 or newer."
-        interpreter = _interpreter_of(Path(script))
+        interpreter = interpreter_of(Path(script))
     elif name.startswith("python"):
         interpreter = command[0]
     else:
@@ -34,7 +34,7 @@ def torch_missing(command: Sequence[str]) -> str:
     return f"{interpreter} of the image cannot import torch: use an image with torch 2.6 or newer, or install it there."
 
 
-def _interpreter_of(script: Path) -> str:
+def interpreter_of(script: Path) -> str:
     """The interpreter in the script's first line, or nothing."""
     with open(script, "rb") as file:
         first = os.fsdecode(file.readline(4096)).strip()

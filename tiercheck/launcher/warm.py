@@ -1,0 +1,180 @@
+"""The next attempt's interpreter, made ready beside the running command: importing torch is most of a restart in place.
+
+It is a child of the launcher as the command is, and *becomes* the command: same session, same inherited output, same signal
+when the launcher dies. Whatever goes wrong with it, the command is started the ordinary way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from tiercheck.launcher import command as processes
+from tiercheck.launcher.recipe import Recipe, recipe_of
+from tiercheck.launcher.torch_check import interpreter_of
+from tiercheck.protocol.names import ENV_PROCS_PER_WORKER
+
+ENV_WARM = "TIERCHECK_WARM"
+"""0: every attempt starts with a new interpreter."""
+ENV_WARM_AFTER_SECONDS = "TIERCHECK_WARM_AFTER_SECONDS"
+"""How long the command runs before the next interpreter is made ready beside it; 10 if not set."""
+
+_ENTRY = Path(__file__).resolve().parent.parent / "warm" / "entry.py"
+_ANSWER_SECONDS = 120.0
+_MOST_DEATHS = 3
+
+
+class WarmInterpreter:
+    """At most one at a time. `release` hands it over as the command; it is not this object's any more then."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._command = list(command)
+        self._environment = dict(environment)
+        self._recipe = _recipe(command) if environment.get(ENV_WARM, "1") != "0" else None
+        self._expected: dict[str, str] = {}
+        if self._recipe is not None and self._recipe.torchrun:
+            self._for_ranks()
+        self._channel: socket.socket | None = None
+        self._received = b""
+        self._deaths = 0
+        self.pid: int | None = None
+        """Of the interpreter that waits."""
+        self.released: int | None = None
+        """Of the one that was told to become the command and has not said yet that it does."""
+        self._deadline = 0.0
+
+    @property
+    def wanted(self) -> bool:
+        """Whether one should be made ready: there is none, and it would be of use."""
+        return self._recipe is not None and self._channel is None
+
+    def fileno(self) -> int | None:
+        """For a selector, while there is an interpreter that may say something."""
+        return None if self._channel is None else self._channel.fileno()
+
+    def prepare(self) -> None:
+        """Start one; it imports on its own. A failure only means that there is none."""
+        recipe = self._recipe
+        assert recipe is not None
+        ours, theirs = socket.socketpair()
+        flags = [*recipe.flags, *(["-u"] if recipe.torchrun and "-u" not in recipe.flags else [])]
+        arguments = [str(theirs.fileno()), json.dumps(asdict(recipe)), json.dumps(self._command)]
+        try:
+            self.pid = processes.start(
+                [recipe.interpreter, *flags, str(_ENTRY), *arguments],
+                {**self._environment, **self._expected},
+                [theirs.fileno()],
+            )
+        except OSError:
+            ours.close()
+            self._recipe = None  # the start of the command itself will say why
+            return
+        finally:
+            theirs.close()
+        _yield_to_others(self.pid, True)
+        ours.setblocking(False)
+        self._channel = ours
+        self._received = b""
+
+    def release(self, environment: Mapping[str, str]) -> int | None:
+        """Let it become the command with `environment`, and return its pid; None if there is none that can."""
+        if self.pid is None or self._channel is None:
+            return None
+        order = json.dumps({"environment": dict(environment), "expected": self._expected}).encode() + b"\n"
+        try:
+            self._channel.settimeout(5.0)
+            self._channel.sendall(order)
+            self._channel.setblocking(False)
+        except OSError:
+            os.kill(self.pid, signal.SIGKILL)  # its channel is closed by the loop, which reads its end
+            self.pid = None
+            return None
+        _yield_to_others(self.pid, False)
+        self.released, self.pid = self.pid, None
+        self._deadline = time.monotonic() + _ANSWER_SECONDS
+        return self.released
+
+    def listen(self) -> None:
+        """Read what it says; call it when its descriptor is readable."""
+        assert self._channel is not None
+        try:
+            piece = self._channel.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            piece = b""
+        *lines, self._received = (self._received + piece).split(b"\n")
+        for line in lines:
+            word, _, why = line.decode(errors="replace").partition(" ")
+            if word in ("warm", "cold"):
+                self.released = None
+            if word == "never":
+                self._recipe = None
+            if word in ("cold", "never"):
+                print(f"tiercheck: started cold, because {why}", file=sys.stderr, flush=True)
+        if not piece:
+            self._forget()
+
+    def ended(self, pid: int) -> bool:
+        """A child has ended. Returns whether it was to become the command, but never did."""
+        if pid == self.released:
+            self.listen_to_the_end()
+        unanswered = pid == self.released
+        if unanswered or pid == self.pid:
+            self._deaths += 1
+            if self._deaths >= _MOST_DEATHS:
+                self._recipe = None
+            self.pid = self.released = None
+        return unanswered
+
+    def listen_to_the_end(self) -> None:
+        """What an interpreter that has ended still had to say."""
+        while self._channel is not None:
+            self.listen()
+
+    def check(self) -> None:
+        """End one that was told to become the command, and does not answer."""
+        if self.released is not None and time.monotonic() >= self._deadline:
+            os.kill(self.released, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End the one that waits."""
+        if self.pid is not None:
+            os.kill(self.pid, signal.SIGKILL)  # a child that is not reaped yet: the number is still its own
+            self.pid = None
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _for_ranks(self) -> None:
+        """torchrun sets this for its ranks if nobody has, and OpenMP reads it when torch is loaded."""
+        if "OMP_NUM_THREADS" not in self._environment and self._environment.get(ENV_PROCS_PER_WORKER, "1") != "1":
+            self._expected = {"OMP_NUM_THREADS": "1"}
+
+
+def _recipe(command: Sequence[str]) -> Recipe | None:
+    def shebang(name: str) -> tuple[str, str]:
+        path = shutil.which(name)
+        return (path, interpreter_of(Path(path))) if path else ("", "")
+
+    return recipe_of(command, shebang)
+
+
+def _yield_to_others(pid: int, yielding: bool) -> None:
+    """As batch work while it prepares itself. Niceness would be for good: only the privileged may take it back."""
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            os.sched_setscheduler(int(task), os.SCHED_BATCH if yielding else os.SCHED_OTHER, os.sched_param(0))
+    except OSError:
+        return  # it is a courtesy

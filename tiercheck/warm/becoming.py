@@ -1,0 +1,258 @@
+"""From a waiting interpreter to the training command: whatever does not fit exactly is executed anew, in the same process.
+
+`exec` keeps the process id, the session and the signal of a parent's death, so a cold start from here is the command that
+the launcher would have started, only later.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import json
+import logging
+import multiprocessing.process
+import os
+import pkgutil
+import runpy
+import signal
+import socket
+import sys
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from typing import Any, NoReturn
+
+import tiercheck
+from tiercheck.launcher.recipe import Recipe, recipe_of
+from tiercheck.warm.curtain import Curtain
+from tiercheck.warm.variables import cannot_be_applied, named_in, set_too_late
+
+_PREIMPORTED = ("torch", "torch.distributed", "torch._dynamo", "tiercheck.trainer.checkpointer")
+"""torch._dynamo is what the first optimizer imports, and takes as long as torch itself."""
+_FOR_TORCHRUN = "torch.distributed.run"
+
+
+@dataclass
+class Command:
+    """What is left to run: `module` by its name with `run_module`, or else `code` with `names` as its globals."""
+
+    names: dict[str, Any]
+    module: str = ""
+    code: Any = None
+    run_module: Callable[[str], object] = runpy._run_module_as_main  # type: ignore[attr-defined]
+
+
+class Channel:
+    """To the launcher, or for a rank to torchrun: one line in, a few lines out."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._socket.set_inheritable(False)
+
+    def say(self, word: str) -> None:
+        try:
+            self._socket.sendall(word.encode(errors="replace") + b"\n")
+        except OSError:
+            sys.exit(0)  # nobody waits for this process any more
+
+    def descriptors(self) -> list[int]:
+        """Open files that come before the order."""
+        first, descriptors, _, _ = socket.recv_fds(self._socket, 1, 2)
+        if not first:
+            os._exit(0)
+        return descriptors
+
+    def hear(self) -> dict[str, Any]:
+        """The order to begin. Ends the process if there will be none."""
+        received = b""
+        while not received.endswith(b"\n"):
+            piece = self._socket.recv(65536)
+            if not piece:
+                os._exit(0)
+            received += piece
+        order: dict[str, Any] = json.loads(received)
+        return order
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Unfit(Exception):
+    """This process cannot become that command; says why."""
+
+
+def prepare(descriptor: int, arguments: Sequence[str], names: Mapping[str, Any]) -> Command:
+    """Import, wait for the order, and return what to run. `arguments`: the launcher's command as a recipe, in JSON."""
+    channel = Channel(descriptor)
+    spec = json.loads(arguments[0])
+    recipe = Recipe(**{**spec, "flags": tuple(spec["flags"]), "arguments": tuple(spec["arguments"])})
+    given = json.loads(arguments[1])
+    before = frozenset(sys.modules)
+    imported_with = dict(os.environ)
+    try:
+        refuse_users_start_up()
+        set_search_path(recipe)
+        refuse_other_library()
+        if not recipe.module and not recipe.torchrun:
+            refuse_script(recipe.target, must_exist=False)
+    except Unfit as unfit:
+        channel.say(f"never {unfit}")
+        sys.exit(0)
+    try:
+        for module in (*_PREIMPORTED, *([_FOR_TORCHRUN] if recipe.torchrun else [])):
+            importlib.import_module(module)
+    except Exception as error:  # whatever it is, the command itself will meet it, and say it where it belongs
+        channel.say(f"never {type(error).__name__} while importing: {error}")
+        sys.exit(0)
+    set_by_imports = {name: value for name, value in os.environ.items() if imported_with.get(name) != value}
+    channel.say("ready")
+    order = channel.hear()
+    environment: dict[str, str] = order["environment"]
+    try:
+        expected = {**environment, **order["expected"]}
+        if late := cannot_be_applied(imported_with, expected):
+            raise Unfit(f"{late} has changed since torch was imported")
+        command = build(recipe, names)
+    except Unfit as unfit:
+        channel.say(f"cold {unfit}")
+        cold(given, environment)
+    apply({**environment, **set_by_imports})
+    imported_with |= set_by_imports
+    if recipe.torchrun and set(recipe.flags) <= {"-u"}:
+        from tiercheck.warm.ranks import reserve_ranks
+
+        reserve = reserve_ranks(int(environment.get("PET_NPROC_PER_NODE", "0")), imported_with, before, names)
+        if reserve is not None and reserve.child is not None:
+            channel.close()
+            return reserve.child
+    channel.say("warm")
+    channel.close()
+    if not recipe.torchrun:
+        draw_curtain(before, given, environment)
+    take_over(recipe, command)
+    return command
+
+
+def refuse_users_start_up() -> None:
+    """Code that Python runs by itself could have read what an attempt sets. Debian's own file is known. Raises Unfit."""
+    library = os.path.dirname(os.__file__)
+    for name in ("sitecustomize", "usercustomize"):
+        module = sys.modules.get(name)
+        file = os.path.realpath(getattr(module, "__file__", None) or "")
+        if module is not None and not file.startswith((library + os.sep, "/etc/python3")):
+            raise Unfit(f"{name} is there, and may read what only an attempt sets")
+
+
+def refuse_other_library() -> None:
+    """What this interpreter finds under our name has to be what is running here. Raises Unfit."""
+    found = importlib.machinery.PathFinder.find_spec("tiercheck")
+    if found is None or os.path.realpath(found.origin or "") != os.path.realpath(tiercheck.__file__ or ""):
+        raise Unfit(f"{sys.executable} does not find the launcher's own tiercheck first")
+
+
+def set_search_path(recipe: Recipe) -> None:
+    """The folder that Python puts first for this command, before anything is imported: what lies there may shadow."""
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd() if recipe.module else os.path.dirname(os.path.realpath(recipe.target)))
+
+
+def refuse_script(path: str, *, must_exist: bool = True) -> bytes:
+    """Its source. Raises Unfit if it is not a plain script, or names a variable that must be set before torch is imported."""
+    if pkgutil.get_importer(os.path.abspath(path)) is not None:
+        raise Unfit(f"{path} is a folder or an archive")
+    try:
+        with open(path, "rb") as file:
+            source = file.read()
+    except OSError as error:
+        if must_exist:
+            raise Unfit(f"{path} cannot be read: {error.strerror}") from None
+        return b""
+    if path.endswith(".pyc") or b"\0" in source:
+        raise Unfit(f"{path} is no source text")
+    if name := named_in(source.decode("utf-8", "replace")):
+        raise Unfit(f"{path} names {name}, which has to be set before torch is imported")
+    return source
+
+
+def build(recipe: Recipe, names: Mapping[str, Any]) -> Command:
+    """Everything that can fail, before anything is changed. Raises Unfit."""
+    if recipe.module:
+        return Command(
+            {name: names[name] for name in names if name not in ("__file__", "__cached__")}, module=recipe.target
+        )
+    source = refuse_script(recipe.target)
+    file = recipe.target if os.path.isabs(recipe.target) else os.path.join(os.getcwd(), recipe.target)
+    try:
+        code = compile(source, file, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
+        raise Unfit(f"{recipe.target} cannot be compiled") from None  # Python says it best itself
+    return Command({**names, "__file__": file, "__loader__": SourceFileLoader("__main__", file)}, code=code)
+
+
+def apply(environment: Mapping[str, str]) -> None:
+    """The attempt's environment, for Python and for C."""
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+def take_over(recipe: Recipe, command: Command) -> None:
+    """From here on this process looks as if it had been started with that command."""
+    main = types.ModuleType("__main__")
+    main.__dict__.clear()
+    main.__dict__.update(command.names)
+    command.names = main.__dict__
+    sys.modules["__main__"] = main
+    if "__mp_main__" in sys.modules:
+        sys.modules["__mp_main__"] = main
+    sys.orig_argv = recipe.command
+    sys.argv = ["-m" if recipe.module else recipe.target, *recipe.arguments]
+    start: Any = logging._startTime  # type: ignore[attr-defined]
+    logging._startTime = time.time_ns() if isinstance(start, int) else time.time()  # type: ignore[attr-defined]
+
+
+def draw_curtain(before: frozenset[str], given: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Hide what was imported, until the script imports it with the variables of this moment; `given` is what to execute if not."""
+    process = os.getpid()
+    at_first = dict(os.environ)
+
+    def opening() -> None:
+        name = set_too_late(at_first, os.environ)
+        if name and os.getpid() == process:
+            print(f"tiercheck: {name} was set before torch was imported; starting again, cold", file=sys.stderr)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            cold(given, environment)
+
+    Curtain(before, opening)
+
+
+def cold(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Become the command by executing it. What Python has done to signals is undone, as a launcher would."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvpe(command[0], list(command), dict(environment))
+    except OSError as error:
+        print(f"{command[0]} cannot be started: {error.strerror}", file=sys.stderr)
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def rank_command(arguments: Sequence[str], names: Mapping[str, Any]) -> tuple[Recipe, Command]:
+    """What torchrun starts as a rank. Raises Unfit if it is not this interpreter, with a script or a module."""
+    recipe = recipe_of(arguments)
+    if recipe is None or recipe.interpreter != sys.executable or recipe.flags != ("-u",):
+        raise Unfit("it is not this interpreter, as torchrun starts it")
+    return recipe, build(recipe, names)
+
+
+def new_identity() -> None:
+    """What two processes must not share, and would if one was forked: seeds and keys. The standard library does its own."""
+    multiprocessing.process.current_process().authkey = os.urandom(32)
+    sys.modules["torch"].default_generator.seed()
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed()
