@@ -216,7 +216,8 @@ class Launcher:
             code = 127 if isinstance(error, FileNotFoundError) else 126
             self._tell(LauncherEvent("exited", order.attempt, code, "CannotStart", message))
             return
-        self._tell(LauncherEvent("started", order.attempt))
+        if (self._state.event, self._state.attempt) != ("started", order.attempt):
+            self._tell(LauncherEvent("started", order.attempt))
 
     def _prepare(self, selector: selectors.BaseSelector) -> None:
         """Make the next interpreter ready: while there is nothing to run, or when the command has had time to begin."""

@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
@@ -29,8 +30,9 @@ from tiercheck.launcher.recipe import Recipe, recipe_of
 from tiercheck.warm.curtain import Curtain
 from tiercheck.warm.variables import cannot_be_applied, named_in, set_too_late
 
-_PREIMPORTED = ("torch", "torch.distributed", "torch._dynamo", "tiercheck.trainer.checkpointer")
-"""torch._dynamo is what the first optimizer imports, and takes as long as torch itself."""
+_PREIMPORTED = ("torch", "torch.distributed", "tiercheck.trainer.checkpointer")
+_LATER = "torch._dynamo"
+"""What the first optimizer imports; it takes as long as torch itself."""
 _FOR_TORCHRUN = "torch.distributed.run"
 
 
@@ -42,6 +44,24 @@ class Command:
     module: str = ""
     code: Any = None
     run_module: Callable[[str], object] = runpy._run_module_as_main  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Imports:
+    """How the imports were made: what was there `before`, with which `environment`, and which `variables` and warning
+    `filters` torch has set."""
+
+    before: frozenset[str]
+    environment: dict[str, str]
+    variables: dict[str, str]
+    filters: list[Any]
+
+    def show_effects(self) -> None:
+        """As importing torch does."""
+        os.environ.update(self.variables)
+        warnings.filters[:0] = self.filters  # type: ignore[index]
+        with warnings.catch_warnings():  # leaving it makes Python look at the filters again
+            pass
 
 
 class Channel:
@@ -83,13 +103,12 @@ class Unfit(Exception):
     """This process cannot become that command; says why."""
 
 
-def prepare(descriptor: int, arguments: Sequence[str], names: Mapping[str, Any]) -> Command:
+def prepare(descriptor: int, arguments: Sequence[str], names: Mapping[str, Any], before: frozenset[str]) -> Command:
     """Import, wait for the order, and return what to run. `arguments`: the launcher's command as a recipe, in JSON."""
     channel = Channel(descriptor)
     spec = json.loads(arguments[0])
     recipe = Recipe(**{**spec, "flags": tuple(spec["flags"]), "arguments": tuple(spec["arguments"])})
     given = json.loads(arguments[1])
-    before = frozenset(sys.modules)
     imported_with = dict(os.environ)
     try:
         refuse_users_start_up()
@@ -101,8 +120,12 @@ def prepare(descriptor: int, arguments: Sequence[str], names: Mapping[str, Any])
         channel.say(f"never {unfit}")
         sys.exit(0)
     try:
-        for module in (*_PREIMPORTED, *([_FOR_TORCHRUN] if recipe.torchrun else [])):
-            importlib.import_module(module)
+        with warnings.catch_warnings():
+            filters = list(warnings.filters)
+            for module in (*_PREIMPORTED, *([_FOR_TORCHRUN] if recipe.torchrun else [])):
+                importlib.import_module(module)
+            of_torch = [each for each in warnings.filters if each not in filters]
+            importlib.import_module(_LATER)
     except Exception as error:  # whatever it is, the command itself will meet it, and say it where it belongs
         channel.say(f"never {type(error).__name__} while importing: {error}")
         sys.exit(0)
@@ -118,19 +141,21 @@ def prepare(descriptor: int, arguments: Sequence[str], names: Mapping[str, Any])
     except Unfit as unfit:
         channel.say(f"cold {unfit}")
         cold(given, environment)
-    apply({**environment, **set_by_imports})
-    imported_with |= set_by_imports
+    apply(environment)
+    imports = Imports(before, imported_with, set_by_imports, of_torch)
     if recipe.torchrun and set(recipe.flags) <= {"-u"}:
         from tiercheck.warm.ranks import reserve_ranks
 
-        reserve = reserve_ranks(int(environment.get("PET_NPROC_PER_NODE", "0")), imported_with, before, names)
+        reserve = reserve_ranks(int(environment.get("PET_NPROC_PER_NODE", "0")), imports, names)
         if reserve is not None and reserve.child is not None:
             channel.close()
             return reserve.child
     channel.say("warm")
     channel.close()
     if not recipe.torchrun:
-        draw_curtain(before, given, environment)
+        draw_curtain(imports, given, environment)
+    else:
+        imports.show_effects()
     take_over(recipe, command)
     return command
 
@@ -215,7 +240,7 @@ def take_over(recipe: Recipe, command: Command) -> None:
     logging._startTime = time.time_ns() if isinstance(start, int) else time.time()  # type: ignore[attr-defined]
 
 
-def draw_curtain(before: frozenset[str], given: Sequence[str], environment: Mapping[str, str]) -> None:
+def draw_curtain(imports: Imports, given: Sequence[str], environment: Mapping[str, str]) -> None:
     """Hide what was imported, until the script imports it with the variables of this moment; `given` is what to execute if not."""
     process = os.getpid()
     at_first = dict(os.environ)
@@ -227,8 +252,9 @@ def draw_curtain(before: frozenset[str], given: Sequence[str], environment: Mapp
             sys.stdout.flush()
             sys.stderr.flush()
             cold(given, environment)
+        imports.show_effects()
 
-    Curtain(before, opening)
+    Curtain(imports.before, opening)
 
 
 def cold(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:

@@ -7,6 +7,7 @@ a traceback of the script must begin with the script.
 import sys
 
 _names = {**globals(), "__doc__": None}  # what Python gives to a script's `__main__`, whatever its version
+_before = frozenset(sys.modules)
 if not sys.flags.safe_path:
     del sys.path[0]  # this folder, whose files are nobody's modules
 sys.path.insert(0, __file__.rsplit("/", 3)[0])  # the launcher's own library, whatever else there is
@@ -14,7 +15,7 @@ sys.path.insert(0, __file__.rsplit("/", 3)[0])  # the launcher's own library, wh
 from tiercheck.warm.becoming import prepare  # noqa: E402
 
 del sys.path[0]
-_become = prepare(int(sys.argv[1]), sys.argv[2:], _names)
+_become = prepare(int(sys.argv[1]), sys.argv[2:], _names, _before)
 try:
     if _become.module:
         _become.run_module(_become.module)

@@ -43,9 +43,7 @@ class Reserve:
             os.waitpid(pid, 0)
 
 
-def reserve_ranks(
-    count: int, imported_with: Mapping[str, str], before: frozenset[str], names: Mapping[str, Any]
-) -> Reserve | None:
+def reserve_ranks(count: int, imports: becoming.Imports, names: Mapping[str, Any]) -> Reserve | None:
     """Fork `count` ranks and let torchrun use them. None: it will start its ranks as it always does."""
     original = _torchruns_start()
     if original is None or not 0 < count <= _MOST:
@@ -59,7 +57,7 @@ def reserve_ranks(
             for _, other in reserve.waiting:
                 other.close()
             os.setsid()
-            return Reserve(child=_wait(becoming.Channel(theirs.detach()), imported_with, before, names))
+            return Reserve(child=_wait(becoming.Channel(theirs.detach()), imports, names))
         theirs.close()
         reserve.waiting.append((pid, ours))
         if len(os.listdir("/proc/self/task")) > 1:
@@ -118,9 +116,7 @@ def _take(
     return None
 
 
-def _wait(
-    channel: becoming.Channel, imported_with: Mapping[str, str], before: frozenset[str], names: Mapping[str, Any]
-) -> becoming.Command:
+def _wait(channel: becoming.Channel, imports: becoming.Imports, names: Mapping[str, Any]) -> becoming.Command:
     """In the child: until torchrun starts this rank."""
     descriptors = channel.descriptors()
     order = channel.hear()
@@ -132,7 +128,7 @@ def _wait(
     channel.say("g")
     channel.close()
     try:
-        if late := cannot_be_applied(imported_with, environment):
+        if late := cannot_be_applied({**imports.environment, **imports.variables}, environment):
             raise becoming.Unfit(f"{late} differs from what torch was imported with")
         if _cuda_is_spoilt():
             raise becoming.Unfit("CUDA was touched before the fork")
@@ -145,7 +141,7 @@ def _wait(
         del sys.path[0]
     becoming.set_search_path(recipe)
     becoming.new_identity()
-    becoming.draw_curtain(before, order["command"], environment)
+    becoming.draw_curtain(imports, order["command"], environment)
     becoming.take_over(recipe, command)
     return command
 

@@ -20,8 +20,8 @@ _LATE_PREFIXES = ("PET_", "TORCHELASTIC_")
 """Read when a process group, or torchrun, begins: an attempt sets them."""
 
 _EARLY = re.compile(
-    r"\b(?:(?:OMP|GOMP|KMP|MKL|OPENBLAS|GOTO|BLIS|DNNL|ONEDNN|MKLDNN|ATEN|PYTORCH|LD|TRITON|NPY|NUMPY|SYMPY|MALLOC|TBB|PYTHON)_?[A-Z0-9_]*"
-    r"|TORCH(?!ELASTIC_|_NCCL_)[A-Z0-9_]*)\b"
+    r"\b(?:(?:OMP|GOMP|KMP|MKL|OPENBLAS|GOTO|BLIS|DNNL|ONEDNN|MKLDNN|ATEN|PYTORCH|LD|TRITON|NPY|NUMPY|SYMPY|MALLOC|TBB)_[A-Z0-9_]+|PYTHON[A-Z0-9_]+"
+    r"|TORCH(?!ELASTIC_|_NCCL_)[A-Z0-9_]+)\b"
 )
 """Read by torch, and by the libraries that it loads, while it is imported: by OpenMP, MKL, OpenBLAS, the dynamo ..."""
 _SET = re.compile(r"environ|putenv|setenv|load_dotenv")
