@@ -33,6 +33,7 @@ BENCHMARKS = {
     "growth": "growth with state and workers",
     "planning": "the planner's decisions",
     "reconcile": "what an event costs the operator",
+    "warm_start": "from release to the first step, warm and cold",
     "gpu": "capture and deltas on a GPU",
 }
 """In the order of the table."""

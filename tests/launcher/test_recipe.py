@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from launcher_harness import order
 
+from tiercheck.launcher.environment import command_environment
 from tiercheck.launcher.recipe import Recipe, recipe_of
+from tiercheck.protocol.directive import Phase
+from tiercheck.warm.variables import cannot_be_applied, named_in
 
 
 def shebang(name: str) -> tuple[str, str]:
@@ -49,3 +53,26 @@ def test_what_python_will_call_its_original_arguments() -> None:
         recipe = recipe_of(command.split())
         assert recipe is not None
         assert recipe.command == command.split()
+
+
+def test_whatever_an_attempt_sets_may_still_be_set_when_torch_is_there() -> None:
+    base = {"TIERCHECK_POD_IP": "127.0.0.1", "PATH": "/bin"}
+    made = order(3, Phase.RELEASE, procs_per_worker=1)
+    changed = command_environment(base, made)
+    assert not cannot_be_applied(base, changed)
+    assert cannot_be_applied(base, {**changed, "OMP_NUM_THREADS": "1"}) == "OMP_NUM_THREADS"
+    assert cannot_be_applied(base, {"TIERCHECK_POD_IP": "127.0.0.1"}) == "PATH"
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("os.environ['OMP_NUM_THREADS'] = '1'", "OMP_NUM_THREADS"),
+        ('os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "x")', "PYTORCH_CUDA_ALLOC_CONF"),
+        ("os.environ['TORCH_NCCL_BLOCKING_WAIT']; os.environ['CUDA_VISIBLE_DEVICES']", ""),
+        ("os.environ['TORCHELASTIC_RUN_ID'], os.environ['LOCAL_RANK']", ""),
+        ("print('OMP_NUM_THREADS')", ""),
+    ],
+)
+def test_script_that_names_what_torch_reads_at_import_is_known(source: str, named: str) -> None:
+    assert named_in(source) == named

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 
 _LATE = frozenset(
     {
-        "TIERCHECK_ATTEMPT", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
         "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING",
     }
 )  # fmt: skip
-_LATE_PREFIXES = ("PET_", "TORCHELASTIC_")
+_LATE_PREFIXES = ("TIERCHECK_", "PET_", "TORCHELASTIC_")
 """Read when a process group, or torchrun, begins: an attempt sets them."""
 
 _EARLY = re.compile(

@@ -1,0 +1,143 @@
+"""How soon after the release the user's code runs, and its first optimizer step is done: warm, cold, and the bare fork of a
+Python that has torch, which is the limit.
+
+In turn, in one run, through the real launcher process.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.amounts import seconds_text
+from benchmarks.figure import Figure, Outcome
+from benchmarks.scale import ROOT, Scale
+from tiercheck.protocol.directive import Phase
+from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.local import Order
+
+_SCRIPT = """
+import time; began = time.time()
+import os, torch
+from torch import nn
+model = nn.Linear(8, 8); optimizer = torch.optim.AdamW(model.parameters())
+model(torch.zeros(1, 8)).sum().backward(); optimizer.step()
+os.write(1, f"{began} {time.time()}\\n".encode())
+"""
+_FORK = """
+import os, sys, time, torch, torch._dynamo
+for _ in range(int(sys.argv[2])):
+    at = time.time()
+    if not os.fork():
+        exec(compile(open(sys.argv[1]).read(), sys.argv[1], "exec"))
+        os._exit(0)
+    os.wait(); os.write(1, f"{at}\\n".encode())
+"""
+_IMPORT_SECONDS = 60.0
+
+
+def run(scale: Scale) -> Outcome:
+    """Medians over the rounds."""
+    rounds = 2 if scale.quick else 5
+    found: dict[str, list[tuple[float, float]]] = {
+        name: [] for name in ("warm", "cold", "torchrun warm", "torchrun cold")
+    }
+    with tempfile.TemporaryDirectory(prefix="tcb-") as folder:
+        script = Path(folder) / "train.py"
+        script.write_text(_SCRIPT)
+        commands = {
+            "": ([sys.executable, str(script)], 1),
+            "torchrun ": ([sys.executable, "-m", "torch.distributed.run", str(script)], 2),
+        }
+        for number in range(rounds):
+            for prefix, (command, ranks) in commands.items():
+                for kind in ("warm", "cold"):
+                    run_dir = Path(folder) / f"{prefix.strip()}{kind}{number}"
+                    run_dir.mkdir()
+                    found[prefix + kind].append(_once(run_dir, command, ranks, warm=kind == "warm"))
+        found["fork"] = _forks(script, rounds)
+    middle = {name: [statistics.median(times) for times in zip(*each, strict=True)] for name, each in found.items()}
+    return Outcome(
+        [
+            _row("from release to the first optimizer step, python", middle["warm"], middle["cold"], "a cold start"),
+            _row(
+                "from release to the first optimizer step, torchrun with 2 ranks",
+                middle["torchrun warm"],
+                middle["torchrun cold"],
+                "a cold start",
+            ),
+            _row(
+                "the same, python, beside the bare fork",
+                middle["warm"],
+                middle["fork"],
+                "a fork of a Python that has torch",
+            ),
+        ],
+        {"seconds to user code and to the first step": middle},
+    )
+
+
+def _row(name: str, ours: list[float], other: list[float], what: str) -> Figure:
+    told = f"user code after {seconds_text(ours[0])}, step after {seconds_text(ours[1])}"
+    against = f"{what}: {seconds_text(other[0])}, {seconds_text(other[1])}"
+    return Figure(name, told, against, ours[1] / other[1])
+
+
+def _once(run_dir: Path, command: list[str], ranks: int, *, warm: bool) -> tuple[float, float]:
+    """Seconds from the release to the first line of the last rank's code, and to the end of its first step."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(run_dir / "sidecar.sock"))
+        listener.listen()
+        environment = {
+            **{name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},
+            "PYTHONPATH": str(ROOT),
+            "TIERCHECK_RUN_DIR": str(run_dir),
+            "TIERCHECK_WARM": str(int(warm)),
+            "TIERCHECK_PROCS_PER_WORKER": str(ranks),
+        }
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "tiercheck.launcher", "--", *command],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        assert launcher.stdout is not None
+        try:
+            connection, _ = listener.accept()
+            with connection:
+                if warm:
+                    _until_idle(launcher.pid)
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", 0))
+                    port = probe.getsockname()[1]
+                at = time.time()
+                connection.sendall(to_json(Order(1, Phase.RELEASE, 0, 1, ranks, "127.0.0.1", port)) + b"\n")
+                said = [[float(word) - at for word in launcher.stdout.readline().split()] for _ in range(ranks)]
+        finally:
+            launcher.kill()
+            launcher.wait()
+            launcher.stdout.close()
+    return max(each[0] for each in said), max(each[1] for each in said)
+
+
+def _until_idle(launcher: int) -> None:
+    """Until the launcher's child has imported everything and sleeps on its socket."""
+    end = time.monotonic() + _IMPORT_SECONDS
+    while time.monotonic() < end:
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        if any("unix_stream" in Path(f"/proc/{child}/wchan").read_text() for child in children):
+            return
+        time.sleep(0.05)
+    raise TimeoutError("no interpreter became ready")
+
+
+def _forks(script: Path, rounds: int) -> list[tuple[float, float]]:
+    done = subprocess.run(
+        [sys.executable, "-c", _FORK, str(script), str(rounds)], capture_output=True, text=True, check=True, timeout=300
+    )
+    lines = [[float(word) for word in line.split()] for line in done.stdout.splitlines()]
+    return [(began - at, step - at) for (began, step), (at,) in zip(lines[::2], lines[1::2], strict=True)]
