@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiercheck.protocol.slot import NotASlot, SlotHeader, read_header
+from tiercheck.warm import IDLE_NAME
 from tiercheck_local import links, markers
 from tiercheck_local.client import NODES, PODS, ApiFailure, Object
 from tiercheck_local.node.agent import LOSE_EVERY_POD
@@ -41,12 +42,12 @@ class Faults:
         self, pod: str, container: str = "trainer", number: int = signal.SIGKILL, namespace: str = "default"
     ) -> int:
         """Signal one process of the user's command: a leaf of the container's process tree, not its first process (the
-        launcher), unless that is alone. Returns its PID. Raises NothingToHit."""
+        launcher), unless that is alone, nor the interpreter that waits for the next attempt. Returns its PID. Raises NothingToHit."""
         found = self.container_processes(pod, container, namespace)
         if not found:
             raise NothingToHit(f"no process runs in container {container} of pod {pod}")
         parents = {_parent(pid) for pid in found}
-        leaves = [pid for pid in found if pid not in parents]
+        leaves = [pid for pid in found if pid not in parents and not waits_warm(pid)] or found[:1]
         target = max(leaves, key=_resident)  # the training process, not a helper that it started
         os.kill(target, number)
         return target
@@ -252,6 +253,14 @@ def _parent(pid: int) -> int:
     except OSError:
         return 0
     return int(text.rpartition(")")[2].split()[1])
+
+
+def waits_warm(pid: int) -> bool:
+    """Whether it is an interpreter that the launcher keeps for the next attempt."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip() == IDLE_NAME
+    except OSError:
+        return False
 
 
 def _resident(pid: int) -> int:

@@ -10,13 +10,14 @@ from tests.cluster.jobs import PATIENCE, Job, Jobs
 from tests.cluster.test_recovery import assert_same_as_undisturbed
 from tiercheck_local.client import NODES
 from tiercheck_local.cluster import LocalCluster
+from tiercheck_local.faults import waits_warm
 
 pytestmark = pytest.mark.cluster
 
 
 def trains(cluster: LocalCluster, node: str, uid: str) -> bool:
-    """Whether a training command runs in a pod that the API may know no more. Its launcher stays."""
-    return len(cluster.faults.processes_of(node, uid, "trainer")) > 1
+    """Whether a training command runs in a pod that the API may know no more. Its launcher stays, and what that keeps ready."""
+    return sum(not waits_warm(pid) for pid in cluster.faults.processes_of(node, uid, "trainer")) > 1
 
 
 def newest_step(cluster: LocalCluster, pod: str) -> int:

@@ -17,7 +17,7 @@ from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import from_json, to_json
 from tiercheck.protocol.local import Hello, LauncherEvent, Order
 
-DEADLINE = 30.0
+DEADLINE = 90.0
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

@@ -40,7 +40,7 @@ said = {
     "threads": threading.active_count(), "debug": __debug__, "start": multiprocessing.get_all_start_methods(),
     "method": multiprocessing.get_start_method(allow_none=True), "filters": str(warnings.filters),
     "stdout": [sys.stdout.encoding, sys.stdout.line_buffering, sys.stdout.write_through, sys.stdout.isatty()],
-    "stdin": sys.stdin is not None and sys.stdin.fileno(), "policy": os.sched_getscheduler(0), "nice": os.nice(0),
+    "stdin": sys.stdin is not None and sys.stdin.fileno(), "comm": open("/proc/self/comm").read(), "policy": os.sched_getscheduler(0), "nice": os.nice(0),
     "open": sorted(int(fd) for fd in os.listdir("/proc/self/fd"))[:-1],
     "meta_path": [getattr(each, "__name__", str(each)) for each in sys.meta_path if type(each).__name__ != "Curtain"],
 }

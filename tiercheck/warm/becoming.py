@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 import tiercheck
 from tiercheck.launcher.recipe import Recipe, recipe_of
+from tiercheck.warm import IDLE_NAME
 from tiercheck.warm.curtain import Curtain
 from tiercheck.warm.variables import cannot_be_applied, named_in, set_too_late
 
@@ -110,6 +111,7 @@ def prepare(descriptor: int, arguments: Sequence[str], names: Mapping[str, Any],
     recipe = Recipe(**{**spec, "flags": tuple(spec["flags"]), "arguments": tuple(spec["arguments"])})
     given = json.loads(arguments[1])
     imported_with = dict(os.environ)
+    name = rename(IDLE_NAME)
     try:
         refuse_users_start_up()
         set_search_path(recipe)
@@ -133,6 +135,7 @@ def prepare(descriptor: int, arguments: Sequence[str], names: Mapping[str, Any],
     channel.say("ready")
     order = channel.hear()
     environment: dict[str, str] = order["environment"]
+    rename(name)
     try:
         expected = {**environment, **order["expected"]}
         if late := cannot_be_applied(imported_with, expected):
@@ -158,6 +161,17 @@ def prepare(descriptor: int, arguments: Sequence[str], names: Mapping[str, Any],
         imports.show_effects()
     take_over(recipe, command)
     return command
+
+
+def rename(name: str) -> str:
+    """Give this process a name for `ps`, and return the one that it had."""
+    try:
+        with open("/proc/self/comm", "r+") as file:
+            before = file.read().strip()
+            file.write(name)
+            return before
+    except OSError:  # no such file, or not ours to write: it keeps its name
+        return name
 
 
 def refuse_users_start_up() -> None:
