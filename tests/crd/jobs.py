@@ -172,6 +172,7 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
 ACCEPTED: list[tuple[str, Any]] = [
     ("spec.checkpoint", {"delta": {"mode": "None"}, "sanityGate": "Off", "stateSize": "24Gi"}),
     ("spec.checkpoint.delta.mode", "Replay"),
+    (f"{_TRAINER}.env", [{"name": "TIERCHECK_WARM", "value": "0"}]),
     ("spec.tiers.peer", {"parity": {"data": 2, "parity": 1}, "bandwidth": "2Gi"}),
     ("spec.tiers.remote", {"s3": _S3, "everySteps": 75}),
     ("spec.tiers.remote", {"s3": _S3, "keepFor": "7d12h"}),

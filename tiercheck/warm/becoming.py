@@ -34,6 +34,7 @@ from tiercheck.warm.variables import cannot_be_applied, named_in, set_too_late
 _PREIMPORTED = ("torch", "torch.distributed", "tiercheck.trainer.checkpointer")
 _LATER = "torch._dynamo"
 """What the first optimizer imports; it takes as long as torch itself."""
+MARK = "tiercheck_warm"
 _FOR_TORCHRUN = "torch.distributed.run"
 
 
@@ -175,11 +176,16 @@ def rename(name: str) -> str:
 
 
 def refuse_users_start_up() -> None:
-    """Code that Python runs by itself could have read what an attempt sets. Debian's own file is known. Raises Unfit."""
+    """Code that Python runs by itself could have read what an attempt sets.
+
+    Debian's own file is known, and one that says `tiercheck_warm = True` vouches for itself. Raises Unfit.
+    """
     library = os.path.dirname(os.__file__)
     for name in ("sitecustomize", "usercustomize"):
         module = sys.modules.get(name)
         file = os.path.realpath(getattr(module, "__file__", None) or "")
+        if getattr(module, MARK, False):
+            continue
         if module is not None and not file.startswith((library + os.sep, "/etc/python3")):
             raise Unfit(f"{name} is there, and may read what only an attempt sets")
 

@@ -18,6 +18,8 @@ import sys
 import threading
 import time
 
+tiercheck_warm = True
+"""For the launcher: what runs here reads nothing that an attempt sets."""
 CUTS = "TIERCHECK_LOCAL_CUTS"
 _LOOK_EVERY = 0.2
 _LOOPBACK = "127.0.0.1"
