@@ -12,7 +12,7 @@ from typing import Any
 
 SCRIPT = Path(__file__).parent / "mesh_changes.py"
 STAGES = (
-    "fsdp:4", "fsdp:2", "fsdp-tensor:4", "fsdp:4", "tensor:2", "ddp:2", "fsdp:3", "zero:2", "hybrid:4", "pipeline:2",
+    "fsdp:4", "fsdp:2", "fsdp-tensor:4", "fsdp:4", "tensor:2", "ddp:2", "zero:2", "ddp:2", "fsdp:3", "zero:2", "hybrid:4", "pipeline:2",
     "fsdp:2", "ddp:1", "hybrid:4",
 )  # fmt: skip
 

@@ -35,7 +35,7 @@ from tiercheck.protocol.slot import NotASlot
 from tiercheck.protocol.version import Version
 from tiercheck.trainer import stacks, user_state
 from tiercheck.trainer.backend import Backend, Offer, RestoreError
-from tiercheck.trainer.capture import Entry, NotCapturable, on_cuda
+from tiercheck.trainer.capture import Entry, NotCapturable, named_parameters_of, on_cuda
 from tiercheck.trainer.copying import Pending, Snapshot
 from tiercheck.trainer.delta import StoredDelta
 from tiercheck.trainer.deltas import Deltas, innermost
@@ -334,7 +334,17 @@ class Checkpointer:
         if slot is not None and saved_whole(slot.header.metadata.get(REPLICAS, "")):
             self._shares.keep_whole(f"replicas differed when {slot.header.version} was saved")
         entries = self._shares.own(self._inventories.take().entries)
-        return anywhere(slot is None or not fits(slot, entries))
+        return anywhere(slot is None or not (fits(slot, entries) and self._kept_here(slot)))
+
+    def _kept_here(self, slot: SlotReader) -> bool:
+        """Whether the slot's optimizers kept state for the same parameters: under ZeRO each rank has its own."""
+        try:
+            saved = user_state.unpack(slot.user_blob())["facts"]["optimizers"]
+        except (KeyError, NotCapturable):
+            return True  # the load will say what is wrong with it
+        here = [[name for name, _ in named_parameters_of(optimizer, self._model)] for optimizer in self._optimizers]
+        there = [list(each["states"]) for each in saved]
+        return len(here) != len(there) or all({*own} == {*theirs} for own, theirs in zip(here, there, strict=True))
 
     def _refuse_unequal(self, version: Version, written: Iterable[str]) -> None:
         """Raises RestoreError if what would be put together is of replicas that did not hold the same."""
