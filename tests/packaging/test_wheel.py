@@ -155,6 +155,8 @@ def test_library_asks_for_nothing_but_torch_and_each_integration_for_its_own_fra
 
 BROUGHT_ALONG = {"botocore": "boto3", "click": "typer", "urllib3": "kubernetes"}
 """Names that are imported but come with another requirement, on purpose."""
+OPTIONAL = {("cli", "torch")}
+"""Without them a command says what to install (`NEEDS_TORCH`): most users of `tiercheck` want no gigabyte of torch."""
 
 
 @pytest.mark.parametrize("extra", ["operator", "sidecar", "cli"])
@@ -162,7 +164,7 @@ def test_extra_names_everything_that_its_part_imports(unpacked: Path, extra: str
     required = _requirements(unpacked, extra)
     distributions = importlib.metadata.packages_distributions()
     for name, path in imported_names(ROOT / PACKAGES[f"tiercheck_{extra}"]).items():
-        if name.startswith("tiercheck"):
+        if name.startswith("tiercheck") or (extra, name) in OPTIONAL:
             continue
         providers = {_normal(provider) for provider in distributions.get(name, [name])}
         providers.add(_normal(BROUGHT_ALONG.get(name, name)))
