@@ -24,11 +24,11 @@ PACKAGES = {
 
 
 def modules(folder: Path, package: str) -> list[str]:
-    """Dotted names of every module of a package, `__main__` left out."""
+    """Dotted names of every module of a package; what is only ever run as a script is left out."""
     names = []
     for path in sorted((folder / package).rglob("*.py")):
         dotted = ".".join(path.relative_to(folder).with_suffix("").parts)
-        if not dotted.endswith("__main__"):
+        if not dotted.endswith(("__main__", "warm.entry")):
             names.append(dotted.removesuffix(".__init__"))
     return names
 
