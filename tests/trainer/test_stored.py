@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from tiercheck.protocol.slot import NotASlot, SlotLayout
 from tiercheck.protocol.version import Version
+from tiercheck.trainer import checkpointer
 from tiercheck.trainer.backend import RestoreError
 from tiercheck.trainer.dtypes import dtype_name
 from tiercheck.trainer.slot_file import SlotReader, SlotWriter
@@ -129,15 +131,14 @@ def test_checkpoint_cut_off_before_the_load_leaves_the_model_as_it_was(
     run.checkpointer.close()
     again = Run(adamw, tmp_path, seed=99)
     before = again.state()
-    read_blob = SlotReader.user_blob
+    load_all = checkpointer.load_all
 
-    def read_then_cut(slot: SlotReader) -> bytes:
-        blob = read_blob(slot)
+    def cut_then_load(*arguments: Any, **named: Any) -> None:
         (newest,) = (tmp_path / "rank-0-of-1").glob("000000000002-*.safetensors")
-        os.truncate(newest, slot.header.size - 1)
-        return blob
+        os.truncate(newest, newest.stat().st_size - 1)
+        load_all(*arguments, **named)
 
-    monkeypatch.setattr(SlotReader, "user_blob", read_then_cut)
+    monkeypatch.setattr(checkpointer, "load_all", cut_then_load)
     with pytest.raises(RestoreError, match="cut off"):
         again.checkpointer.restore()
     same_bits(again.state(), before)
