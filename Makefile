@@ -5,11 +5,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test lint types contracts chart bench radosgw-test clean
+.PHONY: help setup demo test test-extended lint types contracts chart bench radosgw-test clean
 
 help:
 	@echo "make demo       a job on a laptop cluster, hit by every size of failure (about 3 minutes)"
-	@echo "make test       the whole test suite"
+	@echo "make test       the test suite (under 15 minutes on 2 cores)"
+	@echo "make test-extended  every failure class on the laptop cluster as well (about half an hour)"
 	@echo "make lint       ruff: format and lint"
 	@echo "make types      mypy: strict on the pure parts"
 	@echo "make contracts  import-linter: who may import whom"
@@ -30,6 +31,9 @@ demo: $(READY)
 	$(BIN)/python -m tiercheck_local.demo $(DEMO_FLAGS)
 
 test: $(READY)
+	$(BIN)/python -m pytest -m "not extended" $(PYTEST_FLAGS)
+
+test-extended: $(READY)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 lint: $(READY)

@@ -23,7 +23,7 @@ from tiercheck_local.client import PODS, SECRETS, Object, Resource
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.stage import JOBS
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.extended]
 
 POLICIES = Resource("tiercheck.io/v1alpha1", "tiercheckpolicies")
 WEBHOOKS = Resource("admissionregistration.k8s.io/v1", "mutatingwebhookconfigurations", namespaced=False)

@@ -51,6 +51,7 @@ def at_rest(job: Job) -> bool:
     return len(marks) == 1 and held == {mark.peer for mark in marks} == {mark.local for mark in marks}
 
 
+@pytest.mark.extended
 def test_partitioned_old_worker_keeps_sending_and_nobody_listens(jobs: Jobs, cluster: LocalCluster) -> None:
     job = jobs.start(workers=2, env={"ALONE": "1", "TAIL": "100"})
     before = job.wait_trained(13)

@@ -40,6 +40,7 @@ def standing_still(job: Job, gate: Path, after: int) -> tuple[int, int]:
     return status["attempt"], step
 
 
+@pytest.mark.extended
 def test_lost_node_costs_no_step_that_its_peers_had_heard_of(jobs: Jobs, cluster: LocalCluster, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     job = jobs.start(workers=2, env={"GATE": str(gate)}, checkpoint=ROOMY)
@@ -52,6 +53,7 @@ def test_lost_node_costs_no_step_that_its_peers_had_heard_of(jobs: Jobs, cluster
     assert_same_as_undisturbed(job)
 
 
+@pytest.mark.extended
 def test_killed_process_costs_no_step_that_its_memory_holds(jobs: Jobs, cluster: LocalCluster, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     job = jobs.start(workers=2, env={"GATE": str(gate)}, checkpoint=ROOMY, remote_every=None)
@@ -63,6 +65,7 @@ def test_killed_process_costs_no_step_that_its_memory_holds(jobs: Jobs, cluster:
     assert_same_as_undisturbed(job)
 
 
+@pytest.mark.extended
 def test_deltas_go_on_after_everything_was_lost(jobs: Jobs, cluster: LocalCluster) -> None:
     job = jobs.start(workers=2, env={"TAIL": "400"})
     before = job.wait_trained(22, tier="remote")
@@ -88,6 +91,7 @@ def test_lost_node_is_rebuilt_from_parity(jobs: Jobs, cluster: LocalCluster, tmp
     assert_same_as_undisturbed(job)
 
 
+@pytest.mark.extended
 def test_parity_takes_the_place_of_copies_at_the_next_recovery(jobs: Jobs, cluster: LocalCluster) -> None:
     job = jobs.start(workers=3, env={"TAIL": "10000"}, remote_every=None)
     before = job.wait_trained(13)
@@ -121,6 +125,7 @@ def test_run_that_diverged_goes_back_to_the_last_finite_state(jobs: Jobs) -> Non
     assert_same_as_undisturbed(job)
 
 
+@pytest.mark.extended
 def test_optimizer_that_cannot_be_replayed_gets_snapshots_only_and_the_job_says_so(
     jobs: Jobs, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from tests.cluster.jobs import Jobs
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.stage import JOBS
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.extended]
 
 TRAINER = [sys.executable, str(Path(__file__).with_name("sharded_trainer.py"))]
 

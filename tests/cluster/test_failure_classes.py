@@ -38,6 +38,7 @@ def test_trainer_that_outgrew_its_memory_is_told_from_a_crash_with_the_number_to
     assert_same_as_undisturbed(job)
 
 
+@pytest.mark.extended
 def test_hung_worker_is_named_its_stack_is_in_the_log_and_the_job_goes_on_in_place(
     jobs: Jobs, cluster: LocalCluster, tmp_path: Path
 ) -> None:
@@ -64,6 +65,7 @@ def test_exit_code_that_a_rule_calls_final_fails_the_job_without_a_restart(jobs:
     assert job.status["attempt"] == 1
 
 
+@pytest.mark.extended
 def test_restart_that_a_rule_does_not_count_spends_nothing(jobs: Jobs, cluster: LocalCluster) -> None:
     rule = {"name": "flaky", "action": "RestartIgnoringLimit", "onReasons": ["Signalled"]}
     job = jobs.start(workers=2, failurePolicy={"maxRestarts": 0, "rules": [rule]})
@@ -77,6 +79,7 @@ def test_restart_that_a_rule_does_not_count_spends_nothing(jobs: Jobs, cluster: 
     assert_same_as_undisturbed(job)
 
 
+@pytest.mark.extended
 def test_killed_sidecar_starts_again_and_training_never_stops(jobs: Jobs, cluster: LocalCluster) -> None:
     job = jobs.start(workers=2, steps=400, pace=0.05)
     before = job.wait_trained(13)
@@ -95,6 +98,7 @@ def test_killed_sidecar_starts_again_and_training_never_stops(jobs: Jobs, cluste
     assert after["tiers"]["peer"]["step"] > here, "its copies are kept up again"
 
 
+@pytest.mark.extended
 def test_job_that_takes_longer_than_it_may_ends(jobs: Jobs) -> None:
     job = jobs.start(workers=1, activeDeadlineSeconds=8)
     failed = job.wait_condition("Failed", "True", "DeadlineExceeded")

@@ -12,7 +12,7 @@ from tests.cluster.replicas import PATIENCE, Replicas
 from tests.cluster.test_recovery import assert_same_as_undisturbed
 from tiercheck_local.cluster import LocalCluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.extended]
 
 
 @pytest.fixture(scope="module")

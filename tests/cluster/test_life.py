@@ -38,6 +38,7 @@ def test_deleted_job_leaves_nothing_behind_even_without_an_operator(jobs: Jobs, 
     jobs.restart_operator()
 
 
+@pytest.mark.extended
 def test_status_and_events_tell_the_story(jobs: Jobs, cluster: LocalCluster) -> None:
     job = jobs.start(workers=2)
     before = job.wait_trained(13)
@@ -55,6 +56,7 @@ def test_status_and_events_tell_the_story(jobs: Jobs, cluster: LocalCluster) -> 
     assert [event["reason"] for event in job.events()].count("Completed") == 1, "an Event is posted once"
 
 
+@pytest.mark.extended
 def test_disruption_budget_refuses_an_eviction_during_a_restore_and_allows_it_afterwards(
     jobs: Jobs, cluster: LocalCluster
 ) -> None:

@@ -39,6 +39,7 @@ def test_crashed_trainer_is_restarted_in_place_from_its_own_memory(jobs: Jobs, c
     assert_same_as_undisturbed(job)
 
 
+@pytest.mark.extended
 def test_evicted_pod_is_replaced_alone_and_restored_from_its_peer(jobs: Jobs, cluster: LocalCluster) -> None:
     job = jobs.start(workers=2)
     before = job.wait_trained(13)
@@ -65,6 +66,7 @@ def test_worker_of_a_dead_node_moves_and_is_restored_from_its_peer(jobs: Jobs, c
     assert_same_as_undisturbed(job)
 
 
+@pytest.mark.extended
 def test_workers_on_a_lost_rack_are_restored_from_the_other_rack(jobs: Jobs, cluster: LocalCluster) -> None:
     job = jobs.start(workers=4)
     before = job.wait_trained(13)
@@ -109,6 +111,7 @@ def test_operator_killed_in_the_middle_of_a_recovery_continues_it(jobs: Jobs, cl
     assert_same_as_undisturbed(job)
 
 
+@pytest.mark.extended
 def test_failure_while_the_operator_is_down_is_mended_when_it_is_back(jobs: Jobs, cluster: LocalCluster) -> None:
     job = jobs.start(workers=2)
     before = job.wait_trained(13)

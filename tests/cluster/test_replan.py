@@ -14,7 +14,7 @@ from tiercheck_local.client import CONFIG_MAPS, NODES
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_operator.planning.saved_placement import SavedPlacement, placement_name, read_placement_data
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.extended]
 
 PDU = "example.com/pdu"
 

@@ -44,6 +44,7 @@ def test_spare_takes_the_place_of_a_worker_whose_node_died(jobs: Jobs, cluster: 
     cluster.wait_for(lambda: not spares(job), PATIENCE, "the spare to go with the job's end")
 
 
+@pytest.mark.extended
 def test_job_without_capacity_waits_with_a_reason_and_goes_on_from_memory(jobs: Jobs, cluster: LocalCluster) -> None:
     job = jobs.start(workers=2, failurePolicy={"capacityTimeoutSeconds": 2}, elastic={"minWorkers": 1})
     before = job.wait_trained(13)
@@ -72,6 +73,7 @@ def node_memory(cluster: LocalCluster, node: str) -> Path:
     return cluster.memory_folder(node) / "node" / "dev/shm/tiercheck"
 
 
+@pytest.mark.extended
 def test_node_memory_outlives_a_pod_and_is_cleared_when_its_job_is_gone(jobs: Jobs, cluster: LocalCluster) -> None:
     manifest = jobs.manifest(2)
     manifest["spec"]["tiers"]["local"]["medium"] = "NodeMemory"

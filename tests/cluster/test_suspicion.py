@@ -70,6 +70,7 @@ def test_worker_cut_off_from_everybody_trains_on_for_nobody_and_stops_when_it_he
     assert_same_as_undisturbed(job)
 
 
+@pytest.mark.extended
 def test_workers_that_only_the_store_can_tell_stop_and_leave_its_versions_alone(
     jobs: Jobs, cluster: LocalCluster
 ) -> None:
@@ -86,6 +87,7 @@ def test_workers_that_only_the_store_can_tell_stop_and_leave_its_versions_alone(
     assert_same_as_undisturbed(job)
 
 
+@pytest.mark.extended
 def test_drained_node_gives_its_pod_away_with_the_work_of_its_last_steps(jobs: Jobs, cluster: LocalCluster) -> None:
     job = jobs.start(workers=2)
     before = job.wait_trained(13)
@@ -106,6 +108,7 @@ def test_drained_node_gives_its_pod_away_with_the_work_of_its_last_steps(jobs: J
     assert_same_as_undisturbed(job)
 
 
+@pytest.mark.extended
 def test_node_that_an_autoscaler_will_remove_is_left_before(jobs: Jobs, cluster: LocalCluster) -> None:
     job = jobs.start(workers=2)
     before = job.wait_trained(13)
