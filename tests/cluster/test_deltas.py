@@ -117,6 +117,7 @@ def test_parity_takes_the_place_of_copies_at_the_next_recovery(jobs: Jobs, clust
     assert third["rebuilt"] == 1
 
 
+@pytest.mark.extended
 def test_run_that_diverged_goes_back_to_the_last_finite_state(jobs: Jobs) -> None:
     job = jobs.start(workers=2, env={"DIVERGE_AT": "17"}, failurePolicy={"rollbackAfterNonFinite": 3})
     recovery = job.wait_recovered(1)

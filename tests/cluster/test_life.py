@@ -13,6 +13,7 @@ from tiercheck_local.demo.stage import JOBS
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.extended
 def test_suspended_job_gives_its_pods_back_and_goes_on_from_the_remote_tier(jobs: Jobs, cluster: LocalCluster) -> None:
     job = jobs.start(workers=2)
     before = job.wait_trained(13)

@@ -81,6 +81,7 @@ def test_missing_credentials_are_named(jobs: Jobs) -> None:
     assert "credentials" in waiting["message"]
 
 
+@pytest.mark.extended
 def test_bucket_that_breaks_later_never_stops_training(
     jobs: Jobs, cluster: LocalCluster, credentials: str, tmp_path: Path
 ) -> None:

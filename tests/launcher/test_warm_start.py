@@ -148,6 +148,7 @@ def test_script_sees_the_same_world_warm_and_cold(
     assert left == right
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("script", "code"),
     [

@@ -57,6 +57,7 @@ def test_saved_on_two_ranks_it_comes_back_on_three_and_on_one(tmp_path: Path) ->
         assert [rank["whole"] for rank in after] == [before[0]["whole"]] * world
 
 
+@pytest.mark.extended
 def test_what_is_saved_in_a_thread_or_a_process_is_the_state_of_its_step(tmp_path: Path) -> None:
     told = launch(2, tmp_path, "train", "whole", "async", "whole")
     assert told[0]["whole"][0] != told[0]["whole"][1]  # training went on
@@ -225,6 +226,7 @@ def test_note_is_read_as_it_was_written() -> None:
         planner_paths({"a": object()})
 
 
+@pytest.mark.extended
 def test_the_example_goes_on_after_it_was_killed_as_if_nothing_had_happened(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "train_dcp.py"
 
