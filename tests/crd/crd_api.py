@@ -90,7 +90,14 @@ class Api:
                 answer: dict[str, Any] = json.load(response)
                 return answer
         except urllib.error.HTTPError as error:
-            raise Refused(json.load(error)) from error
+            text = error.read().decode()
+            # A path that is not served yet is answered in plain words.
+            status = (
+                json.loads(text)
+                if text.startswith("{")
+                else {"code": error.code, "reason": error.reason, "message": text}
+            )
+            raise Refused(status) from error
 
     def _request(
         self, method: str, path: str, body: Any, query: Mapping[str, str], accept: str = "application/json"
