@@ -31,7 +31,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 def helm_config(cluster: LocalCluster) -> Iterator[Any]:
     """Helm on that cluster. Whatever a test leaves installed is removed, the definition and its jobs included."""
     from chart_under_test import NAMESPACE, RELEASE, helm
-    from releases import CRD, DEADLINE, exists
+    from releases import DEADLINE, DEFINITIONS, exists
 
     with helm.Config(kubeconfig_path=cluster.kubeconfig, namespace=NAMESPACE) as config:
         yield config
@@ -40,6 +40,8 @@ def helm_config(cluster: LocalCluster) -> Iterator[Any]:
             cluster.operator.wait(30)
             cluster.operator = None
         config.uninstall(RELEASE, ignore_not_found=True)
-        if exists(cluster, CRD):
-            cluster.api.request("DELETE", CRD)
-        cluster.wait_for(lambda: not exists(cluster, CRD), DEADLINE, "the definition to go")
+        for definition in DEFINITIONS:
+            if exists(cluster, definition):
+                cluster.api.request("DELETE", definition)
+        for definition in DEFINITIONS:
+            cluster.wait_for(lambda path=definition: not exists(cluster, path), DEADLINE, "the definition to go")

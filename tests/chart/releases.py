@@ -32,7 +32,9 @@ real = [
 
 DEADLINE = 90.0
 JOBS = "/apis/tiercheck.io/v1alpha1/namespaces/{}/tiercheckjobs"
-CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/tiercheckjobs.tiercheck.io"
+_CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+CRD = f"{_CRDS}/tiercheckjobs.tiercheck.io"
+DEFINITIONS = (CRD, f"{_CRDS}/tiercheckpolicies.tiercheck.io")
 ACCOUNT = f"{RELEASE}-operator"
 
 
