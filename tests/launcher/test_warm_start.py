@@ -42,7 +42,7 @@ said = {
     "stdout": [sys.stdout.encoding, sys.stdout.line_buffering, sys.stdout.write_through, sys.stdout.isatty()],
     "stdin": sys.stdin is not None and sys.stdin.fileno(), "comm": open("/proc/self/comm").read(), "policy": os.sched_getscheduler(0), "nice": os.nice(0),
     "open": sorted(int(fd) for fd in os.listdir("/proc/self/fd"))[:-1],
-    "meta_path": [getattr(each, "__name__", str(each)) for each in sys.meta_path if type(each).__name__ != "Curtain"],
+    "meta_path": [getattr(each, "__name__", type(each).__name__) for each in sys.meta_path if type(each).__name__ != "Curtain"],
 }
 import importlib.util
 said["found"] = importlib.util.find_spec("torch").origin
