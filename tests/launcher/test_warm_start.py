@@ -75,15 +75,18 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 def waiting(launched: Launched) -> int:
     """The interpreter that is ready beside this launcher: it has read torch, and sleeps."""
 
-    def ready() -> list[int]:
-        return [
+    found: list[int] = []
+
+    def ready() -> bool:
+        found[:] = [
             int(entry.name)
             for entry in Path("/proc").iterdir()
             if entry.name.isdigit() and _waits(entry, launched.process.pid)
         ]
+        return bool(found)
 
-    until(lambda: bool(ready()), "an interpreter is ready")
-    return ready()[0]
+    until(ready, "an interpreter is ready")
+    return found[0]
 
 
 def _waits(entry: Path, parent: int) -> bool:
