@@ -161,6 +161,15 @@ def test_workers_are_named_in_few_words(workers, text: str) -> None:  # type: ig
     assert named(workers) == text
 
 
+def test_nobody_goes_without_so_that_others_get_a_second_copy() -> None:
+    cluster = uneven([[2], [1, 1, 2]])
+    two = PlacementPolicy(2, "rack", required=False)
+    assert all(placed(cluster, two).values())
+    after, rounds = settled(around(cluster, two), placed(cluster))
+    assert all(after.values())
+    assert all(set(found.holders[worker]) - set(found.leaving[worker]) for found in rounds for worker in found.holders)
+
+
 @st.composite
 def lives(draw):  # type: ignore[no-untyped-def]
     """A cluster, a policy, and what happens to it: cordons, suspects, new labels, less room."""
@@ -222,6 +231,8 @@ def test_at_no_moment_are_there_fewer_complete_copies_than_were_promised_and_had
                 break
             had = {worker: _complete(holders, complete, worker) for worker in holders}
             before = standing(ground, start, [holders[w] for w in sorted(holders)])
+            # Only for a worker that has none may another one go down to its last copy.
+            least = 1 if policy.copies and before.bare else policy.copies
             holders = {**holders, **found.holders}
             if room:
                 load = Counter(holder for kept in holders.values() for holder in kept)
@@ -237,7 +248,7 @@ def test_at_no_moment_are_there_fewer_complete_copies_than_were_promised_and_had
                     del leaving[worker]
                 complete = {(w, h) for w, h in complete if h in holders[w]}
                 for worker, count in had.items():
-                    assert _complete(holders, complete, worker) >= min(count, policy.copies)
+                    assert _complete(holders, complete, worker) >= min(count, least)
                 if leaving:
                     complete.add(pending.pop())
             complete |= {(worker, holder) for worker, kept in holders.items() for holder in kept}

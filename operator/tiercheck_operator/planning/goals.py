@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from tiercheck_operator.planning.bare import is_bare
 from tiercheck_operator.planning.ground import Ground
 
-Cost = tuple[tuple[int, ...], int, int, int, int, int]
+Cost = tuple[int, tuple[int, ...], int, int, int, int, int]
 
 
 def cost(
     ground: Ground, start: int, holders: Sequence[tuple[int, ...]], previous: Mapping[int, tuple[int, ...]]
 ) -> Cost:
-    """Workers not apart from all their copies (wanted level first, then narrower), copies lacking, unequal load,
+    """Workers without any copy on another node, those not apart from all their copies (wanted level first, then narrower), copies lacking, unequal load,
     fatal sets of nodes, copies moved, network distance.
     """
     levels = range(start, len(ground.levels))
     near = [0] * len(levels)
-    lacking = distance = moved = 0
+    bare = lacking = distance = moved = 0
     sets: set[tuple[int, ...]] = set()
     load: Counter[int] = Counter()
     for worker, kept in enumerate(holders):
+        bare += is_bare(ground, worker, kept)
         lacking += ground.copies - len(kept)
         for position, level in enumerate(levels):
             if len(kept) < ground.copies or not all(ground.apart(level, worker, holder) for holder in kept):
@@ -33,4 +35,4 @@ def cost(
             moved += holder not in before
             distance += len(ground.levels) - ground.parting_level(0, worker, holder)
     unequal = sum(count * count for count in load.values())
-    return tuple(near), lacking, unequal, len(sets), moved, distance
+    return bare, tuple(near), lacking, unequal, len(sets), moved, distance

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from tiercheck_operator.planning.bare import cover_bare
 from tiercheck_operator.planning.ground import Ground
 
 _MOST = 256
@@ -36,7 +37,7 @@ def mend(ground: Ground, start: int, current: Sequence[tuple[int, ...]]) -> list
                 break
             holders[worker] = (*holders[worker], fresh)
             load[fresh] += 1
-    return holders
+    return cover_bare(ground, start, holders)
 
 
 def _worth_keeping(ground: Ground, start: int, worker: int, kept: Sequence[int]) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Decides which workers keep copies of which others, so that what fails together does not hold the same state.
 
-Several complete placements are drawn up and the best by the order of goals (`goals.cost`) is taken: no copy in the
+Several complete placements are drawn up and the best by the order of goals (`goals.cost`) is taken: nobody without a copy, no copy in the
 same domain, none on suspect nodes, equal load, few fatal sets, least change, short way. Deterministic.
 """
 
@@ -11,6 +11,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from tiercheck_operator.planning.bare import cover_bare
 from tiercheck_operator.planning.bounds import bound
 from tiercheck_operator.planning.build import build
 from tiercheck_operator.planning.code_group import CodeGroup
@@ -131,6 +132,7 @@ def _best(ground: Ground, start: int, before: Mapping[int, tuple[int, ...]]) -> 
         drafts += [build(ground, start, earlier, fill_first=True) for earlier in ([before, {}] if before else [{}])]
         if _usable(ground, before):
             drafts.append([before[worker] for worker in range(ground.workers)])
+    drafts = [cover_bare(ground, start, holders) for holders in drafts]
     costs = [cost(ground, start, holders, before) for holders in drafts]
     return tuple(drafts[costs.index(min(costs))])
 

@@ -1,7 +1,7 @@
 """Decides which copies move while a job trains, and in which order, so that at no moment fewer complete copies exist than before.
 
 A move is made before it is broken: the new holder is added, and the old one leaves when the new one has a complete version. Both
-need memory meanwhile, so a move waits where there is no room. Each round makes the placement strictly better by `Standing`
+need memory meanwhile, so a move waits where there is no room. A copy that was promised is given up only for a worker that has none. Each round makes the placement strictly better by `Standing`
 and nothing else moves, so rounds come to an end.
 """
 
@@ -138,7 +138,7 @@ def _wanted(around: Surroundings, current: Holders) -> tuple[list[tuple[int, ...
 
 
 def _perfect(ground: Ground, start: int) -> Standing:
-    return Standing(0, (0,) * (len(ground.levels) - start), 0, 0, 0)
+    return Standing(0, 0, (0,) * (len(ground.levels) - start), 0, 0, 0)
 
 
 def _moved(before: Sequence[tuple[int, ...]], after: Sequence[tuple[int, ...]]) -> int:
@@ -165,7 +165,8 @@ def _worthwhile(
                 after[worker] = wanted[worker]
             touched = {*parts, *(holder for worker in parts for holder in (*before[worker], *wanted[worker]))}
             old, new = standing(ground, start, before, touched), standing(ground, start, after, touched)
-            if new < old:
+            fewer = any(len(wanted[w]) < min(len(before[w]), ground.copies) for w in parts)
+            if new < old and (not fewer or new.bare < old.bare):
                 found.append((_gain(old, new), parts, new.urgent < old.urgent))
                 break
     return [(parts, urgent) for _, parts, urgent in sorted(found, key=lambda each: (each[0], each[1]))]
@@ -175,6 +176,7 @@ def _gain(old: Standing, new: Standing) -> tuple[int, ...]:
     """Smaller is better."""
     near = tuple(b - a for a, b in zip(old.near, new.near, strict=True))
     return (
+        new.bare - old.bare,
         new.lacking - old.lacking,
         *near,
         new.unfit - old.unfit,

@@ -88,6 +88,7 @@ def parity_standing(ground: Ground, start: int, groups: Sequence[CodeGroup]) -> 
     able = sum(ground.can_hold)
     limit = -(-len(groups) * ground.copies // able) if able else 0
     return Standing(
+        bare=missing + sum(len(group.members) for group in groups if not group.holders),
         lacking=missing * ground.copies
         + sum(max(0, ground.copies - len(group.holders)) * len(group.members) for group in groups),
         near=tuple(

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from tiercheck_operator.planning.bare import is_bare
 from tiercheck_operator.planning.ground import Ground
 
 Holders = Sequence[tuple[int, ...]]
@@ -19,6 +20,8 @@ Holders = Sequence[tuple[int, ...]]
 class Standing:
     """Compared in this order; smaller is better."""
 
+    bare: int
+    """Workers without any copy on another node, though copies were asked for."""
     lacking: int
     """Copies that were asked for and have no holder."""
     near: tuple[int, ...]
@@ -31,21 +34,22 @@ class Standing:
     """Copies beyond those that were asked for."""
 
     @property
-    def urgent(self) -> tuple[int, tuple[int, ...], int]:
+    def urgent(self) -> tuple[int, int, tuple[int, ...], int]:
         """What may cost state when something fails."""
-        return self.lacking, self.near, self.unfit
+        return self.bare, self.lacking, self.near, self.unfit
 
 
 def standing(ground: Ground, start: int, holders: Holders, among: Collection[int] | None = None) -> Standing:
     """`start` is the index of the wanted level. `among`: of these workers and these holders' loads only."""
     levels = range(start, len(ground.levels))
     near = [0] * len(levels)
-    lacking = unfit = surplus = 0
+    bare = lacking = unfit = surplus = 0
     load: Counter[int] = Counter()
     for worker, kept in enumerate(holders):
         load.update(kept)
         if among is not None and worker not in among:
             continue
+        bare += is_bare(ground, worker, kept)
         lacking += max(0, ground.copies - len(kept))
         surplus += max(0, len(kept) - ground.copies)
         unfit += sum(not ground.can_hold[holder] for holder in kept)
@@ -56,4 +60,4 @@ def standing(ground: Ground, start: int, holders: Holders, among: Collection[int
         for holder, count in load.items()
         if ground.can_hold[holder] and (among is None or holder in among)
     )
-    return Standing(lacking, tuple(near), unfit, overload, surplus)
+    return Standing(bare, lacking, tuple(near), unfit, overload, surplus)
