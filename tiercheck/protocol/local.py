@@ -62,7 +62,8 @@ class Request:
     """From a rank.
 
     - "reserve": the rank's snapshot slots must hold `bytes` each, its delta slots `delta_bytes`
-      (0: it takes no deltas; None: not known yet).
+      (0: it takes no deltas; None: not known yet). `elementwise`: whether its deltas can be replayed on other ranks too, because its
+      optimizers treat each element on its own.
       Answered when the snapshot slots are allocated and pre-faulted; delta slots follow.
     - "begin": a slot for the artifact of `kind` after `step`, of at most `bytes`. Reply carries `path`, or `skip` with the reason.
     - "complete": the slot at `path` is written; its first `bytes` are the artifact.
@@ -83,6 +84,7 @@ class Request:
     step: int = 0
     bytes: int = 0
     delta_bytes: int | None = 0
+    elementwise: bool | None = None
     kind: Kind = Kind.SNAPSHOT
     path: str = ""
     loss: float | None = None
@@ -121,6 +123,8 @@ class Welcome:
     """Sealed, verified deltas, to be replayed on the snapshot in this order to get to the version."""
     restore_world_size: int = 0
     """Ranks that saved the version. If they are not as many as now, there is no `restore_path`, and all is borrowed."""
+    restore_chain: tuple[Version, ...] = ()
+    """What is to be borrowed of each of them, if it is more than the version: the snapshot, then the deltas in order."""
     delta: DeltaMode = DeltaMode.NONE
     sanity_gate: bool = True
     error: str = ""

@@ -54,6 +54,10 @@ class Buffers:
         self._marks = marks
         return found + [(name, local_shard(buffer)) for name, buffer, owner in large if owner in moved]
 
+    def named(self) -> list[tuple[str, Tensor]]:
+        """All of them, by name in the model."""
+        return [(name, buffer) for name, owner, key in self._places if (buffer := owner.get(key)) is not None]
+
     def extra(self) -> dict[str, Any]:
         """What modules add to the state_dict by `get_extra_state`, by its key there."""
         return {name: module.get_extra_state() for name, module in self._extra.items()}

@@ -47,8 +47,10 @@ from tiercheck.trainer.load import fits, load_all
 from tiercheck.trainer.partitioned import Partitions
 from tiercheck.trainer.ranks import anywhere, everyones, rank_and_world
 from tiercheck.trainer.replay import Mismatch, Replay
+from tiercheck.trainer.replayable import inseparable
 from tiercheck.trainer.replicas import Shares
-from tiercheck.trainer.resharding import OtherRanks, load_resharded
+from tiercheck.trainer.resharded_replay import CannotReplay, replay_resharded
+from tiercheck.trainer.resharding import Here, OtherRanks, load_resharded
 from tiercheck.trainer.saver import Saver
 from tiercheck.trainer.sidecar_backend import SidecarBackend
 from tiercheck.trainer.slot_file import SlotReader
@@ -130,6 +132,7 @@ class Checkpointer:
         """This process among the ranks of the job."""
         self._found = found
         self._backend = _backend(folder, keep) if found is None else found.backend
+        self._backend.elementwise = not any(map(inseparable, self._optimizers))
         self._last_words: LastWords | None = None
         if os.environ.get(ENV_RUN_DIR):
             stacks.answer_with_stacks()
@@ -364,6 +367,13 @@ class Checkpointer:
             content = load_resharded(
                 self._model, self._optimizers, self._shares, others, self.rank, beside=self._beside
             )
+            if offer.borrow_deltas:
+                here = Here(self._model, self._optimizers, self._shares, self.rank, self.world_size)
+                content = replay_resharded(here, others, offer.borrow_deltas)
+        except CannotReplay as error:
+            message = f"the steps after the snapshot cannot be made again on other ranks: {error}"
+            self._backend.mismatch(offer.version.step, message)
+            raise RestoreError(message) from error
         except (OSError, NotASlot, KeyError, TypeError, NotCapturable) as error:
             raise RestoreError(f"{offer.version} cannot be read: {error}") from error
         self._partitions.loaded()

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tiercheck.protocol.artifact import Kind
-from tiercheck.protocol.slot import SlotLayout
+from tiercheck.protocol.slot import PIECES, SlotLayout
 from tiercheck.trainer import copying, state_hash
 from tiercheck.trainer.backend import Skipped
 from tiercheck.trainer.capture import NotCapturable
@@ -58,7 +58,9 @@ class DeltaJob:
                 plan = self._script.planner.plan(delta)
                 turn = [tensor for _, tensor in state_hash.state_of_turn(self._script.optimizers, delta.step)]
                 longest = replay_blob(plan, [_BLANK] * len(turn), delta.threads)
-                self._layout = self._script.planner.layout(plan.items, len(longest), len(delta.blob.written()))
+                self._layout = self._script.planner.layout(
+                    plan.items, plan.pieces, len(longest), len(delta.blob.written())
+                )
             except NotCapturable as error:
                 raise Skipped("NotCapturable", str(error)) from error
         self._plan = plan
@@ -112,6 +114,7 @@ class DeltaJob:
 
     def _finish(self) -> None:
         delta = self._delta
+        bytes_into(self._views[PIECES], self._plan.pieces)
         bytes_into(self._views[REPLAY_BLOB], self._blob)
         bytes_into(self._views[USER_BLOB], delta.blob.written())
         if self._desk.gate():

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercheck.trainer.capture import NotCapturable
+from tiercheck.trainer.capture import NotCapturable, local_shard
 from tiercheck.trainer.dtypes import dtype_name, dtype_of
 
 SAMPLE = 1024
@@ -185,3 +185,15 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 def _words(tensor: Tensor) -> Tensor:
     plain = tensor.detach().contiguous().view(-1)
     return plain if plain.dtype == torch.bool or plain.is_complex() else _bits(plain)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, tensors (the shards of sharded ones) by their bits."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        both = isinstance(one, Tensor) and isinstance(other, Tensor)
+        return both and same_bits(local_shard(one), local_shard(other))
+    if isinstance(one, Mapping):
+        return isinstance(other, Mapping) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from tiercheck.trainer import user_state
 from tiercheck.trainer.capture import local_shard
-from tiercheck.trainer.encoding import same_bits
+from tiercheck.trainer.encoding import same, same_bits
 from tiercheck.trainer.gradients import SCALING, Event, set_hyper_parameters
 from tiercheck.trainer.replayable import plain_step
 
@@ -69,7 +69,7 @@ class Probe:
         shadow, self._shadow = self._shadow, None
         if shadow is None:
             return
-        if not _same(self._random, user_state.random_state()):
+        if not same(self._random, user_state.random_state()):
             raise Refused(f"{self._name} draws random numbers")
         try:
             self._step(shadow)
@@ -77,7 +77,7 @@ class Probe:
             raise Refused(f"a step of {self._name} on clones failed: {error!r}") from error
         for real, clone in self._pairs:
             state, cloned = self._optimizer.state[real], shadow.state[clone]
-            if not same_bits(local_shard(real), clone) or not _same(dict(state), dict(cloned)):
+            if not same_bits(local_shard(real), clone) or not same(dict(state), dict(cloned)):
                 raise Refused(f"a step of {self._name} on clones of some parameters gave other bits than the real one")
         self._agreed += 1
         self._pairs = []
@@ -163,15 +163,3 @@ def _is_plain(value: Any) -> bool:
 
 def _copied(value: Any) -> Any:
     return local_shard(value).clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Equal, tensors by their bits."""
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        both = isinstance(one, Tensor) and isinstance(other, Tensor)
-        return both and same_bits(local_shard(one), local_shard(other))
-    if isinstance(one, Mapping):
-        return isinstance(other, Mapping) and one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,12 +37,31 @@ class Replay:
     @torch.no_grad()
     def apply(self, delta: StoredDelta, facts: Mapping[str, Any]) -> None:
         """Bring the state from before the delta's step to after it. Raises Mismatch."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(delta.threads)
+        consumed = ((event.optimizer, self._gradients(delta, event)) for event in delta.events)
+        self.redo(delta.threads, consumed, delta.buffers(), facts)
+        turn = state_hash.state_of_turn(self._optimizers, delta.step)
+        places, tensors = [place for place, _ in turn], [tensor for _, tensor in turn]
+        if where := state_hash.first_difference(places, tensors, delta.hashes):
+            raise Mismatch(f"{self._spelled(where)} differs")
+
+    @torch.no_grad()
+    def redo(
+        self,
+        threads: int,
+        consumed: Iterable[tuple[int, Sequence[Tensor | None]]],
+        buffers: Mapping[str, Tensor],
+        facts: Mapping[str, Any],
+    ) -> None:
+        """Make the updates of one step again. `consumed`: for each its optimizer, and the gradients of this rank's shards.
+
+        Raises Mismatch if the optimizer does, or something does not fit.
+        """
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
         try:
-            for event, consumed in zip(delta.events, facts["events"], strict=True):
-                self._update(delta, event, consumed)
-            for name, value in delta.buffers().items():
+            for (index, gradients), event in zip(consumed, facts["events"], strict=True):
+                self._update(index, gradients, event)
+            for name, value in buffers.items():
                 self._buffers.put_back(name, value)
             self._buffers.put_back_extra(facts["extra"])
             for optimizer, groups in zip(self._optimizers, facts["groups"], strict=True):
@@ -50,19 +69,14 @@ class Replay:
         except Exception as error:  # the optimizer's own code runs here, on what may not fit it
             raise Mismatch(f"{type(error).__name__}: {error}") from error
         finally:
-            torch.set_num_threads(threads)
+            torch.set_num_threads(before)
             self._clear()
-        turn = state_hash.state_of_turn(self._optimizers, delta.step)
-        places, tensors = [place for place, _ in turn], [tensor for _, tensor in turn]
-        if where := state_hash.first_difference(places, tensors, delta.hashes):
-            raise Mismatch(f"{self._spelled(where)} differs")
 
-    def _update(self, delta: StoredDelta, event: StoredEvent, consumed: Mapping[str, Any]) -> None:
-        optimizer, named = self._optimizers[event.optimizer], self._named[event.optimizer]
+    def _gradients(self, delta: StoredDelta, event: StoredEvent) -> list[Tensor | None]:
         replicas = self._replicas[event.optimizer]
         gradients = [
             event.gradient(delta.tensors, index, name, local_shard(parameter).device, replicas[index])
-            for index, (name, parameter) in enumerate(named)
+            for index, (name, parameter) in enumerate(self._named[event.optimizer])
         ]
         exchange(
             [
@@ -71,18 +85,22 @@ class Replay:
                 if gradient is not None and alike is not None and event.is_shared(index)
             ]
         )
+        return gradients
+
+    def _update(self, index: int, gradients: Sequence[Tensor | None], event: Mapping[str, Any]) -> None:
+        optimizer, named = self._optimizers[index], self._named[index]
         for gradient, (_, parameter) in zip(gradients, named, strict=True):
             parameter.grad = None if gradient is None else _like(gradient, parameter)
-        set_hyper_parameters(optimizer, consumed["groups"])
-        device = next((p.device for _, p in self._named[event.optimizer]), None)
-        for name, value in consumed["scaling"].items():
+        set_hyper_parameters(optimizer, event["groups"])
+        device = next((p.device for _, p in named), None)
+        for name, value in event["scaling"].items():
             setattr(optimizer, name, value.to(device))
         try:
             with torch.enable_grad():  # as in a training loop; `step` turns it off itself
                 plain_step(optimizer)()
         finally:
             for name in SCALING:
-                if name in consumed["scaling"]:
+                if name in event["scaling"]:
                     delattr(optimizer, name)
 
     def _clear(self) -> None:

@@ -16,6 +16,11 @@ _NAMES = (
 KNOWN = tuple(getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name))
 """Their step is a function of parameters, gradients, state and hyper-parameters alone; tests replay every one of them."""
 
+_SEPARABLE = {*_NAMES} - {"Adafactor", "Muon"}
+"""What their step does to an element depends on that element alone, and on counts that all elements share."""
+_EXACT_IN_HALF = {"AdamW"}
+"""On CPUs: others add products of half-precision numbers, which vectors round and single numbers do not."""
+
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -32,6 +37,26 @@ def hindrance(optimizer: Optimizer) -> str:
         return f"{name} evaluates the model several times in one step"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} is differentiable, so its step depends on the graph around it"
+    return ""
+
+
+def inseparable(optimizer: Optimizer) -> str:
+    """Why a part of its parameters, cut anywhere, would not get the same bits; empty if it is known to.
+
+    Known by a test of every class (tests/trainer/test_separable.py). What it cannot know of, such as another processor's vectors, the
+    fingerprints of a replay find out.
+    """
+    name = type(optimizer).__name__
+    if not is_known(optimizer) or name not in _SEPARABLE:
+        return f"{name} is not known to treat each element on its own"
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.device.type != "cpu":
+                continue
+            if group.get("fused"):
+                return f"{name} with fused=True rounds differently at the edges of a shard on CPUs"
+            if parameter.dtype not in (torch.float32, torch.float64) and name not in _EXACT_IN_HALF:
+                return f"{name} rounds {parameter.dtype} differently at the edges of a shard on CPUs"
     return ""
 
 

@@ -91,6 +91,10 @@ class Shares:
     def own(self, entries: Sequence[Entry]) -> list[Entry]:
         return [self.describe(entry) for entry in entries]
 
+    def shard(self, name: str, value: Tensor) -> Piece | None:
+        """What this rank has of a tensor with that name in a slot; None: it is its own affair."""
+        return self._place(name, value, local_shard(value))[0]
+
     def replicas_of(self, name: str, value: Tensor) -> Replicas | None:
         """The ranks that hold the same as this one of a tensor with that name in a slot; None: there are none."""
         return self._place(name, value, local_shard(value))[1]

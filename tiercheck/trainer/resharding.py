@@ -20,7 +20,6 @@ from tiercheck.protocol.pieces import Box, NotCovered, Piece, Take, cover
 from tiercheck.trainer import user_state
 from tiercheck.trainer.backend import Ranges
 from tiercheck.trainer.capture import (
-    Entry,
     is_extra,
     local_shard,
     model_items,
@@ -53,11 +52,33 @@ class _Wanted:
     """Without a span: all of the shard. None: a private one."""
 
 
+@dataclass(frozen=True)
+class Here:
+    """This rank, and what it has now."""
+
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    shares: Shares
+    rank: int
+    world_size: int
+
+    @cached_property
+    def named(self) -> list[list[tuple[str, Tensor]]]:
+        """Of each optimizer its parameters, by their names in the model."""
+        return [list(named_parameters_of(optimizer, self.model)) for optimizer in self.optimizers]
+
+    def box(self, name: str, value: Tensor) -> Box:
+        """Which indices of a tensor with that name in a slot are here."""
+        piece = self.shares.shard(name, value)
+        return Box.whole(local_shard(value).shape) if piece is None else piece.box
+
+
 class OtherRanks:
     """The slots of the `world_size` ranks that saved a version."""
 
     def __init__(self, world_size: int, borrow: Borrow) -> None:
         self.world_size, self._borrow = world_size, borrow
+        self._blobs: dict[int, dict[str, Any]] = {}
 
     @cached_property
     def beginnings(self) -> list[SlotReader]:
@@ -82,6 +103,17 @@ class OtherRanks:
                 if name not in pieces:
                     found.setdefault(name, []).append(rank)
         return found
+
+    def blob(self, rank: int) -> dict[str, Any]:
+        """The user blob of one of them."""
+        if rank not in self._blobs:
+            self._blobs[rank] = user_state.unpack(self.open(rank, [self.place(rank, USER_BLOB)]).user_blob())
+        return self._blobs[rank]
+
+    def facts(self, rank: int) -> dict[str, Any]:
+        """What the snapshot of one of them tells beside its tensors."""
+        facts: dict[str, Any] = self.blob(rank)["facts"]
+        return facts
 
     def open(self, rank: int, ranges: Ranges) -> SlotReader:
         return SlotReader.open(self._borrow(rank, ranges))
@@ -129,7 +161,7 @@ def load_resharded(
     the same ones would see the same data.
     """
     namesake = rank % others.world_size
-    blobs = {namesake: _blob(others, namesake)}
+    blobs = {namesake: others.blob(namesake)}
     facts = blobs[namesake]["facts"]
     takes = _plan(list(_model(model, shares, facts["model_extra"])), others, rank)
     for module, prefix, extra in modules_beside(beside or {}, facts):
@@ -140,7 +172,7 @@ def load_resharded(
             continue  # weights only: the optimizer begins anew
         # What an optimizer keeps of a parameter is told by any rank that had it.
         for source in _having(index, optimizer, model, others) - blobs.keys():
-            blobs[source] = _blob(others, source)
+            blobs[source] = others.blob(source)
         more = _optimizer(index, optimizer, model, shares, others, blobs=blobs, namesake=namesake)
         takes += _plan(more, others, rank)
     _read(takes, others)
@@ -153,22 +185,13 @@ def load_resharded(
     return {**content, "random": content["random"] if rank < others.world_size else None}
 
 
-def _blob(others: OtherRanks, rank: int) -> dict[str, Any]:
-    return user_state.unpack(others.open(rank, [others.place(rank, USER_BLOB)]).user_blob())
-
-
 def _model(model: nn.Module, shares: Shares, extra: Mapping[str, Any], prefix: str = "model/") -> Iterator[_Wanted]:
-    for key, value, lazy in model_items(model):
+    for key, value, _ in model_items(model):
         if isinstance(value, Tensor) and not is_extra(key):
             local = local_shard(value)
-            yield _Wanted(f"{prefix}{key}", local, _shard(shares, f"{prefix}{key}", local, value, lazy))
+            yield _Wanted(f"{prefix}{key}", local, shares.shard(f"{prefix}{key}", value))
         elif key not in extra:
             raise DifferentState(f"{prefix}{key} is only in the model")
-
-
-def _shard(shares: Shares, name: str, local: Tensor, value: Tensor, lazy: bool = True) -> Piece | None:
-    piece = shares.describe(Entry(name, local, lazy, origin=value)).piece
-    return None if piece is None else Piece(piece.shape, piece.box)
 
 
 def _having(index: int, optimizer: Optimizer, model: nn.Module, others: OtherRanks) -> set[int]:
@@ -212,7 +235,7 @@ def _optimizer(
                 continue
             stored = f"optimizer{index}/{name}/{key}"
             local, state[key] = _room(others.shape(stored), others.dtype(stored), described, parameter)
-            wanted.append(_Wanted(stored, local, _shard(shares, stored, local, state[key])))
+            wanted.append(_Wanted(stored, local, shares.shard(stored, state[key])))
         if state:
             optimizer.state[parameter] = state
     return wanted

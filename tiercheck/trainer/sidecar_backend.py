@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.local import Hello, Reply, Request, Welcome
 from tiercheck.protocol.names import ENV_ATTEMPT, SOCKET_NAME
+from tiercheck.protocol.version import Version
 from tiercheck.trainer.backend import Offer, Ranges, RestoreError, Skipped, WarnOnce
 from tiercheck.trainer.sidecar_link import LinkBroken, SidecarLink
 
@@ -35,6 +37,7 @@ class SidecarBackend:
         self.attempt = int(os.environ.get(ENV_ATTEMPT, "0"))
         self._hello = Hello(role="rank", pid=os.getpid(), rank=rank, world_size=world_size, attempt=self.attempt)
         self.every = 0
+        self.elementwise = False
         self.fenced = False
         """A newer attempt is on its way: nothing of this process is wanted any more."""
         self._link: SidecarLink | None = None
@@ -78,20 +81,22 @@ class SidecarBackend:
         if version is None:
             return None
 
-        def borrow(rank: int, ranges: Ranges) -> str:
-            wanted = Request("borrow", step=version.step, rank=rank, ranges=tuple(ranges))
-            try:
-                return self._ask(wanted, BORROW_SECONDS)
-            except Skipped as error:
-                raise RestoreError(f"{version} of rank {rank} cannot be had: {error}") from error
-
+        snapshot, *deltas = self._welcome.restore_chain or (version,)
         return Offer(
             version,
             self._welcome.restore_path,
             self._welcome.restore_deltas,
             world_size=self._welcome.restore_world_size,
-            borrow=borrow if self._welcome.restore_world_size else None,
+            borrow=partial(self._borrow, snapshot, Kind.SNAPSHOT) if self._welcome.restore_world_size else None,
+            borrow_deltas=tuple((delta.step, partial(self._borrow, delta, Kind.DELTA)) for delta in deltas),
         )
+
+    def _borrow(self, version: Version, kind: Kind, rank: int, ranges: Ranges) -> str:
+        wanted = Request("borrow", step=version.step, kind=kind, rank=rank, ranges=tuple(ranges))
+        try:
+            return self._ask(wanted, BORROW_SECONDS)
+        except Skipped as error:
+            raise RestoreError(f"the {kind.value} of {version} of rank {rank} cannot be had: {error}") from error
 
     def restored(self, step: int) -> None:
         self._restored_step = step
@@ -190,7 +195,8 @@ class SidecarBackend:
         undecided = delta_size == 0 and self.delta is not DeltaMode.NONE and not self._no_deltas
         wanted = (size, None if undecided else delta_size)
         if self._reserved != wanted:
-            self._ask(Request("reserve", bytes=size, delta_bytes=wanted[1]), RESERVE_SECONDS)
+            said = Request("reserve", bytes=size, delta_bytes=wanted[1], elementwise=self.elementwise)
+            self._ask(said, RESERVE_SECONDS)
             self._reserved = wanted
 
     def _say(self, request: Request) -> None:

@@ -25,9 +25,8 @@ Place = tuple[int, int, str]
 """Optimizer, number of the parameter, key of its state ("" is the parameter itself)."""
 
 _COLUMNS = 1024
-_SMALL = (
-    64 * 1024
-)  # bytes: smaller tensors share one fingerprint, because each costs more calls than its bytes are worth
+SMALL = 64 * 1024
+"""Bytes: smaller tensors share one fingerprint, because each costs more calls than its bytes are worth."""
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio in 64 bits, as a signed number
 
 
@@ -60,7 +59,7 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[str]:
     small: dict[torch.device, list[Tensor]] = {}
     large: list[Tensor] = []
     for tensor in tensors:
-        if tensor.nbytes < _SMALL:
+        if tensor.nbytes < SMALL:
             small.setdefault(tensor.device, []).append(_bytes(tensor))
         else:
             large.append(_bytes(tensor))
@@ -83,10 +82,21 @@ def first_difference(places: Sequence[Place], tensors: Sequence[Tensor], wanted:
         return ""
     if len(found) != len(wanted):
         return "the number of tensors"
-    large = [place for place, tensor in zip(places, tensors, strict=True) if tensor.nbytes >= _SMALL]
+    large = [place for place, tensor in zip(places, tensors, strict=True) if tensor.nbytes >= SMALL]
     number = next(number for number, (one, other) in enumerate(zip(found, wanted, strict=True)) if one != other)
     first_large = len(found) - len(large)
     return large[number - first_large] if number >= first_large else "a small tensor"
+
+
+def words(flat: Tensor) -> tuple[int, int]:
+    """The two sums over these bytes, as numbers of 64 bits. But for a `constant` they are linear in the words."""
+    columns, rows = _fold(flat).tolist()
+    return columns % 2**64, rows % 2**64
+
+
+def constant(size: int) -> int:
+    """What the length alone adds to the second sum of so many bytes."""
+    return -(-size // 8) * 8 * _ODD % 2**63
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -107,7 +117,7 @@ def _fold(flat: Tensor) -> Tensor:
     rest = words[rows * _COLUMNS :]
     columns, many = _weights(_COLUMNS, flat.device), _weights(max(rows, 1), flat.device)
     tail = (rest * columns[: rest.numel()]).sum()
-    length = flat.numel() * _ODD % 2**63
+    length = constant(flat.numel())
     by_column = (body.sum(0) * columns).sum() + tail
     by_row = (body.sum(1) * many[:rows]).sum() + 3 * tail + length
     return torch.stack([by_column, by_row])
