@@ -79,6 +79,8 @@ class Board:
         """Why there is no room for deltas, as far as is known: a sentence with numbers."""
         self.declined: dict[int, str] = {}
         """Per own rank that takes no deltas in this attempt: why."""
+        self.elementwise: dict[int, bool] = {}
+        """Per own rank that said so, in whichever attempt: whether its deltas can be replayed on other ranks."""
         self.counters = Counters()
         self._learned = 0
         self._problems: dict[str, Problem] = {}

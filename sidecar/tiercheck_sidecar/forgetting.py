@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiercheck.protocol.artifact import Kind
-from tiercheck.protocol.chain import chain_to, rebuildable
+from tiercheck.protocol.chain import Chain, chain_to, rebuildable
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.sizing import HOSTED_SLOTS, OWN_SLOTS
 from tiercheck.protocol.version import History, Version
@@ -32,6 +32,8 @@ class Place:
     """Kept for a worker that has other holders now; it may go as soon as those hold as much."""
     slots: int = 0
     """For snapshots; 0: as many as there are when memory is not short."""
+    came_from: Chain | None = None
+    """What the attempt came back from, if other ranks made it."""
 
     @property
     def to_keep(self) -> int:
@@ -47,20 +49,29 @@ def expendable(
     deltas = set(filter(history.continues, place.deltas))
     kept = (snapshots, deltas)
     floor = verdict.floor if verdict is not None and verdict.attempt == history.attempt else None
-    foreign = _of_other_ranks(place, history, floor)
+    foreign, links = _of_other_ranks(place, history, floor)
     if verdict is not None and verdict.attempt == history.attempt:
         kept = _needed(place, snapshots, deltas, history, verdict)
         kept[0].update(snapshots & {owed})
     gone = {(Kind.SNAPSHOT, version) for version in place.snapshots - kept[0] - foreign}
-    return frozenset(gone | {(Kind.DELTA, version) for version in place.deltas - kept[1]})
+    return frozenset(gone | {(Kind.DELTA, version) for version in place.deltas - kept[1] - links})
 
 
-def _of_other_ranks(place: Place, history: History, floor: Version | None) -> set[Version]:
-    """The newest snapshot of another number of ranks, from which all of these have just come back, until something newer of their
-    own is complete. Its deltas lead nowhere, and more of them would leave no slot for the next one.
+def _of_other_ranks(place: Place, history: History, floor: Version | None) -> tuple[set[Version], set[Version]]:
+    """The snapshot and the deltas from which all of these ranks have just come back, although others made them, until something newer of
+    their own is complete. More of them would leave no slot for the next one.
     """
-    old = max((v for v in place.snapshots if history.accepts(v) and not history.continues(v)), default=None)
-    return {old} if old is not None and (floor is None or old > floor) else set()
+    chain = place.came_from
+    if chain is None:
+        snapshots, deltas = (
+            {each for each in held if history.accepts(each) and not history.continues(each)}
+            for held in (place.snapshots, place.deltas)
+        )
+        newest = max(rebuildable(snapshots, deltas, history), default=None)
+        chain = None if newest is None else chain_to(newest, snapshots, deltas, history)
+    if chain is None or (floor is not None and chain.version <= floor):
+        return set(), set()
+    return {chain.base}, set(chain.deltas)
 
 
 def _needed(

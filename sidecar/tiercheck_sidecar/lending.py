@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from tiercheck.protocol.artifact import Artifact
+from tiercheck.protocol.artifact import Artifact, Kind
+from tiercheck.protocol.chain import chain_from
 from tiercheck.protocol.directive import Directive, Peer, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.slot import NotASlot, beginning
+from tiercheck.protocol.version import Version
 from tiercheck_sidecar.digest import digest_chunk, piece
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import PeerRefused
@@ -32,6 +34,21 @@ log = logging.getLogger(__name__)
 FOLDER = "lent"
 _AHEAD = 2
 """Chunks asked for before the previous one has arrived."""
+
+
+def lent_chain(directive: Directive) -> tuple[Version, ...]:
+    """What is needed of each of the ranks that made the version: a snapshot, then deltas."""
+    restore = directive.restore
+    assert restore is not None
+    chain = chain_from(restore.base or restore.version, restore.version, directive.history)
+    return (chain.base, *chain.deltas)
+
+
+def lent_artifacts(directive: Directive, rank: int) -> tuple[Artifact, ...]:
+    """The same as artifacts of one of them."""
+    snapshot, *deltas = lent_chain(directive)
+    return (Artifact(rank, snapshot), *(Artifact(rank, delta, Kind.DELTA) for delta in deltas))
+
 
 Bring = Callable[[Sequence[int], memoryview], None]
 """Chunk indices, and the whole artifact's bytes, of which these chunks are to be filled. Raises SourceFailed, SourceCorrupt."""
@@ -82,6 +99,13 @@ class Lender:
                 reasons.append(f"{name}: {error}")
         raise SourceFailed("; ".join(reasons) or "no source is known")
 
+    def give_back(self, before: Artifact) -> None:
+        """Deltas that lead to earlier steps than this one have been replayed."""
+        for artifact, loan in list(self._loans.items()):
+            if artifact.kind is Kind.DELTA and artifact.version.step < before.version.step:
+                loan.path.unlink(missing_ok=True)
+                del self._loans[artifact]
+
     def close(self) -> None:
         self._pinned.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -107,7 +131,8 @@ class Lender:
         for source in sources:
             if source.peer is not None:
                 yield f"worker {source.peer.worker}", self._from_peer(artifact, source.peer)
-        yield "the remote tier", self._from_remote(artifact)
+        if artifact.kind is Kind.SNAPSHOT:
+            yield "the remote tier", self._from_remote(artifact)
 
     @contextlib.contextmanager
     def _from_peer(self, artifact: Artifact, peer: Peer) -> Iterator[tuple[Digests, Bring]]:

@@ -67,6 +67,7 @@ class Reporter:
                 owes=board.trainer.report.state is not TrainerState.RUNNING and self.owes(),
                 counters=board.counters,
                 snapshot_every=board.every,
+                elementwise=all(board.elementwise.values()) if board.elementwise else None,
             )
 
     def _trainer(self) -> TrainerReport:

@@ -12,10 +12,10 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Directive, Phase, Restore, Tier
 from tiercheck.protocol.report import RankRestore, RestoreReport, RestoreState
 from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.lending import lent_artifacts, lent_chain
 from tiercheck_sidecar.rank_restore import RankRestorer
 from tiercheck_sidecar.restore_sources import RestoreSources
 from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
@@ -89,12 +89,16 @@ class Restorer:
         failures: list[str] = []
         with contextlib.closing(self._reach.lender()) as lender:
             for rank in range(directive.worker, restore.world_size, directive.workers):
-                try:
-                    lender.lend(directive, Artifact(rank, restore.version), ())
-                except (SourceFailed, MemoryTooSmall, OSError) as error:
-                    failures.append(f"rank {rank} of {restore.world_size}: {error}")
-        tier = None if failures else Tier.PEER
-        ranks = tuple(RankRestore(rank, tier, None, 0, 0.0, tuple(failures)) for rank in self._vault.ranks)
+                for artifact in lent_artifacts(directive, rank):
+                    try:
+                        lender.lend(directive, artifact, ())
+                    except (SourceFailed, MemoryTooSmall, OSError) as error:
+                        failures.append(f"{artifact}, of {restore.world_size} ranks: {error}")
+                        break
+        tier, links = None if failures else Tier.PEER, len(lent_chain(directive)) - 1
+        ranks = tuple(
+            RankRestore(rank, tier, None, 0, 0.0, tuple(failures), deltas=links) for rank in self._vault.ranks
+        )
         state = RestoreState.FAILED if failures else RestoreState.READY
         return RestoreReport(state, restore.version, ranks, time.monotonic() - began)
 

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from tiercheck.protocol.artifact import Artifact, Kind, Share
-from tiercheck.protocol.chain import chain_to
+from tiercheck.protocol.chain import chain_from, chain_to
 from tiercheck.protocol.directive import DeltaMode, Directive, ParityGroup, Phase, Restore, Source, Tier
 from tiercheck.protocol.report import (
     SPARE,
@@ -166,17 +166,31 @@ class Sidecar:
         wanting = [
             entry.rank
             for entry in restore.ranks
-            if not any(
-                Artifact(entry.rank, restore.version) in self.world.offered(source, entry.rank, self)
-                for source in entry.sources
-            )
+            if not {*self.chain(restore, entry.rank)}
+            <= {each for source in entry.sources for each in self.world.offered(source, entry.rank, self)}
         ]
         tier = None if wanting else Tier.PEER
         return RestoreReport(
             RestoreState.FAILED if wanting else RestoreState.READY,
             restore.version,
-            (RankRestore(self.worker, tier, None, 0, 0.1, tuple(f"rank {rank} is nowhere" for rank in wanting)),),
+            (
+                RankRestore(
+                    self.worker,
+                    tier,
+                    None,
+                    0,
+                    0.1,
+                    tuple(f"rank {rank} is nowhere" for rank in wanting),
+                    deltas=len(self.chain(restore, 0)) - 1,
+                ),
+            ),
         )
+
+    def chain(self, restore: Restore, rank: int) -> list[Artifact]:
+        """What is borrowed of one of the ranks that made the version."""
+        assert self.directive is not None
+        chain = chain_from(restore.base or restore.version, restore.version, self.directive.history)
+        return [Artifact(rank, chain.base), *(Artifact(rank, version, Kind.DELTA) for version in chain.deltas)]
 
     def _bring_back(self, rank: int, sources: tuple[Source, ...], version: Version) -> RankRestore:
         """The shortest chain of what the sources really have; a copy found bad is reported, and another one used."""
@@ -278,6 +292,7 @@ class Sidecar:
             quarantined=self.quarantined,
             unreachable=world.missed_by(self),
             counters=Counters(deltas=self.captured_deltas),
+            elementwise=world.elementwise,
         )  # fmt: skip
 
 
@@ -313,6 +328,8 @@ class World:
         """(worker, step): deltas that are not taken."""
         self.poisoned: set[int] = set()
         """Attempts whose loss is not finite any more."""
+        self.elementwise: bool | None = None
+        """What trainers say of their optimizers."""
         self.remote_up = True
         self.committed: Version | None = None
         self.position: dict[str, int] = {}

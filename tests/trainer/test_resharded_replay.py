@@ -88,7 +88,9 @@ class Run:
                 for number, process in enumerate(processes):
                     assert process.stdout is not None
                     line = process.stdout.readline()
-                    assert line, f"rank {number} ended in {stage}: {[s.asked('mismatch', Kind.DELTA) for s in sidecars]}"
+                    assert line, (
+                        f"rank {number} ended in {stage}: {[s.asked('mismatch', Kind.DELTA) for s in sidecars]}"
+                    )
                     said.append(json.loads(line))
                 self.before = sidecars
                 yield stage, [each for each in said if each]

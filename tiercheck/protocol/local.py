@@ -76,7 +76,7 @@ class Request:
     - "restored": the rank has loaded the version it was offered.
     - "borrow": the artifact of another `rank`, of `kind` after `step`, as far as `ranges` of its bytes are concerned (none: its
       header and table of pieces, which are always there). Reply carries the `path` of a file with these bytes at their places, verified;
-      what else is in it is undefined. It is there until "restored".
+      what else is in it is undefined. It is there until "restored"; a delta until one of a later step is borrowed.
     - "failing": the process is about to end with `exit_code`, because of `message`; `reason` is a CamelCase word for it.
     """
 

@@ -131,7 +131,9 @@ class _ReshardedReplay:
         consumed: list[tuple[int, list[_Target | None]]] = []
         sources = {number: recorded[number] for number in self._sources}
         for number, event in enumerate(own.delta.events):
-            wanted = [self._gradient(sources, number, event.optimizer, *each) for each in self._here.named[event.optimizer]]
+            wanted = [
+                self._gradient(sources, number, event.optimizer, *each) for each in self._here.named[event.optimizer]
+            ]
             consumed.append((event.optimizer, wanted))
         buffers = {
             name: target

@@ -1,7 +1,8 @@
 """What a job can come back to whose attempts did not all have as many ranks: each version counts by the ranks that made it.
 
 Of another number of ranks a version is restored by resharding: every rank reads its part of what the old ones saved. For that nobody
-is at home: what lies at a worker is a copy kept there, whoever made it, and only whole snapshots count.
+is at home: what lies at a worker is a copy kept there, whoever made it. Deltas count if the optimizer is known to treat each element on its
+own, and then all ranks must start from the same snapshot: a rank that reads from two others cannot replay from two steps.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from tiercheck.protocol.artifact import Artifact
+from tiercheck.protocol.artifact import Artifact, Kind
+from tiercheck.protocol.chain import chain_to
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import History, Version
 from tiercheck_operator.planning.code_group import CodeGroup
@@ -20,7 +22,8 @@ from tiercheck_operator.planning.stock import Stock
 class ResizedStock:
     """A `Stock` for each number of ranks that the history knows, behind the same questions.
 
-    `ranks` is what the job has now, and what branches count as of which it is not known.
+    `ranks` is what the job has now, and what branches count as of which it is not known. `elementwise`: whether deltas can be replayed on
+    other ranks than those that took them.
     """
 
     def __init__(
@@ -33,17 +36,18 @@ class ResizedStock:
         *,
         bad: Collection[Artifact] = (),
         groups: Iterable[CodeGroup] = (),
+        elementwise: bool = False,
     ) -> None:
         self._history, self._ranks = history, ranks
         others = {branch.ranks for branch in history.branches} - {0, ranks}
         own, stored = (inventories, remote) if not others else self._made_by(ranks, inventories, remote)
-        self._stocks = {
+        self._stocks: dict[int, Stock | _AlikeStock] = {
             ranks: Stock(ranks, ranks_per_worker, history, own, stored, bad=bad, groups=groups),
         }
         for count in sorted(others):
             found, stored = self._made_by(count, inventories, remote)
-            kept = [_all_copies(entry) for entry in found]
-            self._stocks[count] = Stock(count, None, history, kept, stored, bad=bad)
+            kept = [_all_copies(entry, elementwise) for entry in found]
+            self._stocks[count] = _AlikeStock(count, history, kept, stored, bad)
         self.versions = tuple(sorted(version for stock in self._stocks.values() for version in stock.versions))
         """Accepted versions of which anything is held, oldest first."""
 
@@ -75,7 +79,12 @@ class ResizedStock:
         """As of `Stock`, for each rank that made the version. Where resized, no order is nearest for all who read."""
         return self._of(version).sources(version, None if self.is_resized(version) else distance)
 
-    def _of(self, version: Version) -> Stock:
+    def snapshot_of(self, version: Version) -> Version:
+        """From which snapshot a resized version is reached by all ranks. Only if nobody lacks anything."""
+        stock = self._of(version)
+        return stock.snapshot_of(version) if isinstance(stock, _AlikeStock) else version
+
+    def _of(self, version: Version) -> Stock | _AlikeStock:
         return self._stocks[self.ranks_of(version)]
 
     def _made_by(
@@ -102,11 +111,86 @@ class ResizedStock:
         ], replace(remote, versions=frozenset(filter(ours, remote.versions)))
 
 
-def _all_copies(inventory: Inventory) -> Inventory:
-    """Of another number of ranks: snapshots only, all of them copies."""
+class _AlikeStock:
+    """The questions of a `Stock` to ranks that must all take the same way: an artifact counts if there is one of it for every rank."""
+
+    def __init__(
+        self,
+        ranks: int,
+        history: History,
+        inventories: Sequence[Inventory],
+        remote: RemoteInventory,
+        bad: Collection[Artifact],
+    ) -> None:
+        self._history = history
+        self._any = Stock(ranks, None, history, inventories, remote, bad=bad)
+        self.versions = self._any.versions
+        """As of `Stock`."""
+        spoiled = {(each.version, each.kind) for each in bad if 0 <= each.rank < ranks}
+        self._snapshots, self._deltas = (
+            {version for version in found if history.accepts(version) and (version, kind) not in spoiled}
+            for kind, found in zip(Kind, _of_all(ranks, inventories, remote), strict=True)
+        )
+        alike = [_only(entry, self._snapshots, self._deltas) for entry in inventories]
+        self._common = Stock(ranks, None, history, alike, remote, bad=bad)
+
+    def snapshot_of(self, version: Version) -> Version:
+        chain = chain_to(version, self._snapshots, self._deltas, self._history)
+        assert chain is not None
+        return chain.base
+
+    def farthest_tier(self, version: Version) -> Tier | None:
+        return self._common.farthest_tier(version)
+
+    def tier_of(self, rank: int, version: Version) -> Tier | None:
+        return self._common.tier_of(rank, version)
+
+    def lacking(self, version: Version) -> tuple[int, ...]:
+        return (self._any.lacking(version) or self._common.lacking(version)) if self._common.lacking(version) else ()
+
+    def gap(self, rank: int, version: Version) -> str:
+        if self._any.lacking(version):
+            return self._any.gap(rank, version)
+        return "has no snapshot that all others have too"
+
+    def sources(self, version: Version, distance: Distance | None = None) -> Sources | Missing:
+        missing = self.lacking(version)
+        return Missing(missing) if missing else self._common.sources(version, distance)
+
+
+def _of_all(
+    ranks: int, inventories: Sequence[Inventory], remote: RemoteInventory
+) -> tuple[frozenset[Version], frozenset[Version]]:
+    """Snapshots, and deltas, that exist of every rank."""
+    held: list[tuple[set[Version], set[Version]]] = [(set(remote.usable), set()) for _ in range(ranks)]
+    for inventory in inventories:
+        for rank, artifacts in inventory.hosted.items():
+            if 0 <= rank < ranks:
+                held[rank][0].update(artifacts.snapshots)
+                held[rank][1].update(artifacts.deltas)
+    snapshots, deltas = ([each[kind] for each in held] for kind in (0, 1))
+    return frozenset(set.intersection(*snapshots)), frozenset(set.intersection(*deltas))
+
+
+def _only(inventory: Inventory, snapshots: Collection[Version], deltas: Collection[Version]) -> Inventory:
+    hosted = {
+        rank: Artifacts(
+            frozenset(filter(snapshots.__contains__, held.snapshots)),
+            frozenset(filter(deltas.__contains__, held.deltas)),
+        )
+        for rank, held in inventory.hosted.items()
+    }
+    return Inventory(inventory.worker, {}, hosted)
+
+
+def _all_copies(inventory: Inventory, deltas: bool) -> Inventory:
+    """Of another number of ranks: all of them copies."""
     hosted: dict[int, Artifacts] = {}
     for table in (inventory.own, inventory.hosted):
         for rank, held in table.items():
             before = hosted.get(rank, Artifacts())
-            hosted[rank] = Artifacts(frozenset(before.snapshots) | frozenset(held.snapshots))
+            hosted[rank] = Artifacts(
+                frozenset(before.snapshots) | frozenset(held.snapshots),
+                (frozenset(before.deltas) | frozenset(held.deltas)) if deltas else frozenset(),
+            )
     return Inventory(inventory.worker, {}, hosted)
