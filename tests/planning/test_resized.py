@@ -1,10 +1,11 @@
-"""Versions of another number of ranks: complete if all who made them are found, wherever, by snapshots alone."""
+"""Versions of another number of ranks: complete if all who made them are found, wherever; with deltas if these can be replayed elsewhere."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import History, Version
 from tiercheck_operator.planning.inventory import Artifacts, Inventory, Missing, RemoteInventory
@@ -111,3 +112,90 @@ def test_artifacts_of_both_sizes_are_never_one_chain() -> None:
     )
     assert job.stock.lacking(after) == (0, 1)
     assert job.stock.lacking(OLD) == (2, 3)
+
+
+STEPS = [Version(step, 1) for step in range(4, 9)]
+some = st.frozensets(st.sampled_from(STEPS))
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> Situation:
+    """Old ranks took snapshots and deltas at any of five steps; workers of another number of ranks hold any of them."""
+    before, now = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    often = st.one_of(st.just(frozenset(STEPS)), some)
+    held = [
+        {rank: Artifacts(draw(some), draw(often)) for rank in range(before)} for _ in range(draw(st.integers(1, 2)))
+    ]
+    rank = draw(st.integers(0, before - 1))
+    bad = {Artifact(rank, draw(st.sampled_from(STEPS)), Kind.DELTA)} if draw(st.booleans()) else set()
+    return Situation(
+        ranks=now,
+        ranks_per_worker=1,
+        history=History().after(1, 0, before).after(2, 8, now),
+        inventories=[Inventory(worker, {}, hosted) for worker, hosted in enumerate(held)],
+        remote=RemoteInventory(True, True, draw(st.sampled_from([(), (STEPS[0],)]))),
+        bad=bad,
+        elementwise=draw(st.booleans()),
+    )
+
+
+def ways(job: Situation, version: Version) -> list[Version]:
+    """By definition: the snapshots from which every old rank comes to the version, newest first."""
+
+    def there(rank: int, wanted: Version, kind: Kind) -> bool:
+        if Artifact(rank, wanted, kind) in job.bad:
+            return False
+        held = [entry.hosted[rank] for entry in job.inventories]
+        if kind is Kind.DELTA:
+            return job.elementwise and any(wanted in each.deltas for each in held)
+        return wanted in job.remote.usable or any(wanted in each.snapshots for each in held)
+
+    old = range(job.history.ranks_of(version))
+    return [
+        base
+        for base in reversed(STEPS[: STEPS.index(version) + 1])
+        if all(there(rank, base, Kind.SNAPSHOT) for rank in old)
+        and all(
+            there(rank, link, Kind.DELTA)
+            for rank in old
+            for link in STEPS[STEPS.index(base) + 1 : STEPS.index(version) + 1]
+        )
+    ]
+
+
+@given(chains())
+def test_all_old_ranks_are_brought_to_the_version_from_the_same_snapshot(job: Situation) -> None:
+    if job.history.ranks_of(STEPS[0]) == job.ranks:
+        return
+    stock = job.stock
+    for version in stock.versions:
+        found = ways(job, version)
+        assert (not stock.lacking(version)) == bool(found), version
+        if not found:
+            assert isinstance(stock.sources(version), Missing)
+            assert all(stock.gap(rank, version) for rank in stock.lacking(version))
+            continue
+        assert stock.snapshot_of(version) == found[0]
+        assert stock.farthest_tier(version) in (Tier.PEER, Tier.REMOTE)
+        sources = stock.sources(version)
+        assert not isinstance(sources, Missing)
+        needed = [(found[0], Kind.SNAPSHOT), *((link, Kind.DELTA) for link in STEPS if found[0] < link <= version)]
+        for rank, places in sources.items():
+            peers = [job.inventories[place.worker].hosted[rank] for place in places if place.worker is not None]
+            for link, kind in needed:
+                at_peers = any(link in (p.snapshots if kind is Kind.SNAPSHOT else p.deltas) for p in peers)
+                stored = kind is Kind.SNAPSHOT and link in job.remote.usable
+                assert at_peers or (stored and places[-1].tier is Tier.REMOTE)
+
+
+@given(chains())
+def test_the_decision_names_that_snapshot_and_loses_no_step_that_deltas_hold(job: Situation) -> None:
+    if job.history.ranks_of(STEPS[0]) == job.ranks:
+        return
+    outcome = decide_recovery(job)
+    newest = max((version for version in STEPS if ways(job, version)), default=None)
+    assert isinstance(outcome, Recover) == (newest is not None)
+    if isinstance(outcome, Recover):
+        assert newest is not None
+        assert (outcome.version, outcome.snapshot) == (newest, ways(job, newest)[0])
+        assert ("replay" in outcome.reason) == (outcome.snapshot != outcome.version)

@@ -101,6 +101,8 @@ class World:
         self.base: Version | None = None
         self.others = 0
         """Ranks that saved it, if they are not as many as now."""
+        self.snapshot: Version | None = None
+        """From which they came to it, if it is an earlier one."""
         self.attempt = 0
         self.policy = Policy(snapshot_every=1, remote_every=1_000_000, remote_keep=5)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -244,7 +246,7 @@ class World:
         restore = None
         if self.base is not None:
             named = tuple(RankSources(rank, (sources or {}).get(rank, ())) for rank in ranks)
-            restore = Restore(self.base, named, self.others)
+            restore = Restore(self.base, named, self.others, self.snapshot)
         return Directive(
             job_uid=JOB_UID,
             worker=worker,
