@@ -145,8 +145,8 @@ class Sidecar:
         ]
 
     def _identified(self, config: SidecarConfig) -> None:
-        log.info("this spare is worker %d from now on", config.worker)
-        self.vault.ranks = config.ranks
+        log.info("this is worker %d from now on", config.worker)
+        self.vault.identify(config.ranks)
         self.identity.worker = config.worker
         if self._claim is not None:
             self._claim.identify(config.worker)

@@ -49,9 +49,9 @@ class Board:
 
     def __init__(self, config: SidecarConfig, clock: Callable[[], float] = time.time) -> None:
         self.config = config
-        """Its worker changes once, if this is the sidecar of a spare: with the first directive."""
+        """Its worker changes when a spare learns who it is, and when a job of another size begins an attempt: workers are numbered anew."""
         self.on_identity: Callable[[SidecarConfig], None] = lambda _: None
-        """Called under the lock when a spare learns which worker it is, before anybody sees the directive."""
+        """Called under the lock when this becomes another worker, before anybody sees the directive."""
         self.clock = clock
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
@@ -150,7 +150,7 @@ class Board:
             old = self.directive
             if old == directive:
                 return
-            if self.config.worker == SPARE:
+            if self.config.worker != directive.worker:
                 self.config = dataclasses.replace(self.config, worker=directive.worker)
                 self.on_identity(self.config)
             if old is None or directive.attempt > old.attempt:
@@ -171,7 +171,9 @@ class Board:
         config, old = self.config, self.directive
         if directive.job_uid != config.job_uid:
             raise StrangerRefused(f"this sidecar belongs to job {config.job_uid}, not {directive.job_uid}")
-        worker = directive.worker if config.worker == SPARE else config.worker
+        if directive.pod_uid not in ("", config.pod_uid):
+            raise StrangerRefused(f"this is pod {config.pod_uid}, not {directive.pod_uid}")
+        worker = directive.worker if self._may_become_another(directive) else config.worker
         if (directive.worker, directive.procs_per_worker) != (worker, config.procs_per_worker):
             raise StrangerRefused(
                 f"this is worker {worker} with {config.procs_per_worker} ranks, "
@@ -184,6 +186,13 @@ class Board:
             raise StaleRefused(f"attempt {directive.attempt} is older than {old.attempt}")
         if directive.attempt == old.attempt and directive.phase.order < old.phase.order:
             raise StaleRefused(f"attempt {old.attempt} is in phase {old.phase.value}, past {directive.phase.value}")
+
+    def _may_become_another(self, directive: Directive) -> bool:
+        """Within an attempt nobody changes: who this is would then depend on which directive came last."""
+        if self.config.worker == SPARE:
+            return True
+        begins = self.directive is None or directive.attempt > self.directive.attempt
+        return begins and directive.pod_uid == self.config.pod_uid
 
     # Deltas
 

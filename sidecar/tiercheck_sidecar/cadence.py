@@ -48,6 +48,7 @@ UNDECIDED = Cadence()
 
 def decide(world_size: int, needs: Mapping[int, Needs], wanted: int | None) -> Cadence:
     """From the sizes of all ranks, and from what the user wants (None: as many steps as deltas cost what a snapshot costs)."""
+    needs = {rank: each for rank, each in needs.items() if rank < world_size}  # there may have been more
     largest = max((each.snapshot for each in needs.values()), default=0)
     largest_delta = max((each.delta for each in needs.values()), default=0)
     if any(rank not in needs for rank in range(world_size)):

@@ -26,7 +26,7 @@ class SidecarConfig:
     """namespace/name"""
     job_uid: str
     worker: int
-    """`SPARE` until a directive says which."""
+    """`SPARE` until a directive says which. A later one may say otherwise."""
     procs_per_worker: int
     pod_uid: str
     pod_ip: str

@@ -25,6 +25,8 @@ from tiercheck_sidecar.watermark import Copy, RankTiers, Standing, TierReport, V
 log = logging.getLogger(__name__)
 
 _PUSHERS = 8
+_LOOK_EVERY = 60.0
+"""Seconds; who this is changes with a directive, and that wakes everybody."""
 
 
 class NotNow(Exception):
@@ -123,9 +125,9 @@ class Coordinator:
             )
 
     def run(self) -> None:
-        """Judge when something was heard, and tell everybody when the verdict changed."""
-        if self._board.config.worker != 0:
-            return
+        """Judge when something was heard, and tell everybody when the verdict changed. Begins when this becomes worker 0."""
+        while not self._board.wait_until(lambda: self._board.config.worker == 0, _LOOK_EVERY):
+            pass
         clients: dict[str, ControlClient] = {}
         with ThreadPoolExecutor(_PUSHERS, thread_name_prefix="verdict") as pool:
             while not self._board.stopping:

@@ -60,7 +60,7 @@ class Claim:
         self._write()
 
     def identify(self, worker: int) -> None:
-        """A spare has become a worker: its memory is for the worker's next pod."""
+        """This has become another worker: its memory is for that one's next pod."""
         self.owner = Owner(worker, self.owner.claimed)
         self._write()
 

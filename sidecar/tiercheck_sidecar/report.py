@@ -64,6 +64,7 @@ class Reporter:
                 quarantined=board.quarantined,
                 problems=board.problems,
                 unreachable=board.peers.unreachable(),
+                can_change_worker=True,
                 owes=board.trainer.report.state is not TrainerState.RUNNING and self.owes(),
                 counters=board.counters,
                 snapshot_every=board.every,

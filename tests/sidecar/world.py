@@ -97,6 +97,8 @@ class World:
         self.node_memory = False
         """Whether memory is the node's: each worker has a node of its own."""
         self.pods = {worker: f"pod-{worker}" for worker in range(workers)}
+        self.places = {worker: worker for worker in range(workers)}
+        """By worker: which of the pods it is, by what that pod was born as."""
         self.history = History()
         self.base: Version | None = None
         self.others = 0
@@ -111,22 +113,22 @@ class World:
     # Processes
 
     def host(self, worker: int) -> str:
-        return f"{self.network}.{worker + 1}"
+        return f"{self.network}.{self.places.get(worker, worker) + 1}"
 
     def peer(self, worker: int) -> Peer:
         return Peer(worker, self.host(worker))
 
     def memory_dir(self, worker: int) -> Path:
-        return self.memory / f"worker-{worker}"
+        return self.memory / f"worker-{self.places.get(worker, worker)}"
 
     def run_dir(self, worker: int) -> Path:
-        return self.root / f"r{worker}"
+        return self.root / f"r{self.places.get(worker, worker)}"
 
     def env(self, worker: int) -> dict[str, str]:
         env = {
             names.ENV_JOB: "default/gpt",
             names.ENV_JOB_UID: JOB_UID,
-            names.ENV_WORKER: names.SPARE_WORKER if worker in self.spares else str(worker),
+            names.ENV_WORKER: names.SPARE_WORKER if worker in self.spares else str(self.places.get(worker, worker)),
             names.ENV_PROCS_PER_WORKER: str(self.procs),
             names.ENV_POD_UID: self.pods[worker],
             names.ENV_POD_IP: self.host(worker),
@@ -181,6 +183,11 @@ class World:
         for worker in workers:
             for path in self.memory_dir(worker).iterdir():
                 path.unlink()
+
+    def rename(self, old: int, new: int) -> None:
+        """The pod of worker `old` is that of worker `new`, who is lost, from the next attempt on."""
+        self.places[new], self.pods[new] = self.places.pop(old), self.pods.pop(old)
+        self._processes[new] = self._processes.pop(old)
 
     def pause(self, worker: int) -> None:
         self._processes[worker].send_signal(signal.SIGSTOP)
@@ -263,6 +270,7 @@ class World:
             master_host=self.host(0),
             master_port=29500,
             placement=repr(distances),
+            pod_uid=self.pods[worker],
             revision=f"{self.attempt}-{phase.value}-{self._life}",
         )
 

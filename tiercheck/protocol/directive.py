@@ -162,6 +162,9 @@ class Directive:
     """The group that this worker's artifacts are coded with; then it has no `holders`."""
     folded: tuple[ParityGroup, ...] = ()
     """Groups that this worker is a holder of."""
+    pod_uid: str = ""
+    """Of the pod that is meant. Only by it a sidecar knows for certain that it is to be another worker from now on, and that it is not
+    addressed as whoever had its address before. Empty: an older operator does not say."""
     exit_code: int = 0
     """With Finish: what the launcher exits with. Other than zero only for an attached job that failed, whose owner must see it."""
     placement: str = ""

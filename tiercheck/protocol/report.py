@@ -245,6 +245,8 @@ class Report:
     problems: tuple[Problem, ...] = ()
     unreachable: tuple[Unreachable, ...] = ()
     """At most 16, those that answered last long ago in front."""
+    can_change_worker: bool = False
+    """This sidecar takes another worker's identity if a new attempt says so; older ones did not."""
     owes: bool = False
     """The training command does not run (any more), and holders still lack something of this worker that they should have."""
     counters: Counters = Counters()

@@ -56,7 +56,7 @@ class Identity:
 
     job_uid: str
     worker: int
-    """Set once more when a spare learns which worker it is."""
+    """Set anew when this sidecar becomes another worker."""
     token: str
     host: str
     """Connections start here, so that network rules can tell pods apart."""

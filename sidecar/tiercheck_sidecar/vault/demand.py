@@ -7,7 +7,7 @@ largest of all ranks is taken, so that room for copies is not given to deltas.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from tiercheck.protocol import sizing
 from tiercheck.protocol.artifact import Kind, Share
@@ -32,6 +32,11 @@ class Demand:
         """What an own rank wants, exactly; a delta of None is as it was."""
         before = self.own.get(rank, Room())
         self.own[rank] = Room(snapshot, before.delta if delta is None else delta)
+        self._plan = None
+
+    def only(self, ranks: Collection[int]) -> None:
+        """No others are own ranks from now on."""
+        self.own = {rank: room for rank, room in self.own.items() if rank in ranks}
         self._plan = None
 
     def expect(self, cadence: int, guess: Room) -> bool:

@@ -39,7 +39,7 @@ class Vault:
     ) -> None:
         self.limit = limit
         self.ranks = tuple(ranks)
-        """The worker's own; none while this is a spare."""
+        """The worker's own; none while this is a spare. See `identify`."""
         self._directory = directory
         self._on_change = on_change
         self._lock = threading.RLock()
@@ -130,6 +130,14 @@ class Vault:
         """What an own rank asked for, as far as it is known."""
         with self._lock:
             return self._demand.own.get(rank)
+
+    def identify(self, ranks: Sequence[int]) -> None:
+        """This worker has these ranks from now on. What lies here of others, own ones until now, stays as it is, and no slots are
+        kept ready for it.
+        """
+        with self._lock:
+            self.ranks = tuple(ranks)
+            self._demand.only(self.ranks)
 
     def host(self, ranks: Iterable[int], shares: Iterable[Share] = ()) -> None:
         """Whose copies and which parity blocks are kept here from now on."""
