@@ -110,6 +110,7 @@ class Config:
                 suspend=_number(env, "TIERCHECK_SUSPEND_SECONDS", patience.suspend),
                 flush=_number(env, "TIERCHECK_FLUSH_SECONDS", patience.flush),
                 relocate=_number(env, "TIERCHECK_RELOCATE_SECONDS", patience.relocate),
+                grow=_number(env, "TIERCHECK_GROW_SECONDS", patience.grow),
                 retry=_number(env, "TIERCHECK_RETRY_SECONDS", patience.retry),
             ),
         )

@@ -39,6 +39,9 @@ class Metrics:
         self._unprotected = gauge("placement_unprotected_workers", "Workers without a copy elsewhere.", _JOB)
         self._attempt = gauge("attempt", "The current attempt.", _JOB)
         self._spares = gauge("spares", "Spare pods of the job: wanted, and ready to take over.", [*_JOB, "state"])
+        self._workers = gauge(
+            "workers", "Workers of the job: wanted by its spec, and those that it has now.", [*_JOB, "state"]
+        )
         self._condition = gauge("job_condition", "1 if the condition is true.", [*_JOB, "type"])
         self._watch = gauge("watch_last_event_timestamp_seconds", "Newest watch event.", ["kind"])
         self._leader = gauge("leader", "1 if this replica leads.", [])
@@ -75,8 +78,8 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         self._per_job: tuple[Any, ...] = (
-            self._step, self._last_step, self._lag, self._success, self._unprotected, self._attempt, self._spares, self._condition,
-            self._restores, self._ranks, self._lost, self._lost_seconds, self._moves, self._duration,
+            self._step, self._last_step, self._lag, self._success, self._unprotected, self._attempt, self._spares, self._workers,
+            self._condition, self._restores, self._ranks, self._lost, self._lost_seconds, self._moves, self._duration,
         )  # fmt: skip
 
     def text(self) -> bytes:
@@ -119,6 +122,8 @@ class Metrics:
         if status.spares is not None:
             self._spares.labels(*key, "wanted").set(status.spares.wanted)
             self._spares.labels(*key, "ready").set(status.spares.ready)
+        self._workers.labels(*key, "wanted").set(job.spec.workers)
+        self._workers.labels(*key, "present").set(status.size.workers if status.size is not None else job.spec.workers)
         for condition in status.conditions:
             self._condition.labels(*key, condition.type).set(condition.status)
         for kind in (conditions.COMPLETED, conditions.FAILED):

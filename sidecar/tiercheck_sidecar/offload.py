@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Directive, Tier
 from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
-from tiercheck.protocol.report import RestoreState
+from tiercheck.protocol.report import SPARE, RestoreState
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
@@ -141,7 +141,7 @@ class Offloader:
         """By how many ranks each version was made. Manifests name every rank, so one worker of the job reads them, each once."""
         from tiercheck_sidecar.remote import RemoteCorrupt, RemoteMissing
 
-        if self._board.config.worker != 0:
+        if self._board.config.worker not in (0, SPARE):  # a spare may yet become worker 0
             return ()
         for version in set(versions) - set(self._worlds):
             try:

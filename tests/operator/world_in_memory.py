@@ -105,6 +105,8 @@ class Sidecar:
     own_deltas: set[Version] = field(default_factory=set)
     hosted_deltas: dict[int, set[Version]] = field(default_factory=dict)
     blocks: set[tuple[Share, Version, Kind]] = field(default_factory=set)
+    past: dict[int, set[Version]] = field(default_factory=dict)
+    """Own snapshots from when this was another worker, by that one's rank."""
     captured_deltas: int = 0
     restore: RestoreReport = field(default_factory=lambda: RestoreReport(RestoreState.IDLE, None))
     trainer: TrainerReport = field(default_factory=lambda: TrainerReport(TrainerState.WAITING))
@@ -118,7 +120,11 @@ class Sidecar:
         old = self.directive
         if self.worker == SPARE:
             self.worker = directive.worker
-        assert self.worker == directive.worker, "told to be another worker"
+        if self.worker != directive.worker:
+            assert old is None or directive.attempt > old.attempt, "told to be another worker within an attempt"
+            assert directive.pod_uid == self.pod, "told what another pod should hear"
+            self.past.setdefault(self.worker, set()).update(self.own)
+            self.own, self.own_deltas, self.worker = self.past.pop(directive.worker, set()), set(), directive.worker
         if old is not None and (
             directive.attempt < old.attempt
             or (directive.attempt == old.attempt and directive.phase.order < old.phase.order)
@@ -257,6 +263,9 @@ class Sidecar:
         holdings += [
             Holding(rank, version, Tier.PEER, 1) for rank, held in self.hosted.items() for version in sorted(held)
         ]
+        holdings += [
+            Holding(rank, version, Tier.LOCAL, 1) for rank, held in self.past.items() for version in sorted(held)
+        ]
         holdings += [Holding(self.worker, version, Tier.LOCAL, 1, Kind.DELTA) for version in sorted(self.own_deltas)]
         holdings += [
             Holding(rank, version, Tier.PEER, 1, Kind.DELTA)
@@ -287,8 +296,11 @@ class Sidecar:
                 if world.remote_up and self.worker == 0
                 else (),
             ),
-            watermarks=Watermarks(peer=world.committed, remote=max(world.remote, default=None)),
+            watermarks=Watermarks(
+                peer=world.committed, remote=max(world.remote, default=None), snapshot=world.committed
+            ),
             memory=MemoryReport(1, 0, 0),
+            can_change_worker=self.world.new_sidecars,
             quarantined=self.quarantined,
             unreachable=world.missed_by(self),
             counters=Counters(deltas=self.captured_deltas),
@@ -347,6 +359,8 @@ class World:
         """Workers whose trainer container is not up yet."""
         self.dying: dict[str, float] = {}
         self.dead_nodes: dict[str, float] = {}
+        self.new_sidecars = True
+        """Whether they can become other workers."""
         self.image = "sidecar:1"
         """Which the operator is told to use."""
         self.node_grace = 5.0
@@ -527,7 +541,15 @@ class World:
         if holder is None:
             return []
         own = source.tier is Tier.LOCAL
-        snapshots = holder.own if own else holder.hosted.get(rank, set())
+        elsewhere = holder.hosted.get(rank, set()) | holder.past.get(rank, set())
+        if (
+            holder.worker == rank
+            and asking.directive
+            and asking.directive.restore
+            and asking.directive.restore.world_size
+        ):
+            elsewhere |= holder.own  # resized: nobody is at home
+        snapshots = holder.own if own else elsewhere
         deltas = holder.own_deltas if own else holder.hosted_deltas.get(rank, set())
         return [
             *(Artifact(rank, version) for version in sorted(snapshots)),
@@ -617,7 +639,7 @@ class World:
                     s.trainer, state=TrainerState.FAILED, exit_code=code, reason="Crashed", ended_at=self.now
                 )
             return
-        if len(team) < self.job.spec.workers:
+        if not team or any(len(team) < s.directive.workers for s in team.values() if s.directive):
             return
         step = min(self.position[s.pod] for s in team.values()) + 1
         if self.hung is not None and self.hung[0] == attempt:
@@ -692,6 +714,7 @@ class World:
             hosted = {peer.worker for peer in directive.hosted}
             shares = {tuple(peer.worker for peer in group.members) for group in directive.folded}
             sidecar.own = {v for v in sidecar.own if v.step >= floor}
+            sidecar.past = {r: {v for v in vs if v.step >= floor} for r, vs in sidecar.past.items()}
             sidecar.own_deltas = {v for v in sidecar.own_deltas if v.step > floor}
             sidecar.hosted = {r: {v for v in vs if v.step >= floor} for r, vs in sidecar.hosted.items() if r in hosted}
             sidecar.hosted_deltas = {

@@ -63,7 +63,8 @@ class CreateSpare:
 
 @dataclass(frozen=True)
 class Promote:
-    """Give a spare the identity of a worker. Nothing happens if the pod has changed since it was seen."""
+    """Give a pod the identity of a worker: a spare, or a survivor of a job that goes on smaller. Nothing happens if the pod has
+    changed since it was seen."""
 
     pod: PodView
     worker: int

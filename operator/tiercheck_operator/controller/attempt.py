@@ -14,6 +14,7 @@ from tiercheck_operator.controller.directives import members_digest
 from tiercheck_operator.controller.failure_policy import GivenUp, budget_spent, hopeless, ruled_out
 from tiercheck_operator.controller.failure_rules import Verdict, judge
 from tiercheck_operator.controller.hang import find_hang, remembered
+from tiercheck_operator.controller.identities import reports_of
 from tiercheck_operator.controller.inventories import (
     bad_everywhere,
     elementwise,
@@ -102,7 +103,8 @@ def begin_attempt(
             return _remote_unknown(remote, reports)
         history = adopted_history(remote, obs.job.spec.restore_step)
         number = max(number, last_attempt(remote) + 1)
-    history = with_ranks(history, remote, obs.job.spec.workers * obs.job.spec.procs_per_worker)
+    wanted = obs.job.spec.wanted_workers or obs.job.spec.workers
+    history = with_ranks(history, remote, wanted * obs.job.spec.procs_per_worker)
     situation = _situation(obs, placed, history, reports, remote, first=first)
     outcome = _decided(situation, recovery)
     if isinstance(outcome, (Wait, Refuse)):
@@ -185,7 +187,11 @@ def _next_status(
         status,
         attempt=number,
         members=members,
-        hang=remembered(status, find_hang(obs, membership.members)) if cause is Cause.HUNG else status.hang,
+        hang=remembered(status, find_hang(obs, membership.members))
+        if cause is Cause.HUNG
+        else status.hang
+        if status.history.ranks == accepted.ranks
+        else None,  # workers are numbered anew
         history=History(accepted.branches[-_HISTORY_LIMIT:]),
         crashes=status.crashes + verdict.counts,
         counted=status.counted + verdict.counts,
@@ -202,7 +208,7 @@ def _next_status(
             attempt=number,
             rule=verdict.rule,
             message=_with_rule(recovery.message, verdict),
-            reason=outcome.reason,
+            reason=_with_size(outcome.reason, obs),
             step=step,
             version_attempt=outcome.version.attempt if isinstance(outcome, Recover) else 0,
             lost_steps=max(0, before - step) if status.attempt else 0,
@@ -211,6 +217,11 @@ def _next_status(
             released_at=None,
         ),
     )
+
+
+def _with_size(reason: str, obs: Observation) -> str:
+    wanted = obs.job.spec.wanted_workers
+    return reason if wanted is None else f"{reason}; with {obs.job.spec.workers} of {wanted} workers"
 
 
 def _with_rule(message: str, verdict: Verdict) -> str:
@@ -227,13 +238,12 @@ def newest_step(status: JobRecord, reports: list[Report]) -> int:
 
 
 def _reports(obs: Observation, membership: Membership) -> list[Report]:
-    found = [obs.report(membership.members[worker]) for worker in sorted(membership.members)]
-    return [report for report in found if report is not None]
+    return reports_of(obs, membership.members)
 
 
 def _counted(reports: list[Report]) -> bool:
-    """Whether worker 0, which alone looks up how many ranks made what lies in the remote tier, has been there."""
-    return any(report.worker == 0 and report.remote.reachable is not None for report in reports)
+    """Whether somebody has looked up how many ranks made what lies in the remote tier: worker 0 does, and no other."""
+    return any(report.remote.versions and len(report.remote.ranks) == len(report.remote.versions) for report in reports)
 
 
 def _remote_unknown(remote: RemoteInventory, reports: list[Report]) -> Waiting:

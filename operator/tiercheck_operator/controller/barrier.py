@@ -14,6 +14,7 @@ from tiercheck.protocol.report import Report, RestoreState, TrainerState
 from tiercheck_operator.controller.actions import Push
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import build_directives, settled_sources
+from tiercheck_operator.controller.identities import reports_of
 from tiercheck_operator.controller.inventories import bad_everywhere, inventories, remote_inventory, to_sources
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.placing import distance_between
@@ -124,7 +125,7 @@ def _sources(
     settled = dict.fromkeys(range(old), stored) if old else settled_sources(spec, members, placement)
     if not looking:
         return settled
-    reports = [report for report in (obs.report(pod) for pod in members.values()) if report is not None]
+    reports = reports_of(obs, members)
     stock = ResizedStock(
         spec.workers * spec.procs_per_worker,
         spec.procs_per_worker,

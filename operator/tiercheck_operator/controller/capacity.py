@@ -1,7 +1,7 @@
 """No node takes a pod: for a while that is nothing, after it a shortage that somebody has to hear of.
 
-The job waits either way. The workers that have nodes keep what they hold, because nobody touches them, so it goes on from there
-as soon as there is room. What else it could do than wait is decided here, in `possible_size`, and nowhere else.
+Then the job goes on smaller, if its spec allows that and it can; else it waits. Either way the workers that have nodes keep what they
+hold, because nobody touches them. What is possible is decided here, and nowhere else; what follows from it is in `elastic.py`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiercheck_operator.controller import conditions
+from tiercheck_operator.controller.adoption import with_ranks
+from tiercheck_operator.controller.causes import Cause
+from tiercheck_operator.controller.identities import reports_of
+from tiercheck_operator.controller.inventories import bad_everywhere, inventories, remote_inventory
 from tiercheck_operator.controller.membership import Membership
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.record import rfc3339
+from tiercheck_operator.planning.resized import ResizedStock
 
 
 @dataclass(frozen=True)
@@ -26,25 +31,89 @@ class Shortage:
 
 def shortage(obs: Observation, membership: Membership) -> Shortage | None:
     """None: every pod has a node, or the scheduler has not looked for one yet."""
-    homeless = [pod for pod in membership.members.values() if pod.unschedulable_since is not None and pod.node is None]
+    homeless = homeless_members(membership)
     if not homeless:
         return None
-    recovery, limit = obs.job.status.recovery, obs.job.spec.capacity_timeout or obs.patience.capacity
-    since = recovery.detected_at if recovery is not None else obs.now
-    left = since + limit - obs.now
+    since, end = _clock(obs)
+    left = end - obs.now
     if left > 0:
-        advice = "Add nodes, or ask for less in spec.template or spec.workers."
-        text = f"{_told(obs, homeless)} {advice}"
+        text = f"{_told(obs, homeless)} {_outlook(obs, membership, end)}"
         return Shortage(conditions.UNSCHEDULABLE, text, min(left, obs.patience.unschedulable))
     text = f"{_told(obs, homeless)} {_waits(obs, membership, since)} {_size_advice(obs, membership)}"
     return Shortage(conditions.NO_CAPACITY, text.strip(), obs.patience.unschedulable)
 
 
+def homeless_members(membership: Membership) -> list[PodView]:
+    """Those that the scheduler finds no node for."""
+    return [pod for pod in membership.members.values() if pod.unschedulable_since is not None and pod.node is None]
+
+
+def overdue(obs: Observation, membership: Membership) -> bool:
+    """Whether no node has taken some pod for failurePolicy.capacityTimeoutSeconds."""
+    return bool(homeless_members(membership)) and _clock(obs)[1] <= obs.now
+
+
 def possible_size(obs: Observation, membership: Membership) -> int | None:
-    """With how many workers the job could go on now, if it may shrink: those that have nodes; None: it has to wait."""
-    housed = sum(pod.node is not None for pod in membership.members.values())
-    least = obs.job.spec.min_workers
-    return housed if least is not None and least <= housed < obs.job.spec.workers else None
+    """With how many workers the job could go on now, if it may shrink: those that have nodes; None: it has to wait.
+
+    Only once nothing is on its way any more: every other worker's pod was looked at by the scheduler, and none that is being ended still
+    has a node.
+    """
+    spec = obs.job.spec
+    members = membership.members.values()
+    size = sum(pod.node is not None for pod in members)
+    settled = len(members) == spec.workers and size + len(homeless_members(membership)) == spec.workers
+    ending = any(pod.deleting and pod.node is not None for pod in obs.all_pods)
+    if not settled or ending or size >= spec.workers or hindrance(obs, membership, size):
+        return None
+    return size
+
+
+def hindrance(obs: Observation, membership: Membership, size: int) -> str:
+    """Why the job may not go on with `size` workers, as a clause; empty: it may."""
+    spec = obs.job.spec
+    if spec.min_workers is None:
+        return "spec.elastic is not set"
+    if size < spec.min_workers:
+        return f"elastic.minWorkers is {spec.min_workers}, and only {size} workers have a node"
+    if spec.attach is not None:
+        return "its pods are another controller's, who decides how many there are"
+    if spec.gang is not None:
+        return "spec.gang asks for all workers or none"
+    if obs.job.queue_labels:
+        return "its pods wait in a queue, which decides when there is room"
+    if spec.parity is not None and size < sum(spec.parity):
+        return f"tiers.peer.parity needs {sum(spec.parity)} workers, and {size} have a node"
+    if not _leads_back(obs, membership, size):
+        return "what the others hold leads back to no version without them"
+    stays = [pod for worker, pod in membership.members.items() if pod.node is not None and worker >= size]
+    reports = [report for pod in stays if (report := obs.report(pod)) is not None]
+    if obs.job.status.attempt and not all(report.can_change_worker for report in reports):
+        return "its sidecars are of an older release, which cannot become other workers; suspend and resume the job"
+    return ""
+
+
+def _leads_back(obs: Observation, membership: Membership, size: int) -> bool:
+    """Whether a version can be brought to so many ranks from those that have nodes: to go on is not to begin from scratch."""
+    spec, status = obs.job.spec, obs.job.status
+    if not status.attempt or (status.recovery is not None and Cause.parse(status.recovery.cause).planned):
+        return True
+    housed = {worker: pod for worker, pod in membership.members.items() if pod.node is not None}
+    reports = reports_of(obs, housed)
+    remote = remote_inventory(spec, reports)
+    history = with_ranks(status.history, remote, (spec.wanted_workers or spec.workers) * spec.procs_per_worker)
+    ranks = size * spec.procs_per_worker
+    stock = ResizedStock(
+        ranks, spec.procs_per_worker, history, inventories(reports), remote, bad=bad_everywhere(reports)
+    )
+    return any(stock.farthest_tier(version) is not None for version in stock.versions)
+
+
+def _clock(obs: Observation) -> tuple[float, float]:
+    """Since when a pod is waited for, and when that has been long enough."""
+    recovery, limit = obs.job.status.recovery, obs.job.spec.capacity_timeout or obs.patience.capacity
+    since = recovery.detected_at if recovery is not None else obs.now
+    return since, since + limit
 
 
 def _told(obs: Observation, homeless: Sequence[PodView]) -> str:
@@ -53,6 +122,14 @@ def _told(obs: Observation, homeless: Sequence[PodView]) -> str:
         f"{len(homeless)} of {obs.job.spec.workers} pods have no node. "
         f"{first.name}: {first.message.rstrip('.') or 'the scheduler gives no reason'}."
     )
+
+
+def _outlook(obs: Observation, membership: Membership, end: float) -> str:
+    """Before time is up."""
+    size = possible_size(obs, membership)
+    if size is not None:
+        return f"If that stays so, the job goes on with {size} workers at {rfc3339(end)}, and grows back later."
+    return "Add nodes, or ask for less in spec.template or spec.workers."
 
 
 def _waits(obs: Observation, membership: Membership, since: float) -> str:
@@ -65,16 +142,12 @@ def _waits(obs: Observation, membership: Membership, since: float) -> str:
 
 
 def _size_advice(obs: Observation, membership: Membership) -> str:
-    size, least = possible_size(obs, membership), obs.job.spec.min_workers
-    if size is not None:
-        return (
-            f"elastic.minWorkers is {least}, so it could go on with {size} workers; going on smaller is not implemented yet, "
-            f"so it waits.{_by_hand(obs, size)}"
-        )
-    return "" if least is None else f"It would wait in any case: elastic.minWorkers is {least}."
-
-
-def _by_hand(obs: Observation, size: int) -> str:
-    if obs.job.spec.remote is None:
+    if obs.job.spec.min_workers is None:
         return ""
-    return f" By hand: suspend it, set spec.workers to {size} and resume it; it then begins from the newest version in the remote tier."
+    size = sum(pod.node is not None for pod in membership.members.values())
+    why = hindrance(obs, membership, size)
+    return (
+        f"It cannot go on smaller: {why}."
+        if why
+        else f"It goes on with {size} workers as soon as nothing else is under way."
+    )

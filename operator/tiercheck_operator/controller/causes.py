@@ -34,6 +34,8 @@ class Cause(str, Enum):
     """Every node of a failure domain (a rack, a zone) is lost, more than one."""
     ALL_PODS_LOST = "AllPodsLost"
     """Every pod at once: nothing is left in memory."""
+    GROWN = "Grown"
+    """A job that went on with fewer workers has room again, and begins an attempt with all of them."""
     RESUMED = "Resumed"
     """spec.suspend became false."""
     FIRST_START = "FirstStart"
@@ -46,8 +48,8 @@ class Cause(str, Enum):
 
     @property
     def planned(self) -> bool:
-        """Nothing failed: the job only starts."""
-        return self in (Cause.RESUMED, Cause.FIRST_START, Cause.SUSPENDING)
+        """Nothing failed: the job only starts, or ends, or grows."""
+        return self in (Cause.GROWN, Cause.RESUMED, Cause.FIRST_START, Cause.SUSPENDING)
 
     @property
     def own_fault(self) -> bool:

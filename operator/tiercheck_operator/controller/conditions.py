@@ -20,6 +20,8 @@ DELTAS_ACTIVE = "DeltasActive"
 """Every step is kept for the price of a delta."""
 SPARES_READY = "SparesReady"
 """As many spares as wanted wait to take a lost worker's place."""
+FULL_SIZE = "FullSize"
+"""The job has as many workers as its spec asks for. Of jobs with spec.elastic."""
 
 EVICTABLE = "Evictable"
 """A worker may be evicted now; while it is False, the job's PodDisruptionBudget holds node drains up."""
@@ -96,6 +98,14 @@ SPARES_UNSCHEDULABLE = "SparesUnschedulable"
 """The scheduler finds no node for a spare; the message is the scheduler's. The job does without it."""
 NO_SPARES = "NoSpares"
 """None are wanted: spec.spares is 0, or the job does not train."""
+
+# FullSize
+ALL_WORKERS = "AllWorkers"
+"""It has."""
+SHRUNK = "Shrunk"
+"""It goes on with fewer, because no node took the others for capacityTimeoutSeconds; the message says what it waits for."""
+GROWING = "Growing"
+"""It goes on with fewer, and has room again: it grows soon, right after a snapshot."""
 
 # Evictable
 ONE_AT_A_TIME = "OneAtATime"

@@ -27,6 +27,7 @@ from tiercheck_operator.controller.barrier import (
 from tiercheck_operator.controller.bounds import bounded
 from tiercheck_operator.controller.budget import budget_actions
 from tiercheck_operator.controller.deadline import deadline_passed
+from tiercheck_operator.controller.elastic import growth_wake, in_size, resize
 from tiercheck_operator.controller.events import notices
 from tiercheck_operator.controller.failure_policy import GivenUp
 from tiercheck_operator.controller.finish import after_finish, finished
@@ -48,6 +49,7 @@ from tiercheck_operator.controller.trigger import find_trigger, update_recovery
 from tiercheck_operator.manifests.template import template_problem
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
+_AT_ONCE = 0.0
 _LOOK_AGAIN = 10.0
 """Seconds until something outside of the job that was missing is looked for again."""
 
@@ -96,6 +98,7 @@ def _suspended(obs: Observation) -> Decision:
 
 
 def _kept_running(obs: Observation) -> Decision:
+    obs = in_size(obs)
     overdue, left = deadline_passed(obs)
     if overdue is not None:
         return _concluded(obs, obs.job.status, Findings(failed=overdue))
@@ -113,6 +116,9 @@ def _kept_running(obs: Observation) -> Decision:
         return _concluded(obs, obs.job.status, found, before=gang_actions(obs), wake=again)
     membership = find_members(obs)
     spares = keep_spares(obs, membership)
+    resized = resize(obs, membership, spares)
+    if resized is not None:
+        return _concluded(obs, resized.status, resized.findings, wake=_AT_ONCE)
     pods, put_off = replacements(obs, membership, spares.taken)
     if obs.job.spec.attach is not None:
         pods = without_ended(obs, pods)
@@ -121,7 +127,7 @@ def _kept_running(obs: Observation) -> Decision:
     after: list[Action] = []
     recovery = resumed(obs) or update_recovery(obs, find_trigger(obs, membership))
     status = replace(obs.job.status, recovery=recovery)
-    findings, saved, wake = Findings(), obs.placement, sooner(put_off, left)
+    findings, saved, wake = Findings(), obs.placement, sooner(put_off, left, growth_wake(obs))
     unplaced: Finding | None
     if recovery is not None and recovery.decided_at is None:
         outcome = begin_attempt(obs, membership, recovery)

@@ -124,6 +124,7 @@ def build_directives(
             parity=group_of.get(worker),
             folded=tuple(folded.get(worker, ())),
             placement=named,
+            pod_uid=members[worker].uid,
             exit_code=exit_code,
         )
         directives[worker] = dataclasses.replace(directive, revision=_revision(directive))

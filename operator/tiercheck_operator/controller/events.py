@@ -29,6 +29,7 @@ def notices(before: JobRecord, after: JobRecord) -> tuple[Notice, ...]:
             )
     if after.last_recovery is not None and after.last_recovery != before.last_recovery:
         found.append(Notice("Normal", "Recovered", _recovered(after)))
+    found += _resized(before, after)
     for condition in after.conditions:
         old = before.condition(condition.type)
         if old is not None and (old.status, old.reason) == (condition.status, condition.reason):
@@ -40,6 +41,16 @@ def notices(before: JobRecord, after: JobRecord) -> tuple[Notice, ...]:
         elif _bad(condition):
             found.append(Notice("Warning", condition.reason, condition.message))
     return tuple(found)
+
+
+def _resized(before: JobRecord, after: JobRecord) -> list[Notice]:
+    condition = after.condition(conditions.FULL_SIZE)
+    old, new = before.size, after.size
+    if condition is None or (old and old.workers) == (new and new.workers):
+        return []
+    if new is None:
+        return [] if after.holds(conditions.SUSPENDED) else [Notice("Normal", "Grown", condition.message)]
+    return [Notice("Warning", conditions.SHRUNK, condition.message)]
 
 
 def _bad(condition: Condition) -> bool:

@@ -153,7 +153,7 @@ class Executor:
             if not (error.conflict or error.not_found):
                 raise
         else:
-            log.info("%s/%s: spare %s is worker %d now", job.namespace, job.name, pod.name, action.worker)
+            log.info("%s/%s: pod %s is worker %d now", job.namespace, job.name, pod.name, action.worker)
 
     async def _delete_pod(self, job: JobView, action: DeletePod) -> None:
         options = _only(action.uid, gracePeriodSeconds=0) if action.force else _only(action.uid)

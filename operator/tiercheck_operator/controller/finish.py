@@ -7,6 +7,7 @@ from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.actions import Action, Decision, DeleteJob, DeletePod, RemoveBudget
 from tiercheck_operator.controller.attached import exit_code
 from tiercheck_operator.controller.barrier import pushes
+from tiercheck_operator.controller.identities import known_as
 from tiercheck_operator.controller.membership import removal
 from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.parsing import parse_time
@@ -35,7 +36,7 @@ def after_finish(obs: Observation) -> Decision:
             before.append(DeletePod(pod.name, pod.uid, force=lost))
         elif not pod.deleting:
             wake = max(1.0, ended + limit - now)
-    members = {pod.worker: pod for pod in live if pod.ip and not pod.deleting}
+    members = known_as(obs, [pod for pod in live if pod.ip and not pod.deleting])
     after: list[Action] = []
     if members and status.attempt:
         after += pushes(obs, status, members, None, Phase.FINISH, exit_code=exit_code(obs))

@@ -49,6 +49,8 @@ class Membership:
     """Workers that are about to leave their pod, which trains on meanwhile."""
     left: frozenset[str] = frozenset()
     """UIDs of pods that were just left: they go on until the next attempt is written."""
+    beyond: tuple[PodView, ...] = ()
+    """Members of the current attempt that the job, which goes on smaller, has no place for under their number: they get another one."""
 
     def missing(self, workers: int) -> list[int]:
         return [worker for worker in range(workers) if worker not in self.members]
@@ -58,13 +60,17 @@ def find_members(obs: Observation) -> Membership:
     """Judge every pod of the job."""
     living: dict[int, list[PodView]] = {}
     losses: list[Loss] = []
+    beyond: list[PodView] = []
     current = set() if obs.placement is None else {saved.pod_uid for saved in obs.placement.members}
     doubted, move = doubts(obs), find_move(obs)
     for pod in sorted(obs.pods, key=lambda pod: (pod.worker, -pod.incarnation, -pod.created)):
-        if pod.worker >= obs.job.spec.workers:
-            continue
         loss = judge(obs, pod, doubted) or (_moved(move) if move is not None and move.pod is pod else None)
-        if loss is None:
+        if pod.worker >= obs.job.spec.workers:
+            if loss is not None and pod.uid in current:
+                losses.append(loss)
+            elif pod.uid in current and pod.node is not None:
+                beyond.append(pod)
+        elif loss is None:
             living.setdefault(pod.worker, []).append(pod)
         elif pod.worker not in living or pod.uid in current:
             losses.append(loss)
@@ -80,6 +86,7 @@ def find_members(obs: Observation) -> Membership:
         tuple(losses),
         frozenset(unwell | suspected),
         departures=assigned.departures,
+        beyond=tuple(beyond),
         left=frozenset() if begun else frozenset(each.old.uid for each in assigned.departed),
     )
 
@@ -231,12 +238,22 @@ def next_incarnation(obs: Observation, worker: int) -> int:
     seen = [pod.incarnation for pod in obs.pods if pod.worker == worker]
     if obs.placement is not None:
         seen += [saved.incarnation for saved in obs.placement.members if saved.worker == worker]
-    return max(seen, default=-1) + 1
+    free = max(seen, default=-1) + 1
+    # A pod that has become another worker keeps its name.
+    taken = {pod.name for pod in obs.all_pods}
+    while pod_name(obs.job.name, worker, free) in taken:
+        free += 1
+    return free
+
+
+def pod_name(job: str, worker: int, incarnation: int) -> str:
+    """Of a pod that is made for a worker."""
+    return f"{job}-{worker}-{incarnation}"
 
 
 def _removals(obs: Observation, membership: Membership) -> list[Action]:
     """Pods that are no members: those on lost nodes go without waiting for a kubelet that will not answer."""
-    keep = {pod.uid for pod in membership.members.values()} | membership.left
+    keep = {pod.uid for pod in (*membership.members.values(), *membership.beyond)} | membership.left
     keep |= {each.new.uid for each in membership.departures.values() if each.new is not None}
     actions: list[Action] = []
     for pod in obs.pods:

@@ -6,7 +6,7 @@ Decisions never meet a raw object; `parsing` makes these of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tiercheck.protocol.directive import DeltaMode
@@ -45,6 +45,8 @@ class Patience:
     """The same with a remote tier, to which they may still owe a version."""
     relocate: float = 5.0
     """For a reason to move copies to last, before they move; twelve times as long where nothing is at risk."""
+    grow: float = 60.0
+    """For room to last, before a job that went on smaller takes it."""
     retry: float = 10.0
     """Between attempts to restore that failed, and between pods that never came up."""
 
@@ -66,6 +68,7 @@ class JobSpec:
     """The part of `spec` that decisions use."""
 
     workers: int
+    """That it goes on with; see `wanted_workers`."""
     procs_per_worker: int
     suspend: bool
     managed_by: str
@@ -100,6 +103,8 @@ class JobSpec:
     gang_queue: str = ""
     spares: int = 0
     """Warm pods beside the workers' own."""
+    wanted_workers: int | None = None
+    """What the spec asks for, if the job goes on with fewer (`elastic.in_size`); None: it does not."""
     min_workers: int | None = None
     """`spec.elastic.minWorkers`; None: the job never goes on smaller."""
     capacity_timeout: float | None = None
@@ -264,6 +269,9 @@ class Observation:
         return (*self.pods, *self.spares)
 
     def report(self, pod: PodView) -> Report | None:
-        """The newest report of the pod's sidecar."""
+        """The newest report of the pod's sidecar, as that of the worker that the pod is: it may not know that yet."""
         known = self.reports.get(pod.uid)
-        return known.report if known else None
+        report = known.report if known else None
+        if report is None or pod.is_spare or report.worker == pod.worker:
+            return report
+        return replace(report, worker=pod.worker)

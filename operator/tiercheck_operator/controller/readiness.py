@@ -40,6 +40,9 @@ def waiting_for_pods(obs: Observation, membership: Membership) -> Waiting | None
     missing = membership.missing(obs.job.spec.workers)
     if missing:
         return Waiting(conditions.WAITING_FOR_PODS, f"workers without a pod: {_some(missing)}", wake_after=1.0)
+    if membership.beyond:
+        told = f"{len(membership.beyond)} survivors take the places of lost workers"
+        return Waiting(conditions.WAITING_FOR_PODS, told, wake_after=1.0)
     gated = [pod for pod in membership.members.values() if pod.gates]
     if gated:
         gates = ", ".join(sorted({gate for pod in gated for gate in pod.gates})[:4])

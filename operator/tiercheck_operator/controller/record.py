@@ -117,6 +117,15 @@ class SparesRecord:
 
 
 @dataclass(frozen=True)
+class SizeRecord:
+    """Of a job that goes on with fewer workers than its spec asks for."""
+
+    workers: int
+    room_since: float | None = None
+    """Since when it could grow back, unix seconds; None: it cannot."""
+
+
+@dataclass(frozen=True)
 class HangRecord:
     """Who held the others up when training hung last, and how often in a row."""
 
@@ -144,6 +153,8 @@ class JobRecord:
     step_seconds: float | None = None
     tiers: Mapping[str, TierRecord] = field(default_factory=dict)
     placement: PlacementRecord | None = None
+    size: SizeRecord | None = None
+    """None: as many workers as the spec asks for."""
     spares: SparesRecord | None = None
     checkpoint: CheckpointRecord | None = None
     memory: MemoryRecord | None = None
@@ -234,6 +245,9 @@ def parse_record(raw: Mapping[str, Any]) -> JobRecord:
             unprotected_workers=int(placement.get("unprotectedWorkers") or 0),
             unprotected_reason=str(placement.get("unprotectedReason") or ""),
         ),
+        size=None if not (size := raw.get("size")) else SizeRecord(
+            int(size.get("workers") or 0), _float(size.get("roomSince"))
+        ),
         spares=None if not raw.get("spares") else SparesRecord(
             *(int(raw["spares"].get(name) or 0) for name in ("wanted", "ready"))
         ),
@@ -288,6 +302,10 @@ def render_record(record: JobRecord) -> dict[str, Any]:
             "tolerance": ", ".join(record.placement.tolerates) or "nothing",
             "unprotectedWorkers": record.placement.unprotected_workers,
             "unprotectedReason": record.placement.unprotected_reason or None,
+        }),
+        "size": None if record.size is None else _present({
+            "workers": record.size.workers,
+            "roomSince": _rounded(record.size.room_since, 3),
         }),
         "spares": None if record.spares is None else {"wanted": record.spares.wanted, "ready": record.spares.ready},
         "checkpoint": None if record.checkpoint is None else _present({

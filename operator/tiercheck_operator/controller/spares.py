@@ -48,7 +48,7 @@ class Upkeep:
 
     @property
     def taken(self) -> frozenset[int]:
-        """Workers that get a spare."""
+        """Workers that get a pod that is there already."""
         return frozenset(each.worker for each in self.takeovers)
 
 
@@ -89,10 +89,10 @@ def spares_standing(obs: Observation) -> SparesStanding | None:
     told = f"{record.ready} of {wanted} spares are ready"
     homeless = next((pod for pod in pool.coming if pod.node is None and pod.unschedulable_since is not None), None)
     if homeless is not None:
-        message = (
-            f"{told}. {homeless.name}: {homeless.message.rstrip('.')}. The job does without it; add nodes, or ask for fewer "
-            "in spec.spares."
-        )
+        advice = "The job does without it; add nodes, or ask for fewer in spec.spares."
+        if obs.job.spec.wanted_workers is not None:
+            advice = "With as many as it lacks workers the job grows back; add nodes."
+        message = f"{told}. {homeless.name}: {homeless.message.rstrip('.')}. {advice}"
         return SparesStanding(record, False, conditions.SPARES_UNSCHEDULABLE, message)
     said = next((f". {pod.name}: {pod.message}" for pod in pool.coming if pod.message), "")
     return SparesStanding(record, False, conditions.SPARES_COMING, f"{told}{said}")
@@ -101,7 +101,8 @@ def spares_standing(obs: Observation) -> SparesStanding | None:
 def keep_spares(obs: Observation, membership: Membership) -> Upkeep:
     """Spares for workers that lack a pod, and new spares behind them. Workers go first wherever there is only so much room."""
     pool = find_spares(obs)
-    takeovers = _takeovers(obs, membership, pool)
+    renamed = _renamed(obs, membership)
+    takeovers = (*renamed, *_takeovers(obs, membership, pool, {each.worker for each in renamed}))
     used = {each.pod.uid for each in takeovers}
     left = [pod for pod in (*pool.ready, *pool.coming) if pod.uid not in used]
     actions: list[Action] = []
@@ -125,8 +126,22 @@ def keep_spares(obs: Observation, membership: Membership) -> Upkeep:
     return Upkeep(takeovers, tuple(actions))
 
 
-def _takeovers(obs: Observation, membership: Membership, pool: SparePool) -> tuple[Promote, ...]:
-    vacant = [worker for worker in range(obs.job.spec.workers) if _needs_pod(membership, worker)]
+def _renamed(obs: Observation, membership: Membership) -> tuple[Promote, ...]:
+    """Survivors of a job that goes on smaller, for the workers that were lost: rather than spares, and rather than new pods that
+    have found a node meanwhile, because their memory holds state.
+    """
+    members, numbers = membership.members, range(obs.job.spec.workers)
+    current = {saved.pod_uid for saved in obs.placement.members} if obs.placement is not None else set()
+    vacant = [worker for worker in numbers if worker not in members or members[worker].node is None]
+    empty = [worker for worker in numbers if worker not in vacant and members[worker].uid not in current]
+    survivors = sorted((pod for pod in membership.beyond if pod.resource_version), key=lambda pod: pod.worker)
+    pairs = zip(survivors, (*vacant, *empty), strict=False)
+    return tuple(Promote(pod, worker, next_incarnation(obs, worker)) for pod, worker in pairs)
+
+
+def _takeovers(obs: Observation, membership: Membership, pool: SparePool, taken: set[int]) -> tuple[Promote, ...]:
+    workers = (worker for worker in range(obs.job.spec.workers) if worker not in taken)
+    vacant = [worker for worker in workers if _needs_pod(membership, worker)]
     usable = {pod.spare or 0: pod for pod in pool.ready if pod.node not in membership.suspects and pod.resource_version}
     if not vacant or not usable:
         return ()

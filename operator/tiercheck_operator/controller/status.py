@@ -10,6 +10,7 @@ from tiercheck.protocol.version import Version
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.budget import Budget, wanted_budget
 from tiercheck_operator.controller.causes import Cause
+from tiercheck_operator.controller.full_size import size_standing
 from tiercheck_operator.controller.memory import equal_share, forecast, largest_share, measured
 from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.record import Condition, JobRecord, MemoryRecord, TierRecord, rfc3339
@@ -70,6 +71,7 @@ def derive_status(
         _ended_protection(record, findings) or _protected(obs, record, reports),
         _deltas_active(record, findings),
         _spares_ready(obs, spares),
+        _full_size(obs, record),
         *_restoring_and_running(record, findings),
         _suspended(obs, findings),
         _outcome(conditions.COMPLETED, Finding(conditions.ALL_SUCCEEDED, "training succeeded on every worker"))
@@ -237,6 +239,11 @@ def _spares_ready(obs: Observation, standing: SparesStanding | None) -> Conditio
     if obs.job.status.condition(conditions.SPARES_READY) is None:
         return None
     return _condition(conditions.SPARES_READY, False, Finding(conditions.NO_SPARES, "no spares are wanted now"))
+
+
+def _full_size(obs: Observation, record: JobRecord) -> Condition | None:
+    found = size_standing(obs, record)
+    return None if found is None else _condition(conditions.FULL_SIZE, found.full, Finding(found.reason, found.message))
 
 
 def _restoring_and_running(record: JobRecord, findings: Findings) -> list[Condition]:

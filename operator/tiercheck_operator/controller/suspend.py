@@ -10,6 +10,7 @@ from tiercheck_operator.controller.actions import Action, DeletePod
 from tiercheck_operator.controller.barrier import pushes
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.finish import finishing_time
+from tiercheck_operator.controller.identities import known_as
 from tiercheck_operator.controller.membership import removal
 from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.record import JobRecord, Recovery
@@ -18,23 +19,26 @@ from tiercheck_operator.controller.record import JobRecord, Recovery
 def suspend(obs: Observation) -> tuple[JobRecord, list[Action], list[Action]]:
     """The next status, and what to do before and after it is written."""
     status = obs.job.status
-    left = [pod for pod in obs.pods if not pod.terminal]
+    left = [pod for pod in obs.pods if not pod.terminal and pod.node is not None]
     if not obs.all_pods:
-        return replace(status, recovery=None, members="", placement=None), [], []
+        return replace(status, recovery=None, members="", placement=None, size=None), [], []
     recovery = status.recovery
     if recovery is None or Cause.parse(recovery.cause) is not Cause.SUSPENDING:
         recovery = Recovery(Cause.SUSPENDING.value, "spec.suspend is true", obs.now, obs.now)
         status = replace(status, recovery=recovery)
     patience = finishing_time(obs) if status.attempt else 0.0
     late = obs.now - recovery.detected_at > patience
-    before: list[Action] = [action for pod in obs.spares for action in removal(obs, pod)]
+    idle = [*obs.spares, *(pod for pod in obs.pods if pod.node is None)]
+    before: list[Action] = [action for pod in idle for action in removal(obs, pod)]
     if not left or late or not status.attempt:
         for pod in obs.pods:
+            if pod in idle:
+                continue
             node = obs.nodes.get(pod.node) if pod.node else None
             lost = node is not None and bool(node.lost)
             if lost or not pod.deleting:
                 before.append(DeletePod(pod.name, pod.uid, force=lost))
-    members = {pod.worker: pod for pod in left if pod.ip and not pod.deleting}
+    members = known_as(obs, [pod for pod in left if pod.ip and not pod.deleting])
     after: list[Action] = list(pushes(obs, status, members, None, Phase.FINISH)) if members and status.attempt else []
     return status, before, after
 
