@@ -19,6 +19,7 @@ TYPES = {
     "Protected",
     "DeltasActive",
     "SparesReady",
+    "FullSize",
     "Evictable",
     "Restoring",
     "Running",

@@ -17,6 +17,7 @@ from tiercheck_operator.controller.record import (
     JobRecord,
     PlacementRecord,
     Recovery,
+    SizeRecord,
     SparesRecord,
     TierRecord,
     parse_record,
@@ -161,6 +162,7 @@ def full_status() -> dict[str, Any]:
             step_seconds=0.25,
             tiers={tier: TierRecord(step, NOW, 57 - step) for tier, step in (("local", 55), ("peer", 50), ("remote", 40))},
             placement=PlacementRecord("hash", "rack", ("any one rack", "any one host"), 0),
+            size=SizeRecord(3, 1.5),
             spares=SparesRecord(2, 1),
             recovery=Recovery("PodLost", "pod j-2-0 is gone", 1.5, 2.5, 3, "because", 40, 1, 3, 3.5, 4.5, 5.5),
             last_recovery={

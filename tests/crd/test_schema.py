@@ -19,6 +19,7 @@ from tiercheck_operator.controller.record import (
     MemoryRecord,
     PlacementRecord,
     Recovery,
+    SizeRecord,
     SparesRecord,
     TierRecord,
     render_record,
@@ -121,7 +122,7 @@ def test_columns_point_at_fields_of_the_status() -> None:
     assert {column["jsonPath"] for column in columns} <= known
     normal = [column["name"] for column in columns if not column.get("priority")]
     assert normal == ["Phase", "Step", "Peer-lag", "Remote-step", "Tolerates", "Restarts", "Age"]
-    assert [column["name"] for column in columns if column.get("priority")] == ["Attempt", "Last-cause"]
+    assert [column["name"] for column in columns if column.get("priority")] == ["Smaller", "Attempt", "Last-cause"]
 
 
 def test_conditions_are_a_list_map_by_type() -> None:
@@ -155,6 +156,7 @@ def test_controller_writes_no_field_that_would_be_pruned(name: str) -> None:
             rule="r",
             tries=1,
         ),
+        size=SizeRecord(3, 1.5),
         spares=SparesRecord(2, 1),
         checkpoint=CheckpointRecord(3, "Off", "why"),
         memory=MemoryRecord(4, 3, 2, 1),
