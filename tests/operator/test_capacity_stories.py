@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from world_in_memory import START, World, make_spec
 
 from tiercheck_operator.controller.capacity import possible_size
@@ -80,22 +79,6 @@ def test_node_that_was_avoided_is_used_when_it_is_well_again_and_nothing_else_is
     world.train(60)
     world.until("Running", attempt=2)
     assert world.pods[world.member(1)].node == dead
-
-
-@pytest.mark.parametrize(
-    ("least", "says"),
-    [
-        (2, "elastic.minWorkers is 2, so it could go on with 3 workers; going on smaller is not implemented yet"),
-        (3, "so it could go on with 3 workers; going on smaller is not implemented yet, so it waits"),
-        (4, "It would wait in any case: elastic.minWorkers is 4"),
-    ],
-)
-def test_job_that_may_shrink_says_plainly_that_it_waits_all_the_same(least: int, says: str) -> None:
-    world = crowded(capacity_timeout=30.0, min_workers=least)
-    world.train(60)
-    assert says in placed(world).message
-    assert world.status.attempt == 1
-    assert len({pod.worker for pod in world.pods.values()}) == 4
 
 
 def test_size_to_which_a_job_could_shrink_counts_workers_with_nodes_only() -> None:
