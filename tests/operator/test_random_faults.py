@@ -27,6 +27,7 @@ _FAULTS = st.tuples(
             *("cut", "deaf", "closed", "mend", "leave", "stay"),
             *("cordon", "label"),
             *("spare", "spares"),
+            "full",
         ]
     ),
     st.integers(0, 3),
@@ -38,6 +39,8 @@ _SHAPES: list[dict[str, object]] = [
     {"delta": DeltaMode.AUTO, "snapshot_every": None, "copies": 0, "parity": (2, 2)},
     {"spares": 1},
     {"delta": DeltaMode.AUTO, "snapshot_every": None, "spares": 2},
+    {"min_workers": 2, "capacity_timeout": 5.0},
+    {"min_workers": 1, "capacity_timeout": 5.0, "spares": 1},
 ]
 _KILLS = st.dictionaries(st.integers(0, 80), st.integers(0, 8), max_size=6)
 
@@ -72,6 +75,8 @@ def _strike(world: World, fault: str, target: int) -> None:
         case "spare":
             for uid in [uid for uid, pod in world.pods.items() if pod.is_spare]:
                 world.evict(uid)
+        case "full":
+            world.nodes = {name: replace(node, schedulable=False) for name, node in world.nodes.items()}
         case "spares":
             world.job = replace(world.job, spec=replace(world.job.spec, spares=target))
         case "vanish":
@@ -169,9 +174,9 @@ def test_job_survives_any_faults_with_everything_committed(
         tick()
     _heal(world)
     world.hung = None
-    for _ in range(250):
+    for _ in range(450):
         tick()
-        if world.status.phase == "Running" and world.status.recovery is None:
+        if world.status.phase == "Running" and world.status.recovery is None and world.status.size is None:
             break
     status = world.status
     assert status.phase == "Running", render_record(status)
