@@ -187,6 +187,10 @@ class Storage:
                 self._under_way.exception(_CLOSE_SECONDS)
             if self._under_way.done():
                 self.wait()
+        if self._under_way is None:
+            # Whoever still holds the group at the interpreter's end keeps gloo's threads alive, and one that lets go of a Python
+            # object then aborts the process. Without us, destroy_process_group ends them.
+            self.process_group = None
         if self._last_words is not None:
             self._last_words.close()
         self._stop.set()

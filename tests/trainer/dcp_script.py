@@ -139,7 +139,7 @@ def main(rank: int, world: int, folder: Path, actions: list[str]) -> dict[str, A
             elif action == "whole":
                 said.setdefault("whole", []).append(run.whole())
             storage.end_step(run.extra["position"])
-        said["saved"], said["failed"] = storage.saved, storage.failed
+    said["saved"], said["failed"], said["group"] = storage.saved, storage.failed, storage.process_group is not None
     return said
 
 
