@@ -323,6 +323,10 @@ def test_places_are_named_as_people_know_them() -> None:
         settings_of_url("https://bucket/x", None, None)
     job: dict[str, Any] = {"metadata": {"name": "gpt"}, "spec": {"tiers": {"remote": {"s3": {"bucket": "b", "x": 1}}}}}
     assert json.loads(settings_of_job(job)) == {"s3": {"bucket": "b"}}
+    # From outside, the bucket may have another address than from inside the cluster.
+    assert json.loads(settings_of_job(job, "https://outside:9000", "eu-1")) == {
+        "s3": {"bucket": "b", "endpoint": "https://outside:9000", "region": "eu-1"}
+    }
     job["spec"]["tiers"]["remote"] = {"directory": {"volume": {}}}
     with pytest.raises(CannotDo, match="mount it here"):
         settings_of_job(job)

@@ -71,7 +71,9 @@ class Source:
         else:
             assert self.job is not None
             cluster = Cluster.connect(self.kubeconfig, self.context, self.namespace)
-            settings, job = tier.settings_of_job(cluster.job(self.job)), f"{cluster.namespace}/{self.job}"
+            found = cluster.job(self.job)
+            settings = tier.settings_of_job(found, self.endpoint, self.region)
+            job = f"{cluster.namespace}/{self.job}"
         return tier.open_version(tier.open_remote(settings, job), step)
 
 

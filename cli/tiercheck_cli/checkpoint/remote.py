@@ -32,13 +32,18 @@ def settings_of_url(url: str, endpoint: str | None, region: str | None) -> str:
     return json.dumps({"s3": {"bucket": parts.netloc, **{key: value for key, value in given.items() if value}}})
 
 
-def settings_of_job(job: Mapping[str, Any]) -> str:
-    """Of `spec.tiers.remote`. Raises CannotDo if it is in no place that can be reached from here."""
+def settings_of_job(job: Mapping[str, Any], endpoint: str | None = None, region: str | None = None) -> str:
+    """Of `spec.tiers.remote`; what is given comes first, since outside the cluster a bucket may have another address.
+
+    Raises CannotDo if it is in no place that can be reached from here.
+    """
     name = job["metadata"]["name"]
     remote = ((job["spec"].get("tiers") or {}).get("remote")) or {}
     if remote.get("s3"):
         keys = ("bucket", "prefix", "region", "endpoint", "caBundle")
-        return json.dumps({"s3": {key: remote["s3"][key] for key in keys if remote["s3"].get(key)}})
+        given = {"endpoint": endpoint, "region": region}
+        found = {**remote["s3"], **{key: value for key, value in given.items() if value}}
+        return json.dumps({"s3": {key: found[key] for key in keys if found.get(key)}})
     if remote.get("directory"):
         raise CannotDo(
             f"the remote tier of {name} is a volume; mount it here and give --remote PATH --job NAMESPACE/{name}"
