@@ -3,8 +3,9 @@
     python examples/train_dcp.py --folder /tmp/dcp --steps 100
     torchrun --nproc-per-node 2 examples/train_dcp.py --folder /tmp/dcp --steps 200
 
-Stop it in any way and start it again, on as many ranks as you like: it continues. The same script, unchanged, runs in a
-TierCheckJob; there what it saves goes to the memory of its pod and its peers. Rank 0 prints one JSON line per step.
+Stop it in any way and start it again, on as many ranks as you like: it continues (`--pace 0.1` leaves time to stop it). The
+same script, unchanged, runs in a TierCheckJob; there what it saves goes to the memory of its pod and its peers, as often
+as the job says. Rank 0 prints one JSON line per step.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from tiercheck.dcp import Storage
 
 
-def train(folder: str, steps: int, every: int) -> None:
+def train(folder: str, steps: int, every: int | None, pace: float) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
     if dist.is_initialized():
@@ -49,22 +51,24 @@ def train(folder: str, steps: int, every: int) -> None:
             loss = (model(batch) - batch).pow(2).mean()
             loss.backward()
             optimizer.step()
-            if step % every == 0:
+            if step % every == 0 if every else storage.due(step):
                 storage.async_save(state(), step)  # instead of dcp.async_save(state(), checkpoint_id=...)
             storage.end_step(step, loss.item())  # TierCheck
             if storage.rank == 0:
                 print(json.dumps({"step": step, "loss": loss.item()}), flush=True)
+            time.sleep(pace)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", default="checkpoints", help="where versions go, outside a cluster")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--every", type=int, default=10, help="steps between saves")
+    parser.add_argument("--every", type=int, help="steps between saves; default: as the job says, 50 outside a cluster")
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds to wait after each step")
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-    train(arguments.folder, arguments.steps, arguments.every)
+    train(arguments.folder, arguments.steps, arguments.every, arguments.pace)
     if dist.is_initialized():
         dist.destroy_process_group()
 

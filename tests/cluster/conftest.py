@@ -11,6 +11,8 @@ import pytest
 from tests.cluster.jobs import Jobs
 from tiercheck_local.client import NODES
 from tiercheck_local.cluster import LocalCluster
+from tiercheck_local.demo.job import credentials
+from tiercheck_local.demo.object_store import ObjectStore
 from tiercheck_local.nodespec import NodeSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +49,14 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def operator_env() -> dict[str, str]:
     """What the shared operator is started with."""
     return dict(OPERATOR_ENV)
+
+
+@pytest.fixture(scope="session")
+def bucket(cluster: LocalCluster) -> Iterator[ObjectStore]:
+    """An S3 server with a bucket, and in the cluster the Secret that opens it."""
+    with ObjectStore(cluster.logs / "s3.log", "checkpoints") as store:
+        cluster.apply(credentials())
+        yield store
 
 
 @pytest.fixture

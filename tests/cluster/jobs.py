@@ -14,6 +14,8 @@ from tiercheck.protocol import names
 from tiercheck.protocol.report import RankRestore, Report
 from tiercheck_local.client import CONFIG_MAPS, EVENTS, PODS, SECRETS, SERVICES, Object
 from tiercheck_local.cluster import LocalCluster
+from tiercheck_local.demo.job import CREDENTIALS
+from tiercheck_local.demo.object_store import REGION, ObjectStore
 from tiercheck_local.demo.scenario import condition_is, in_words
 from tiercheck_local.demo.stage import JOBS, LaptopStage
 
@@ -140,6 +142,14 @@ class Job:
         return found
 
 
+def in_bucket(bucket: ObjectStore) -> dict[str, Any]:
+    """`spec.tiers.remote.s3` of a job."""
+    return {
+        "bucket": bucket.bucket, "prefix": "prod", "region": REGION, "endpoint": bucket.endpoint,
+        "credentialsSecretName": CREDENTIALS,
+    }  # fmt: skip
+
+
 @dataclass
 class Jobs:
     """Makes jobs with names of their own."""
@@ -170,9 +180,10 @@ class Jobs:
         env: Mapping[str, str] | None = None,
         command: list[str] | None = None,
         remote_every: int | None = 20,
+        bucket: ObjectStore | None = None,
         **spec: Any,
     ) -> Object:
-        """A job that snapshots every 5 steps, copies to the other rack, and has a folder as its remote tier."""
+        """A job that snapshots every 5 steps, copies to the other rack, and has `bucket` or a folder as its remote tier."""
         settings = {"STEPS": str(steps), "PACE": str(pace), **(env or {})}
         container = {
             "name": "trainer",
@@ -183,7 +194,9 @@ class Jobs:
         tiers: dict[str, Any] = {"local": {"sizeLimit": "64Mi"}}
         if workers > 1:
             tiers["peer"] = {"copies": 1, "spread": {"level": "rack"}}
-        if remote_every is not None:
+        if bucket is not None:
+            tiers["remote"] = {"s3": in_bucket(bucket), "everySteps": remote_every}
+        elif remote_every is not None:
             remote = self.folder / "remote"
             remote.mkdir(exist_ok=True)
             tiers["remote"] = {"directory": {"volume": {"hostPath": {"path": str(remote)}}}, "everySteps": remote_every}

@@ -36,6 +36,10 @@ def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return seen.hexdigest()
 
 
+def make_model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(9, 33), nn.Tanh(), nn.Linear(33, 130), nn.Tanh(), nn.Linear(130, 5))
+
+
 def say(**line: object) -> None:
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
@@ -46,7 +50,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(7 * attempt)  # a restore has to bring everything
-    model = nn.Sequential(nn.Linear(9, 33), nn.Tanh(), nn.Linear(33, 130), nn.Tanh(), nn.Linear(130, 5))
+    model = make_model()
     mesh = init_device_mesh("cpu", (world,))
     for layer in (model[0], model[2], model[4], model):
         fully_shard(layer, mesh=mesh)
