@@ -1,61 +1,143 @@
-"""Promise: each framework's example comes back from SIGKILL, wherever in an epoch, with the same losses bit for bit."""
+"""Promise: each framework's example comes back from SIGKILL, wherever in an epoch, with the same losses bit for bit.
+
+The command is the one of its README. Alone, on two ranks, and under a sidecar that takes a delta of every step.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
-import json
-import os
-import subprocess
-import sys
+import re
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.frameworks.conftest import Lives
+from tests.trainer.scripted_sidecar import ScriptedSidecar
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.local import Welcome
+
+pytestmark = pytest.mark.timeout(400)  # to import transformers takes long where others are busy
+
 ROOT = Path(__file__).parents[2]
 
-CASES = {
-    # example: (what it needs, modules worth importing once, last step, kills: in mid-epoch, at the end of one, in the next)
-    "huggingface": (
-        ["transformers", "accelerate"],
-        "transformers,transformers.models.llama,accelerate",
-        18,
-        (4, 7, 12),
-    ),
-    "lightning": (["lightning", "torchdata"], "lightning,torchdata.stateful_dataloader", 36, (5, 13, 24)),
-    "accelerate": (["accelerate"], "accelerate", 18, (4, 7, 12)),
-    "plain-loop": (["torchdata"], "torchdata.stateful_dataloader", 18, (4, 7, 12)),
+NEEDS = {
+    # example: what it imports
+    "huggingface": ["transformers", "transformers.models.llama", "accelerate"],
+    "lightning": ["lightning", "torchdata.stateful_dataloader"],
+    "accelerate": ["accelerate"],
+    "plain-loop": ["torchdata.stateful_dataloader"],
+}
+KILLS = {
+    # example: (steps on one rank, kills there, steps on two, the kill there)
+    "huggingface": (18, (4, 7, 12), 9, 4),  # 6 steps are an epoch, or 3
+    "lightning": (36, (5, 13, 24), 18, 9),  # each line is a batch, half a step; 12 are an epoch, or 6
+    "accelerate": (18, (4, 7, 12), 18, 9),
+    "plain-loop": (18, (4, 7, 12), 18, 8),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_example_comes_back_from_kills_with_equal_losses(name: str, tmp_path: Path) -> None:
-    needs, modules, last, kills = CASES[name]
-    for package in needs:
-        if importlib.util.find_spec(package) is None:
+def needed(name: str) -> list[str]:
+    for package in NEEDS[name]:
+        if importlib.util.find_spec(package.partition(".")[0]) is None:
             pytest.skip(f"{package} is not installed: pip install -c constraints.txt -e '.[frameworks]'")
-    script = ROOT / "examples" / "frameworks" / name / "train.py"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(Path(__file__).with_name("lives.py")),
-            modules,
-            str(script),
-            str(tmp_path),
-            *map(str, kills),
-        ],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    whole, *lives = map(json.loads, done.stdout.splitlines())
+    return NEEDS[name]
+
+
+def command(name: str, program: str) -> list[str]:
+    """The words after `program` of the command in the example's README, without where it keeps its versions."""
+    text = (ROOT / "examples" / "frameworks" / name / "README.md").read_text()
+    found = re.search(rf"^    {program} (.*) --folder \S+$", text, re.MULTILINE)
+    assert found, f"the README of {name} has no command that begins with {program}"
+    script, *rest = shlex.split(found[1])
+    return [str(ROOT / script), *rest]
+
+
+def assert_continues(whole: list[dict[str, Any]], parts: Sequence[tuple[list[dict[str, Any]], int | None]]) -> None:
+    """Each life, to where it was killed, said what the run without kills had said from its first step on."""
+    first = whole[0]["step"]
+    for said, kill in parts:
+        assert said == whole[said[0]["step"] - first : None if kill is None else kill - first + 1]
+    assert parts[-1][0][0]["step"] > first, "it went on, and did not begin anew"
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_killed_example_goes_on_with_equal_losses(name: str, lives: Lives, tmp_path: Path) -> None:
+    modules, argv = needed(name), command(name, "python")
+    last, kills, *_ = KILLS[name]
+    whole = lives.run(modules, [*argv, "--folder", tmp_path / "whole"])
     assert [line["step"] for line in whole] == list(range(1, last + 1))
-    assert len({line["loss_hex"] for line in whole}) == last  # so that a step told for another would be seen
-    for life, kill in zip(lives, (*kills, None), strict=True):
-        first = life[0]["step"]
-        assert life == whole[first - 1 : kill]
-    assert lives[-1][0]["step"] > kills[0]  # it went on, and did not begin anew
+    assert len({line["loss_hex"] for line in whole}) == last, "a step told for another would be seen"
+    cut = [*argv, "--folder", tmp_path / "cut", "--every", "1"]
+    assert_continues(whole, [(lives.run(modules, cut, kill_at=kill), kill) for kill in (*kills, None)])
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_killed_ranks_go_on_with_equal_losses(name: str, lives: Lives, tmp_path: Path) -> None:
+    modules, argv = needed(name), command(name, "torchrun --nproc-per-node 2")
+    *_, last, kill = KILLS[name]
+    whole = lives.run(modules, [*argv, "--folder", tmp_path / "whole"], ranks=2)
+    assert [line["step"] for line in whole] == list(range(1, last + 1))
+    cut = [*argv, "--folder", tmp_path / "cut", "--every", "1"]
+    assert_continues(whole, [(lives.run(modules, cut, kill_at=kill, ranks=2), kill) for kill in (kill, None)])
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "lightning"])
+def test_evaluations_and_all_that_follows_from_them_go_on_too(kind: str, lives: Lives, tmp_path: Path) -> None:
+    """Killed after the steps that ended with an evaluation in mid-epoch: its metrics move the learning rate and stop the training."""
+    modules, script = needed(kind), Path(__file__).with_name(f"evaluating_{kind}.py")
+    whole = lives.run(modules, [script, tmp_path / "whole"])
+    parts = [(lives.run(modules, [script, tmp_path / "cut"], kill_at=kill), kill) for kill in (5, 9, None)]
+    assert [said[0]["step"] for said, _ in parts] == [1, 5, 9]
+    assert_continues(whole, parts)
+    assert len({line["rate"] for line in whole}) > 1, "the learning rate moved"
+    assert len(whole) < 18, "training was stopped early"
+
+
+@pytest.mark.parametrize(("kind", "own"), [("huggingface", "trainer/checkpoint-4"), ("lightning", "own.ckpt")])
+def test_training_that_began_from_a_checkpoint_of_the_frameworks_own_goes_on_from_ours(
+    kind: str, own: str, lives: Lives, tmp_path: Path
+) -> None:
+    """The command that names the old checkpoint stays as it is: it is only where the first life begins."""
+    modules, script = needed(kind), Path(__file__).with_name(f"evaluating_{kind}.py")
+    lives.run(modules, [script, tmp_path / "before"], kill_at=8)
+    old = tmp_path / "before" / own
+    whole = lives.run(modules, [script, tmp_path / "whole", old])
+    assert whole[0]["step"] in (5, 7), "it began from the old checkpoint"
+    parts = [(lives.run(modules, [script, tmp_path / "cut", old], kill_at=kill), kill) for kill in (9, 14, None)]
+    assert [said[0]["step"] for said, _ in parts] == [whole[0]["step"], 9, 13 if kind == "lightning" else 14]
+    assert_continues(whole, parts)
+
+
+@pytest.mark.parametrize("name", ["huggingface", "lightning", "accelerate"])  # averaged weights have no deltas
+def test_killed_example_under_a_sidecar_goes_on_from_deltas(name: str, lives: Lives, tmp_path: Path) -> None:
+    modules, argv = needed(name), command(name, "python")
+    kills = KILLS[name][1]
+    whole = lives.run(modules, [*argv, "--folder", tmp_path / "whole"])
+    env = {"TIERCHECK_RUN_DIR": str(tmp_path), "TIERCHECK_ATTEMPT": "1"}
+    sidecar = ScriptedSidecar(tmp_path, Welcome(attempt=1, snapshot_every=4, delta=DeltaMode.AUTO))
+    try:
+        before = lives.run(modules, argv, kill_at=kills[-1], env=env)
+        base, step = longest_chain(sidecar)
+        sidecar.offer(base, step)
+        sidecar.welcome = dataclasses.replace(sidecar.welcome, attempt=2)
+        after = lives.run(modules, argv, env=env)
+    finally:
+        sidecar.stop()
+    assert_continues(whole, [(before, kills[-1]), (after, None)])
+
+
+def longest_chain(sidecar: ScriptedSidecar) -> tuple[int, int]:
+    """A snapshot, and the last of most deltas that follow it: one may be missing, which a busy machine had no time for."""
+    snapshots, deltas = sidecar.completed(Kind.SNAPSHOT), sidecar.completed(Kind.DELTA)
+
+    def end(base: int) -> int:
+        return next(step for step in range(base, base + len(deltas) + 1) if step + 1 not in deltas)
+
+    base = max(snapshots, key=lambda each: end(each) - each)
+    assert end(base) > base, "no delta follows a snapshot"
+    return base, end(base)

@@ -83,7 +83,8 @@ class Resumable(_Trainer):  # type: ignore[misc]
         self._tr_loss_kept: tuple[float, int] | None = None
         self.checkpointer = Checkpointer(model, self.optimizer, state=state, found=self._found, **options)
         self._found = None
-        self.checkpointer.restore()
+        if not self.checkpointer.restore():  # a checkpoint of the Trainer's own may be where it begins
+            self.checkpointer.step_number = self.state.global_step
         self._drawn = user_state.random_state() if self._resumed else None
         return model, loader
 
@@ -133,19 +134,32 @@ class _TrainerState:
         plain = {
             field.name: getattr(trainer.state, field.name)
             for field in dataclasses.fields(trainer.state)
-            if _is_plain(getattr(trainer.state, field.name))
+            if field.name != "stateful_callbacks" and _is_plain(getattr(trainer.state, field.name))
         }
+        callbacks = [(name, each.state()["attributes"]) for name, each in self._stateful()]
         losses = getattr(trainer, "_tr_loss", None)
         waiting = None if losses is None else [float(losses), trainer._globalstep_last_logged]
-        return {"state": plain, "losses": waiting}
+        return {"state": plain, "losses": waiting, "callbacks": [each for each in callbacks if _is_plain(each)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in state["state"].items():
             # How long this training is, its arguments say: they may be others than before.
             if name not in ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps"):
                 setattr(self._trainer.state, name, value)
+        kept = list(state["callbacks"])
+        for name, callback in self._stateful():
+            same = next((each for each in kept if each[0] == name), None)
+            if same is not None:
+                kept.remove(same)
+                for attribute, value in same[1].items():
+                    setattr(callback, attribute, value)
         if state["losses"] is not None:
             self._trainer._tr_loss_kept = tuple(state["losses"])
+
+    def _stateful(self) -> list[tuple[str, Any]]:
+        """Callbacks with a state of their own (`ExportableState`), such as EarlyStoppingCallback, by the names of their classes."""
+        known = ((type(each).__name__, each) for each in self._trainer.callback_handler.callbacks)
+        return [(name, each) for name, each in known if hasattr(each, "state") and hasattr(each, "from_state")]
 
 
 def _is_plain(value: Any) -> bool:

@@ -5,7 +5,8 @@
 A callback is enough: `on_fit_start` is called when model and optimizers are where they will be trained, and before Lightning's
 loops look at how far they are. The loops, schedulers, precision plugin, other callbacks, the datamodule and the loader's
 position are what Lightning itself would write into its checkpoint. Lightning skips no batches: for a position inside of an epoch the
-loader needs `state_dict`, as torchdata's StatefulDataLoader has it. Needs lightning (or pytorch_lightning) 2.5 or later.
+loader needs `state_dict`, as torchdata's StatefulDataLoader has it. A step that a validation follows in mid-epoch is kept after
+it, with the metrics that schedules and other callbacks look at. Needs lightning (or pytorch_lightning) 2.5 or later.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tiercheck.trainer import user_state
+from tiercheck.trainer.backend import RestoreError
 from tiercheck.trainer.checkpointer import Checkpointer
 
 try:
@@ -37,9 +41,19 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
         self._options: dict[str, Any] = {"every": every, "folder": folder, "keep": keep, "sanity_gate": sanity_gate}
         self._more = state or {}
         self._drawn: dict[str, Any] | None = None
+        self._validates = False
+        """Whether a validation is under way that belongs to the step."""
+        self.metrics: dict[str, Any] = {}
+        """What was logged until the last validation or epoch, for schedules and callbacks that monitor it."""
         self.between_epochs = False
         """Whether a step is kept of which Lightning's loops have yet to begin their epoch."""
         self.checkpointer: Checkpointer | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        # What other callbacks do at the end of a batch or a validation belongs to the step; what they do at the start of
+        # an epoch comes after its last one, and is done again after a restore.
+        others = [each for each in trainer.callbacks if each is not self and not isinstance(each, _EpochStart)]
+        trainer.callbacks = [_EpochStart(self), *others, self]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         state = {"lightning": _Progress(trainer, self), **self._more}
@@ -51,10 +65,20 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
         if self.checkpointer.restore():
             # The loaders' iterators draw seeds before the first batch, which they would not have done in mid-epoch.
             self._drawn = user_state.random_state()
+            self._forget_ckpt_path(trainer)
+
+    def _forget_ckpt_path(self, trainer: Any) -> None:
+        """What Lightning has read of `ckpt_path` would be loaded after this: it is where the first life began."""
+        if trainer.ckpt_path is not None and trainer.strategy.restore_checkpoint_after_setup:
+            raise RestoreError(
+                f"{type(trainer.strategy).__name__} would load {trainer.ckpt_path} now: leave ckpt_path out"
+            )
+        trainer._checkpoint_connector._loaded_checkpoint = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.checkpointer is not None and not self.checkpointer.step_number and len(trainer.optimizers) == 1:
+            self.checkpointer.step_number = trainer.global_step  # `ckpt_path` is where it begins
         if self.between_epochs:
-            self.between_epochs = False
             # The loaders came back at the end of their epoch, not yet aware of it: let them find out, and begin the next.
             fetcher = trainer.fit_loop._data_fetcher
             next(fetcher.iterator, None)
@@ -66,11 +90,28 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
             self._drawn = None
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+        epoch = trainer.fit_loop.epoch_loop
+        if epoch.batch_progress.is_last_batch:
+            return  # kept by `begin_epoch`
+        self._validates = epoch._should_check_val_fx(trainer.fit_loop._data_fetcher) and not epoch.val_loop.skip
+        if not self._validates:
             self._end_step(trainer)
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        # The last step of the epoch before: validation and schedules at its end are behind it.
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._validates:
+            self._validates = False
+            self._keep_metrics(trainer)
+            self._end_step(trainer)
+
+    def begin_epoch(self, trainer: Any) -> None:
+        """Ends the last step of the epoch before: validation and schedules at its end are behind it."""
+        if (
+            self.between_epochs
+        ):  # restored: the loop begins its epoch like any other, and takes up nothing of the one before
+            self.between_epochs = False
+            trainer.fit_loop.epoch_loop.restarting = False
+            return
+        self._keep_metrics(trainer)
         self.between_epochs = True
         self._end_step(trainer)
         self.between_epochs = False
@@ -81,6 +122,12 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._close()
+
+    def _keep_metrics(self, trainer: Any) -> None:
+        # In host memory: they are written with every step, and nothing then has to wait for the device.
+        self.metrics = {
+            name: torch.as_tensor(each).to("cpu", copy=True) for name, each in trainer.callback_metrics.items()
+        }
 
     def _end_step(self, trainer: Any) -> None:
         # In the middle of accumulated gradients there is no step to keep.
@@ -97,6 +144,16 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
             self.checkpointer.close()
 
 
+class _EpochStart(Callback):  # type: ignore[misc, unused-ignore]
+    """Stands before all other callbacks."""
+
+    def __init__(self, own: TierCheck) -> None:
+        self._own = own
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._own.begin_epoch(trainer)
+
+
 class _Progress:
     """What Lightning's own checkpoint holds beside the weights and the optimizers."""
 
@@ -108,6 +165,7 @@ class _Progress:
         return {
             "fit_loop": trainer.fit_loop.state_dict(),
             "between_epochs": self._own.between_epochs,
+            "metrics": self._own.metrics,
             "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             "precision": trainer.precision_plugin.state_dict(),
             "callbacks": {callback.state_key: callback.state_dict() for callback in self._others()},
@@ -118,13 +176,8 @@ class _Progress:
         trainer = self._trainer
         trainer.fit_loop.load_state_dict(state["fit_loop"])
         self._own.between_epochs = state["between_epochs"]
-        if self._own.between_epochs:
-            # What the epoch loop does itself at the beginning of an epoch, unless it was loaded.
-            epoch = trainer.fit_loop.epoch_loop
-            epoch.batch_progress.reset_on_run()
-            epoch.scheduler_progress.reset_on_run()
-            epoch.automatic_optimization.optim_progress.reset_on_run()
-            epoch.val_loop.batch_progress.total.reset()
+        self._own.metrics = state["metrics"]
+        trainer._logger_connector._callback_metrics.update(self._own.metrics)
         for config, kept in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
             config.scheduler.load_state_dict(kept)
         if state["precision"]:
@@ -136,4 +189,4 @@ class _Progress:
             trainer.datamodule.load_state_dict(state["datamodule"])
 
     def _others(self) -> list[Any]:
-        return [callback for callback in self._trainer.callbacks if callback is not self._own]
+        return [each for each in self._trainer.callbacks if each is not self._own and not isinstance(each, _EpochStart)]

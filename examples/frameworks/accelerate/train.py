@@ -1,7 +1,7 @@
 """A loop with Accelerate that comes back from any kill, on any number of processes.
 
 python examples/frameworks/accelerate/train.py --folder /tmp/accelerate
-accelerate launch --cpu --num_processes 2 examples/frameworks/accelerate/train.py --folder /tmp/accelerate
+torchrun --nproc-per-node 2 examples/frameworks/accelerate/train.py --folder /tmp/accelerate-2
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, help="steps between snapshots; default: as the job says")
     parser.add_argument("--epochs", type=int, default=3)
     args = parser.parse_args()
-    accelerator = Accelerator(gradient_accumulation_steps=2)
+    # Without a GPU it has to be told, or each of several processes would train for itself.
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=not torch.cuda.is_available())
     set_seed(0)
     data = TensorDataset(torch.randn(48, 8))
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
@@ -53,7 +54,7 @@ def main() -> None:
                     continue  # in the middle of accumulated gradients there is no step to keep
                 mean = accelerator.reduce(loss.detach(), "mean").item()
                 if accelerator.is_main_process:
-                    line = {"step": checkpointer.step_number + 1, "loss_hex": mean.hex()}
+                    line = {"step": checkpointer.step_number + 1, "loss": mean, "loss_hex": mean.hex()}
                     sys.stdout.write(json.dumps(line) + "\n")
                     sys.stdout.flush()
                 checkpointer.step(mean)

@@ -1,6 +1,7 @@
 """A transformers Trainer that comes back from any kill: a tiny Llama made from a config, nothing is downloaded.
 
-python examples/frameworks/huggingface/train.py --folder /tmp/hf
+python examples/frameworks/huggingface/train.py --folder /tmp/huggingface
+torchrun --nproc-per-node 2 examples/frameworks/huggingface/train.py --folder /tmp/huggingface-2
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class Say(TrainerCallback):
     """One line of JSON for each step."""
 
     def on_log(self, args, state, control, logs=None, **named) -> None:
-        if "loss" in logs:
-            line = {"step": state.global_step, "loss_hex": logs["loss"].hex(), "rate": logs["learning_rate"]}
+        if "loss" in logs and state.is_world_process_zero:
+            loss = logs["loss"]
+            line = {"step": state.global_step, "loss": loss, "loss_hex": loss.hex(), "rate": logs["learning_rate"]}
             sys.stdout.write(json.dumps(line) + "\n")
             sys.stdout.flush()
 

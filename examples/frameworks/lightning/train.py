@@ -1,12 +1,14 @@
 """A Lightning Trainer that comes back from any kill, in the middle of an epoch and of accumulated gradients too.
 
 python examples/frameworks/lightning/train.py --folder /tmp/lightning
+torchrun --nproc-per-node 2 examples/frameworks/lightning/train.py --folder /tmp/lightning-2
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 
 import lightning as L  # noqa: N812
@@ -15,9 +17,12 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchdata.stateful_dataloader.sampler import RandomSampler
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from tiercheck.integrations.lightning import TierCheck
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+"""What torchrun tells each process, and what holds without it."""
 
 
 class Small(L.LightningModule):
@@ -44,9 +49,11 @@ class Say(Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
         batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
-        line = {"step": batches, "update": trainer.global_step, "loss_hex": outputs["loss"].item().hex()}
-        sys.stdout.write(json.dumps(line) + "\n")
-        sys.stdout.flush()
+        loss = outputs["loss"].item()
+        if trainer.is_global_zero:
+            line = {"step": batches, "update": trainer.global_step, "loss": loss, "loss_hex": loss.hex()}
+            sys.stdout.write(json.dumps(line) + "\n")
+            sys.stdout.flush()
 
 
 def main() -> None:
@@ -55,21 +62,24 @@ def main() -> None:
     parser.add_argument("--every", type=int, help="steps between snapshots; default: as the job says")
     parser.add_argument("--epochs", type=int, default=3)
     args = parser.parse_args()
+    rank, world, here = (int(os.environ.get(name, alone)) for name, alone in TORCHRUN.items())
     L.seed_everything(0, verbose=False)
     data = TensorDataset(torch.randn(48, 8))
     trainer = L.Trainer(
         max_epochs=args.epochs,
         accumulate_grad_batches=2,
         accelerator="auto",
-        devices=1,
+        devices=here,
+        num_nodes=world // here,
+        use_distributed_sampler=False,
         callbacks=[Say(), TierCheck(every=args.every, folder=args.folder)],
         enable_checkpointing=False,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    # Generators of their own for order and workers: then to begin an epoch, or to resume one, draws from no other.
-    order = RandomSampler(data, generator=torch.Generator().manual_seed(1))
+    # The order follows from seed and epoch, and workers have a generator of their own: to begin or resume an epoch draws from no other.
+    order = StatefulDistributedSampler(data, world, rank, shuffle=True, seed=1)
     loader = StatefulDataLoader(data, batch_size=4, sampler=order, generator=torch.Generator())
     trainer.fit(Small(), loader, DataLoader(data, batch_size=16, generator=torch.Generator()))
 
