@@ -31,6 +31,11 @@ class Box:
         """Elements."""
         return math.prod(self.shape)
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Elements from one index to the next along each dimension, in row-major order."""
+        return tuple(math.prod(self.shape[d + 1 :]) for d in range(len(self.shape)))
+
     def cut(self, other: Box) -> Box | None:
         """What both have; None: nothing."""
         begin = tuple(map(max, self.offset, other.offset))
@@ -81,7 +86,7 @@ class Part:
         solid = len(self.box.shape)  # from this dimension on, `wanted` has all that the box has
         while solid and wanted.shape[solid - 1] == self.box.shape[solid - 1]:
             solid -= 1
-        strides = [math.prod(self.box.shape[d + 1 :]) for d in range(len(self.box.shape))]
+        strides = self.box.strides
         inner = max(0, solid - 1)  # the dimension along which one range runs
         length = math.prod(wanted.shape[inner:])
         first = self.at + sum(

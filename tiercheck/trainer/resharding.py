@@ -286,14 +286,24 @@ def _read(takes: _Plan, others: OtherRanks) -> None:
     for each, take in takes:
         by_source.setdefault(take.source, []).append((each, take))
     for source, parts in sorted(by_source.items()):
-        ranges = [
+        wanted = [
             bytes_of for each, take in parts for bytes_of in _ranges(take, *others.place(source, each.name), each.local)
         ]
-        stored = others.open(source, merged_ranges(ranges)).tensors()
+        stored = others.open(source, merged_ranges(wanted)).tensors()
+        solid: list[tuple[str, int, Tensor]] = []
         for each, take in parts:
-            part, box = take.part, each.piece.box if each.piece is not None else Box.whole(each.local.shape)
-            whole = stored[each.name].view(-1)[part.at : part.at + part.box.count].view(part.box.shape)
-            each.local[take.box.within(box)].copy_(whole[take.box.within(part.box)])
+            box = each.piece.box if each.piece is not None else Box.whole(each.local.shape)
+            target = each.local[take.box.within(box)]
+            ranges = take.part.ranges(take.box)
+            first, last = ranges[0][0], ranges[-1][1]
+            if target.is_contiguous() and last - first == target.numel():
+                solid.append((each.name, first, target))
+                continue
+            # Rows with gaps between them, here or there.
+            around = torch.empty(last - first, dtype=target.dtype)
+            stored.read_parts([(each.name, first, around)])
+            target.copy_(around.as_strided(take.box.shape, take.part.box.strides))
+        stored.read_parts(solid)
 
 
 def _ranges(take: Take[int], begin: int, end: int, like: Tensor) -> Iterator[tuple[int, int]]:

@@ -55,15 +55,30 @@ class StoredTensors(Mapping[str, Tensor]):
         Raises RestoreError if bytes are missing or cannot be read: before anything is written, if the file is too short already.
         """
         self.ensure_whole()
+        self._read([(target, self._views[name], self._offsets[name]) for name, target in wanted])
+
+    @torch.no_grad()
+    def read_parts(self, wanted: Sequence[tuple[str, int, Tensor]]) -> None:
+        """Fill each tensor with elements that are stored under its name, as they lie there, from that one on.
+
+        Raises RestoreError if the bytes cannot be read; no others need to be there.
+        """
+        found = []
+        for name, first, target in wanted:
+            stored = self._views[name].view(-1)[first : first + target.numel()].view(target.shape)
+            found.append((target, stored, self._offsets[name] + first * stored.element_size()))
+        self._read(found)
+
+    def _read(self, wanted: Sequence[tuple[Tensor, Tensor, int]]) -> None:
+        """Tensors to fill; with what; where its bytes are in the file."""
         pieces: list[tuple[memoryview, int]] = []
-        for name, target in wanted:
-            stored = self._views[name]
+        for target, stored, offset in wanted:
             if not _is_plain(target, stored):
                 target.copy_(stored)
                 continue
             target.view(-1)[:0].zero_()  # changes nothing but torch's counter of changes
             memory = (ctypes.c_char * target.nbytes).from_address(target.data_ptr())
-            view, offset = memoryview(memory).cast("B"), self._offsets[name]
+            view = memoryview(memory).cast("B")
             pieces += ((view[at : at + _PIECE], offset + at) for at in range(0, target.nbytes, _PIECE))
         threads = min(_THREADS, len(os.sched_getaffinity(0)))
         try:
