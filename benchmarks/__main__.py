@@ -30,6 +30,8 @@ BENCHMARKS = {
     "parity": "rebuild from parity",
     "restores": "verified local and peer restore",
     "remote": "upload to and restore from S3",
+    "sharing": "capture by the number of replicas",
+    "resharding": "restore on another mesh",
     "growth": "growth with state and workers",
     "planning": "the planner's decisions",
     "reconcile": "what an event costs the operator",

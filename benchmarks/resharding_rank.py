@@ -1,0 +1,186 @@
+"""One rank of `benchmarks.resharding`: ACTION `save`, or KIND of a mesh on which what was saved comes back in several ways, in turn.
+
+As from another machine, slots come through the sidecar's own lending: chunk by verified chunk, out of a folder in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from benchmarks.ranks import be_rank
+from tiercheck import Checkpointer
+from tiercheck.protocol.artifact import Artifact
+from tiercheck.protocol.directive import Directive
+from tiercheck.protocol.encoding import from_json, to_json
+from tiercheck.protocol.manifest import Digests
+from tiercheck.trainer.backend import Offer, Ranges
+from tiercheck.trainer.checkpointer import Found, find
+from tiercheck_sidecar.digest import digest, digest_chunk, piece
+from tiercheck_sidecar.lending import Lender
+from tiercheck_sidecar.vault import NotHeld, Vault
+
+_LAYERS = 16
+
+
+def measure(folder: Path, arguments: list[str]) -> dict[str, Any]:
+    action, size, rounds = arguments[0], int(arguments[1]), int(arguments[2])
+    torch.manual_seed(0)
+    width = int((size / 12 / _LAYERS) ** 0.5) // 16 * 16
+    model = sharded(nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(_LAYERS))), action)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if action == "save":
+        save(model, optimizer, folder)
+        return {}
+    return restore(model, optimizer, folder, rounds)
+
+
+def sharded(model: nn.Module, kind: str) -> nn.Module:
+    world = dist.get_world_size()
+    if kind != "tensor-data":
+        return fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "tensor"))
+    plan = {str(n): ColwiseParallel() if n % 2 == 0 else RowwiseParallel() for n in range(_LAYERS)}
+    return fully_shard(parallelize_module(model, mesh["tensor"], plan), mesh=mesh["data"])
+
+
+def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """With ours, digests beside it, and with torch DCP."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()  # so that the moments exist
+    with Checkpointer(model, optimizer, every=1, folder=folder / "ours") as checkpointer:
+        checkpointer.restore()
+        checkpointer.step()
+        checkpointer.wait()
+    (slot,) = (folder / "ours" / f"rank-{dist.get_rank()}-of-{dist.get_world_size()}").glob("*.safetensors")
+    (folder / f"digests-{dist.get_rank()}").write_bytes(to_json(digest(memoryview(slot.read_bytes()))))
+    states, of_optimizer = get_state_dict(model, optimizer)
+    dcp.save({"model": states, "optimizer": of_optimizer}, checkpoint_id=str(folder / "dcp"))
+
+
+class Store:
+    """What lending wants of the remote tier, out of the folder that all have saved into."""
+
+    def __init__(self, folder: Path, offer: Offer) -> None:
+        self._folder, self._offer = folder, offer
+        self.read = 0
+
+    def digests(self, artifact: Artifact) -> Digests:
+        return from_json((self._folder / f"digests-{artifact.rank}").read_bytes(), Digests)
+
+    def fetch_chunks(self, artifact: Artifact, indices: Sequence[int], into: memoryview) -> None:
+        digests = self.digests(artifact)
+        assert self._offer.borrow is not None
+        with open(self._offer.borrow(artifact.rank, ()), "rb", buffering=0) as file:
+            for index in indices:
+                with piece(into, digests, index) as chunk:
+                    os.preadv(file.fileno(), [chunk], index * digests.chunk)
+                    self.read += len(chunk)
+                    if digest_chunk(chunk) != digests.values[index]:
+                        raise RuntimeError(f"chunk {index} is damaged")
+
+
+class Empty:
+    """A vault that holds nothing, and has room for everything."""
+
+    limit = 1 << 62
+
+    def used(self) -> int:
+        return 0
+
+    def fault(self, *_: object, **__: object) -> str:
+        raise NotHeld
+
+
+def restore(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, rounds: int) -> dict[str, Any]:
+    """In each round: by ranges, by whole shards, ours and DCP without anything between the folder and the model."""
+    found: dict[str, Any] = {"seconds": {}, "read": {}}
+    known = find(folder / "ours")
+    if known.offer is None:
+        raise RuntimeError("nothing was saved")
+    expected = ""
+    for number in range(rounds + 1):  # the first one finds files and code cold
+        for how in ("ranged", "whole", "in place", "dcp"):
+            optimizer.state.clear()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            dist.barrier()
+            begun = time.perf_counter()
+            if how == "dcp":
+                theirs(model, optimizer, folder)
+            else:
+                found["read"][how] = ours(model, optimizer, known, folder, how)
+            seconds = time.perf_counter() - begun
+            expected = expected or told(model)
+            if told(model) != expected:
+                raise RuntimeError(f"{how} brought another state")
+            if number:
+                found["seconds"].setdefault(how, []).append(seconds)
+    found["needed"] = sum(
+        value.to_local().nbytes
+        for parameter, state in optimizer.state.items()
+        for value in (parameter, state["exp_avg"], state["exp_avg_sq"])
+    )
+    return found
+
+
+def told(model: nn.Module) -> str:
+    return json.dumps([parameter.to_local().double().sum().item() for parameter in model.parameters()])
+
+
+def ours(model: nn.Module, optimizer: torch.optim.Optimizer, known: Found, folder: Path, how: str) -> int:
+    """Bytes read."""
+    offer = known.offer
+    assert offer is not None
+    if how == "in place":
+        with Checkpointer(model, optimizer, found=known) as checkpointer:
+            checkpointer.restore()
+        return 0
+    place = Path(tempfile.mkdtemp(dir=folder))
+    store = Store(folder, offer)
+    lender = Lender(cast(Vault, Empty()), place, lambda _: None, store)  # type: ignore[arg-type,return-value]
+    directive = cast(Directive, _Nowhere())
+
+    def borrow(rank: int, ranges: Ranges) -> str:
+        wanted = ranges if how == "ranged" or not ranges else [(0, store.digests(Artifact(rank, offer.version)).size)]
+        return str(lender.lend(directive, Artifact(rank, offer.version), wanted))
+
+    with Checkpointer(model, optimizer, found=replace(known, offer=replace(offer, borrow=borrow))) as checkpointer:
+        checkpointer.restore()
+    lender.close()
+    shutil.rmtree(place, ignore_errors=True)
+    return store.read
+
+
+class _Nowhere:
+    """A directive that names no source but the store."""
+
+    restore = None
+
+
+def theirs(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    states, of_optimizer = get_state_dict(model, optimizer)
+    dcp.load({"model": states, "optimizer": of_optimizer}, checkpoint_id=str(folder / "dcp"))
+    set_state_dict(model, optimizer, model_state_dict=states, optim_state_dict=of_optimizer)
+
+
+if __name__ == "__main__":
+    be_rank(measure)
