@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Files of tests run beside each other, as most of them wait a lot; PYTEST_FLAGS="-n 0" runs one after the other.
+SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
 
 .PHONY: help setup demo test test-extended lint types contracts chart bench radosgw-test clean
 
@@ -31,10 +33,10 @@ demo: $(READY)
 	$(BIN)/python -m tiercheck_local.demo $(DEMO_FLAGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not extended" $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m "not extended" $(SIDE_BY_SIDE) $(PYTEST_FLAGS)
 
 test-extended: $(READY)
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_FLAGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

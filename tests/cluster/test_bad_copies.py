@@ -21,11 +21,10 @@ def test_flipped_bit_in_a_peers_copy_is_noticed_and_an_older_version_is_used(
 ) -> None:
     gate = tmp_path / "gate"
     snapshots_only = {"snapshot": {"everySteps": 5}, "delta": {"mode": "None"}}
-    job = jobs.start(workers=2, env={"GATE": str(gate)}, checkpoint=snapshots_only)
+    job = jobs.start(workers=2, env={"GATE": str(gate), "GATE_AT": "17"}, checkpoint=snapshots_only)
     job.wait_trained(25, tier="remote")
-    job.wait("a version newer than the remote one", lambda status: peer(status) > remote(status))
     gate.touch()
-    before = job.wait("everything under way to arrive", lambda status: at_rest(job))
+    before = job.wait("everything under way to arrive", lambda status: at_rest(job, status))
     assert peer(before) > remote(before)
     assert cluster.faults.flip_bit(job.stage.pod_of(0), rank=1)
     cluster.faults.drain_pod(job.stage.pod_of(1))
@@ -43,10 +42,15 @@ def remote(status: Mapping[str, Any]) -> int:
     return int(status["tiers"]["remote"]["step"])
 
 
-def at_rest(job: Job) -> bool:
-    """Nothing is being copied or uploaded: all watermarks are what the sidecars hold."""
+def at_rest(job: Job, status: Mapping[str, Any]) -> bool:
+    """The trainers stand still, nothing is being copied or uploaded, and the status knows it: all watermarks are what the sidecars hold."""
     reports = job.reports().values()
+    steps = {report.trainer.step or 0 for report in reports}
+    if steps != {remote(status) + 17}:
+        return False
     marks = {report.watermarks for report in reports}
+    if {(m.peer.step, m.remote.step) for m in marks if m.peer and m.remote} != {(peer(status), remote(status))}:
+        return False
     held = {max(h.version for h in report.holdings if h.tier is Tier.LOCAL) for report in reports}
     return len(marks) == 1 and held == {mark.peer for mark in marks} == {mark.local for mark in marks}
 

@@ -2,8 +2,8 @@
 
 Deterministic: the same step gives the same bits on any attempt. Without STEPS the first attempt trains until it is hit,
 and a later one TAIL steps beyond where it came back to, so that no test depends on speed. PACE is in seconds per step,
-FAIL_AT=n exits at step n, GATE=file stands still once the file exists (first attempt only; GATE_RANK=n: only this rank), ALONE=1 uncouples the ranks,
-FAILURES=n makes the first n
+FAIL_AT=n exits at step n, GATE=file stands still once the file exists (first attempt only; GATE_RANK=n: only this rank; GATE_AT=n: only n steps
+after a multiple of 20, at which jobs upload), ALONE=1 uncouples the ranks, FAILURES=n makes the first n
 attempts go on until they are hit, DIVERGE_AT=n makes the loss infinite from step n on (first attempt only), NOISY=1 takes an optimizer that draws random numbers of its own.
 """
 
@@ -105,7 +105,8 @@ def main() -> None:
             say(step=step, attempt=attempt, rank=rank, loss=loss)
             if os.environ.get("FAIL_AT") == str(step):
                 sys.exit(7)
-            if attempt == 1 and str(rank) in os.environ.get("GATE_RANK", str(rank)):
+            here = os.environ.get("GATE_AT", str(step % 20)) == str(step % 20)
+            if attempt == 1 and here and str(rank) in os.environ.get("GATE_RANK", str(rank)):
                 stand_still(gate)
             time.sleep(PACE)
     say(digest=digest(model), rank=rank, steps=last)
