@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.lives import Lives
+
 # A slow machine is no failure: nothing here may depend on speed.
 settings.register_profile("tiercheck", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tiercheck")
+
+
+@pytest.fixture(scope="session")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
+    """One process that imports what training scripts need, for all tests that ask for lives of such scripts."""
+    started = Lives(tmp_path_factory.mktemp("lives"))
+    yield started
+    started.stop()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

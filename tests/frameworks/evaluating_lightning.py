@@ -2,7 +2,7 @@
 
     python evaluating_lightning.py FOLDER [CHECKPOINT]
 
-CHECKPOINT is one of Lightning's own that it is told to begin from; without one it writes it: FOLDER/own.ckpt.
+CHECKPOINT is one of Lightning's own that it is told to begin from; it writes some too: FOLDER/own.ckpt is that of the third update.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 
 import lightning as L  # noqa: N812
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -46,8 +46,8 @@ class Small(L.LightningModule):
 class Say(Callback):
     """The step before is on disk when the next one is said, so that it is known where a killed life goes on."""
 
-    def __init__(self, own: TierCheck, patience: EarlyStopping, save: str | None) -> None:
-        self.own, self.patience, self.save = own, patience, save
+    def __init__(self, own: TierCheck, patience: EarlyStopping) -> None:
+        self.own, self.patience = own, patience
         self.validations = 0
 
     def state_dict(self):
@@ -68,8 +68,6 @@ class Say(Callback):
             "rate": trainer.optimizers[0].param_groups[0]["lr"], "waited": self.patience.wait_count, "validations": self.validations,
         }  # fmt: skip
         print(json.dumps(line), flush=True)
-        if self.save and line["step"] == 6:
-            trainer.save_checkpoint(self.save)
 
 
 def main(folder: str, begin_from: str | None = None) -> None:
@@ -82,8 +80,12 @@ def main(folder: str, begin_from: str | None = None) -> None:
         accumulate_grad_batches=2,
         val_check_interval=4,
         accelerator="cpu",
-        callbacks=[own, Say(own, patience, None if begin_from else f"{folder}/own.ckpt"), patience],
-        enable_checkpointing=False,
+        callbacks=[
+            own,
+            Say(own, patience),
+            patience,
+            ModelCheckpoint(folder, filename="own", every_n_train_steps=3, save_top_k=-1),
+        ],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

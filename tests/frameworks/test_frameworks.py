@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.frameworks.conftest import Lives
+from tests.lives import Lives, Said
 from tests.trainer.scripted_sidecar import ScriptedSidecar
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
@@ -57,7 +57,14 @@ def command(name: str, program: str) -> list[str]:
     return [str(ROOT / script), *rest]
 
 
-def assert_continues(whole: list[dict[str, Any]], parts: Sequence[tuple[list[dict[str, Any]], int | None]]) -> None:
+def steps(lives: Lives, modules: list[str], argv: Sequence[str | Path], **how: Any) -> Said:
+    """What rank 0 said of each step; the others say nothing."""
+    first, *others = lives.run(modules, argv, **how)
+    assert not any(others), "the ranks do not know of each other"
+    return [line for line in first if "step" in line]
+
+
+def assert_continues(whole: Said, parts: Sequence[tuple[Said, int | None]]) -> None:
     """Each life, to where it was killed, said what the run without kills had said from its first step on."""
     first = whole[0]["step"]
     for said, kill in parts:
@@ -69,29 +76,29 @@ def assert_continues(whole: list[dict[str, Any]], parts: Sequence[tuple[list[dic
 def test_killed_example_goes_on_with_equal_losses(name: str, lives: Lives, tmp_path: Path) -> None:
     modules, argv = needed(name), command(name, "python")
     last, kills, *_ = KILLS[name]
-    whole = lives.run(modules, [*argv, "--folder", tmp_path / "whole"])
+    whole = steps(lives, modules, [*argv, "--folder", tmp_path / "whole"])
     assert [line["step"] for line in whole] == list(range(1, last + 1))
     assert len({line["loss_hex"] for line in whole}) == last, "a step told for another would be seen"
     cut = [*argv, "--folder", tmp_path / "cut", "--every", "1"]
-    assert_continues(whole, [(lives.run(modules, cut, kill_at=kill), kill) for kill in (*kills, None)])
+    assert_continues(whole, [(steps(lives, modules, cut, kill_at=kill), kill) for kill in (*kills, None)])
 
 
 @pytest.mark.parametrize("name", NEEDS)
 def test_killed_ranks_go_on_with_equal_losses(name: str, lives: Lives, tmp_path: Path) -> None:
     modules, argv = needed(name), command(name, "torchrun --nproc-per-node 2")
     *_, last, kill = KILLS[name]
-    whole = lives.run(modules, [*argv, "--folder", tmp_path / "whole"], ranks=2)
+    whole = steps(lives, modules, [*argv, "--folder", tmp_path / "whole"], ranks=2)
     assert [line["step"] for line in whole] == list(range(1, last + 1))
     cut = [*argv, "--folder", tmp_path / "cut", "--every", "1"]
-    assert_continues(whole, [(lives.run(modules, cut, kill_at=kill, ranks=2), kill) for kill in (kill, None)])
+    assert_continues(whole, [(steps(lives, modules, cut, kill_at=kill, ranks=2), kill) for kill in (kill, None)])
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "lightning"])
 def test_evaluations_and_all_that_follows_from_them_go_on_too(kind: str, lives: Lives, tmp_path: Path) -> None:
     """Killed after the steps that ended with an evaluation in mid-epoch: its metrics move the learning rate and stop the training."""
     modules, script = needed(kind), Path(__file__).with_name(f"evaluating_{kind}.py")
-    whole = lives.run(modules, [script, tmp_path / "whole"])
-    parts = [(lives.run(modules, [script, tmp_path / "cut"], kill_at=kill), kill) for kill in (5, 9, None)]
+    whole = steps(lives, modules, [script, tmp_path / "whole"])
+    parts = [(steps(lives, modules, [script, tmp_path / "cut"], kill_at=kill), kill) for kill in (5, 9, None)]
     assert [said[0]["step"] for said, _ in parts] == [1, 5, 9]
     assert_continues(whole, parts)
     assert len({line["rate"] for line in whole}) > 1, "the learning rate moved"
@@ -104,11 +111,11 @@ def test_training_that_began_from_a_checkpoint_of_the_frameworks_own_goes_on_fro
 ) -> None:
     """The command that names the old checkpoint stays as it is: it is only where the first life begins."""
     modules, script = needed(kind), Path(__file__).with_name(f"evaluating_{kind}.py")
-    lives.run(modules, [script, tmp_path / "before"], kill_at=8)
+    steps(lives, modules, [script, tmp_path / "before"], kill_at=8)
     old = tmp_path / "before" / own
-    whole = lives.run(modules, [script, tmp_path / "whole", old])
+    whole = steps(lives, modules, [script, tmp_path / "whole", old])
     assert whole[0]["step"] in (5, 7), "it began from the old checkpoint"
-    parts = [(lives.run(modules, [script, tmp_path / "cut", old], kill_at=kill), kill) for kill in (9, 14, None)]
+    parts = [(steps(lives, modules, [script, tmp_path / "cut", old], kill_at=kill), kill) for kill in (9, 14, None)]
     assert [said[0]["step"] for said, _ in parts] == [whole[0]["step"], 9, 13 if kind == "lightning" else 14]
     assert_continues(whole, parts)
 
@@ -117,15 +124,15 @@ def test_training_that_began_from_a_checkpoint_of_the_frameworks_own_goes_on_fro
 def test_killed_example_under_a_sidecar_goes_on_from_deltas(name: str, lives: Lives, tmp_path: Path) -> None:
     modules, argv = needed(name), command(name, "python")
     kills = KILLS[name][1]
-    whole = lives.run(modules, [*argv, "--folder", tmp_path / "whole"])
+    whole = steps(lives, modules, [*argv, "--folder", tmp_path / "whole"])
     env = {"TIERCHECK_RUN_DIR": str(tmp_path), "TIERCHECK_ATTEMPT": "1"}
     sidecar = ScriptedSidecar(tmp_path, Welcome(attempt=1, snapshot_every=4, delta=DeltaMode.AUTO))
     try:
-        before = lives.run(modules, argv, kill_at=kills[-1], env=env)
+        before = steps(lives, modules, argv, kill_at=kills[-1], env=env)
         base, step = longest_chain(sidecar)
         sidecar.offer(base, step)
         sidecar.welcome = dataclasses.replace(sidecar.welcome, attempt=2)
-        after = lives.run(modules, argv, env=env)
+        after = steps(lives, modules, argv, env=env)
     finally:
         sidecar.stop()
     assert_continues(whole, [(before, kills[-1]), (after, None)])

@@ -1,4 +1,4 @@
-"""One rank of a run that saves with torch.distributed.checkpoint: `python dcp_script.py RANK WORLD FOLDER ACTION...`.
+"""One rank of a run that saves with torch.distributed.checkpoint: `torchrun dcp_script.py FOLDER ACTION...`.
 
 Prints what it found as one line of JSON.
 """
@@ -91,8 +91,9 @@ def plain(metadata: Metadata) -> dict[str, Any]:
     return dataclasses.asdict(dataclasses.replace(metadata, storage_data=None, storage_meta=None))
 
 
-def main(rank: int, world: int, folder: Path, actions: list[str]) -> dict[str, Any]:
+def main(folder: Path, actions: list[str]) -> dict[str, Any]:
     said: dict[str, Any] = {}
+    rank = dist.get_rank()
     run = Run(seed=rank)
     with Storage(folder / "checkpoints", keep=3) as storage:
         said["start"] = storage.start
@@ -144,7 +145,6 @@ def main(rank: int, world: int, folder: Path, actions: list[str]) -> dict[str, A
 
 
 if __name__ == "__main__":
-    number, ranks, place = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    dist.init_process_group("gloo", init_method=f"file://{place}/{sys.argv[4]}", rank=number, world_size=ranks)
-    print(json.dumps(main(number, ranks, place, sys.argv[5:])), flush=True)
+    dist.init_process_group("gloo")
+    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2:])), flush=True)
     dist.destroy_process_group()

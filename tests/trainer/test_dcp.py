@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from scripted_sidecar import ScriptedSidecar
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tests.lives import Lives
 from tiercheck import Checkpointer
 from tiercheck.dcp import Storage, TierCheckReader
 from tiercheck.protocol.artifact import Kind
@@ -29,61 +26,56 @@ from tiercheck.trainer.dcp_note import Note, planner_paths
 from tiercheck.trainer.dcp_writer import step_of
 
 SCRIPT = Path(__file__).parent / "dcp_script.py"
-_stores = itertools.count()
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_dcp.py"
+MODULES = ["torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "tiercheck.dcp"]
+
+Launch = Callable[..., list[dict[str, Any]]]
 
 
-def launch(world: int, folder: Path, *actions: str) -> list[dict[str, Any]]:
-    store = f"store-{next(_stores)}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(world), str(folder), store, *actions],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    said = [process.communicate(timeout=150)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * world
-    return [json.loads(text.splitlines()[-1]) for text in said]
+@pytest.fixture
+def launch(lives: Lives, tmp_path: Path) -> Launch:
+    """Runs the script on so many ranks, and answers with what each of them found."""
+
+    def launch(world: int, *actions: str) -> list[dict[str, Any]]:
+        return [said[-1] for said in lives.run(MODULES, [SCRIPT, tmp_path, *actions], ranks=world)]
+
+    return launch
 
 
-def test_saved_on_two_ranks_it_comes_back_on_three_and_on_one(tmp_path: Path) -> None:
-    before = launch(2, tmp_path, "train", "plain-save", "train", "save", "whole")
+def test_saved_on_two_ranks_it_comes_back_on_three_and_on_one(launch: Launch) -> None:
+    before = launch(2, "train", "plain-save", "train", "save", "whole")
     assert [rank["saved"] for rank in before] == [1, 1]
     for world in (3, 1):
-        after = launch(world, tmp_path, "load", "whole")
+        after = launch(world, "load", "whole")
         assert {rank["loaded"] for rank in after} == {4}
         assert [rank["whole"] for rank in after] == [before[0]["whole"]] * world
 
 
 @pytest.mark.extended
-def test_what_is_saved_in_a_thread_or_a_process_is_the_state_of_its_step(tmp_path: Path) -> None:
-    told = launch(2, tmp_path, "train", "whole", "async", "whole")
+def test_what_is_saved_in_a_thread_or_a_process_is_the_state_of_its_step(launch: Launch) -> None:
+    told = launch(2, "train", "whole", "async", "whole")
     assert told[0]["whole"][0] != told[0]["whole"][1]  # training went on
-    after = launch(2, tmp_path, "load", "whole", "train", "plain-async", "train", "whole", "process")
+    after = launch(2, "load", "whole", "train", "plain-async", "train", "whole", "process")
     assert {rank["loaded"] for rank in after} == {2}
     assert after[0]["whole"][0] == told[0]["whole"][0]
-    last = launch(1, tmp_path, "load", "whole")
+    last = launch(1, "load", "whole")
     assert last[0]["loaded"] == 6
     assert last[0]["whole"][0] == after[0]["whole"][1]
 
 
-def test_if_one_rank_fails_no_version_appears_and_training_goes_on(tmp_path: Path) -> None:
-    told = launch(
-        2, tmp_path, "train", "save", "train", "fail-on-1", "raw-fail-on-1", "train", "save", "train", "fail-on-1"
-    )
+def test_if_one_rank_fails_no_version_appears_and_training_goes_on(launch: Launch) -> None:
+    told = launch(2, "train", "save", "train", "fail-on-1", "raw-fail-on-1", "train", "save", "train", "fail-on-1")
     assert [rank["ok"] for rank in told] == [False, False]
     assert [rank["raised"] for rank in told] == [False, False]  # CheckpointException is no Exception
     assert [(rank["saved"], rank["failed"]) for rank in told] == [(2, 2), (2, 2)]
     assert not any(rank["group"] for rank in told), "who holds it keeps gloo's threads beyond destroy_process_group"
-    assert {rank["start"] for rank in launch(2, tmp_path)} == {6}
+    assert {rank["start"] for rank in launch(2)} == {6}
 
 
-def test_metadata_is_that_of_torchs_own_writer(tmp_path: Path) -> None:
-    told = launch(2, tmp_path, "train", "compare-metadata")
+def test_metadata_is_that_of_torchs_own_writer(launch: Launch) -> None:
+    told = launch(2, "train", "compare-metadata")
     assert told[0]["written"]
-    assert [rank["read"] for rank in launch(2, tmp_path, "read-metadata")] == [True, True]
+    assert [rank["read"] for rank in launch(2, "read-metadata")] == [True, True]
 
 
 class Malicious:
@@ -227,25 +219,14 @@ def test_note_is_read_as_it_was_written() -> None:
         planner_paths({"a": object()})
 
 
-@pytest.mark.extended
-def test_the_example_goes_on_after_it_was_killed_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    example = Path(__file__).parents[2] / "examples" / "train_dcp.py"
+def test_the_example_goes_on_after_it_was_killed_as_if_nothing_had_happened(lives: Lives, tmp_path: Path) -> None:
+    def losses(folder: Path, kill_at: int | None = None) -> dict[int, float]:
+        words = [EXAMPLE, "--folder", tmp_path / folder, "--steps", "16", "--every", "4"]
+        (said,) = lives.run(MODULES, words, kill_at=kill_at)
+        return {told["step"]: told["loss"] for told in said}
 
-    def losses(folder: Path, steps: int, kill_at: int = 0) -> dict[int, float]:
-        words = [sys.executable, str(example), "--folder", str(folder), "--steps", str(steps), "--every", "4"]
-        found = {}
-        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                told = json.loads(line)
-                found[told["step"]] = told["loss"]
-                if told["step"] == kill_at:
-                    process.kill()
-                    break
-        return found
-
-    wanted = losses(tmp_path / "whole", 16)
-    first = losses(tmp_path / "killed", 16, kill_at=13)
-    second = losses(tmp_path / "killed", 16)
+    wanted = losses(tmp_path / "whole")
+    first = losses(tmp_path / "killed", kill_at=13)
+    second = losses(tmp_path / "killed")
     assert 1 < min(second) < 14
     assert {**first, **second} == wanted
