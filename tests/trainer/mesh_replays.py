@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tiercheck import Checkpointer
 
 STEPS = 6
-WORDS, WIDE = 1203, 32
+WORDS, WIDE = 12003, 32
 
 
 class Rich(nn.Module):

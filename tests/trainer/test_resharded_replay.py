@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,29 @@ from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.local import Reply, Request, Welcome
 from tiercheck.protocol.version import Version
+from tiercheck.trainer.delta import REPLAY_BLOB, REPLAY_BYTES
+from tiercheck.trainer.slot_file import SlotReader
 
 SCRIPT = Path(__file__).parent / "mesh_replays.py"
 STEPS = 6
 STAGES = (
-    "fsdp:4", "fsdp:2", "fsdp-tensor:4", "ddp:2", "zero:2", "fsdp:3", "tensor:2", "hybrid:4", "pipeline:2", "ddp:1", "zero:3", "fsdp:2",
+    "fsdp-tensor:4", "zero:2", "pipeline:2", "fsdp:3",
+    "rich-fsdp:4", "rich-ddp:2", "rich-hybrid:4", "rich-zero:2", "rich-fsdp:3", "rich-ddp:2",
 )  # fmt: skip
-RICH = ("rich-fsdp:4", "rich-ddp:2", "rich-hybrid:4", "rich-zero:2", "rich-fsdp:3")
+"""Where another model comes, training begins anew. Before the last one a delta is damaged."""
+MORE = (
+    "fsdp:4",
+    "fsdp:2",
+    "fsdp-tensor:4",
+    "ddp:2",
+    "zero:2",
+    "fsdp:3",
+    "tensor:2",
+    "hybrid:4",
+    "pipeline:2",
+    "ddp:1",
+    "zero:3",
+)
 
 
 class Run:
@@ -34,13 +51,17 @@ class Run:
     def __init__(self, folder: Path, stack: contextlib.ExitStack, stages: tuple[str, ...]) -> None:
         self._folder, self._stack, self._stages = folder, stack, stages
         self.before: list[ScriptedSidecar] = []
+        self.now: list[ScriptedSidecar] = []
+        self.begun = self._index = 0
         self.lent: list[Request] = []
 
     def sidecars(self, index: int) -> list[ScriptedSidecar]:
         ranks = int(self._stages[index].rpartition(":")[2])
+        if not index or is_rich(self._stages[index]) != is_rich(self._stages[index - 1]):
+            self.before, self.begun = [], index
         welcome = Welcome(attempt=1, snapshot_every=4, delta=DeltaMode.AUTO)
         if self.before:
-            last = STEPS * index
+            last = self.trained
             base = max(step for step in self.before[0].completed(Kind.SNAPSHOT) if step < last)
             chain = tuple(Version(step, 1) for step in range(base, last + 1))
             welcome = Welcome(
@@ -71,6 +92,11 @@ class Run:
 
         return answer
 
+    @property
+    def trained(self) -> int:
+        """Steps before the stage under way."""
+        return STEPS * (self._index - self.begun)
+
     def go(self) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         processes = [
             subprocess.Popen(
@@ -83,7 +109,8 @@ class Run:
         ]
         try:
             for index, stage in enumerate(self._stages):
-                sidecars = self.sidecars(index)
+                self._index, self.before, self.lent = index, self.now, []
+                sidecars = self.now = self.sidecars(index)
                 said = []
                 for number, process in enumerate(processes):
                     assert process.stdout is not None
@@ -92,27 +119,65 @@ class Run:
                         f"rank {number} ended in {stage}: {[s.asked('mismatch', Kind.DELTA) for s in sidecars]}"
                     )
                     said.append(json.loads(line))
-                self.before = sidecars
                 yield stage, [each for each in said if each]
+            assert [process.wait(60) for process in processes] == [0] * 4
         finally:
             for process in processes:
                 process.kill()
                 process.communicate()
 
 
+def spoil(path: str) -> None:
+    """One element of a gradient is another one."""
+    slot = SlotReader.open(path)
+    place = next(each for each in slot.header.tensors if each.name == "gradient0/down.weight")
+    with open(path, "r+b") as file:
+        file.seek(place.begin + (place.end - place.begin) // 4 * 2)
+        file.write(b"\x21\x21")
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("stages", [STAGES, RICH], ids=["plain", "rich"])
-def test_steps_after_the_snapshot_survive_every_change_of_mesh(tmp_path: Path, stages: tuple[str, ...]) -> None:
+def test_steps_after_the_snapshot_survive_changes_of_mesh_unless_a_bit_is_wrong(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
-        run = Run(tmp_path, stack, stages)
-        before: list[dict[str, Any]] = []
-        for number, (stage, after) in enumerate(run.go()):
-            assert all(not sidecar.asked("no-deltas") for sidecar in run.before)
-            if before:
-                assert {rank["first"] for rank in after} == {STEPS * number}, stage
-                assert {rank["samples"] for rank in after} == {STEPS * number}, stage
-                ended, restored = whole(before, "end"), whole(after, "restored")
-                assert restored.keys() == ended.keys(), stage
-                assert [name for name in ended if ended[name] != restored[name]] == [], stage
-                assert {request.kind for request in run.lent} == {*Kind}
-            before = after
+        run = Run(tmp_path, stack, STAGES)
+        stages = run.go()
+        come_back_to_the_last_step(run, itertools.islice(stages, len(STAGES) - 1))
+        deltas = [sidecar.completed(Kind.DELTA) for sidecar in run.now]
+        assert any(b'"sparse"' in replay_of(path) for path in deltas[0].values()), "few rows have a gradient"
+        damaged = max(deltas[1]) - 1
+        spoil(deltas[1][damaged])
+        with pytest.raises(AssertionError, match=f"ended in {STAGES[-1]}"):
+            next(stages)
+        for sidecar in run.now:
+            (said,) = sidecar.asked("mismatch", Kind.DELTA)
+            assert f"replaying step {damaged} on these ranks did not give the bits" in said.message
+            assert not sidecar.asked("restored")
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(600)
+def test_steps_after_the_snapshot_survive_every_change_of_mesh(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        run = Run(tmp_path, stack, MORE)
+        come_back_to_the_last_step(run, run.go())
+
+
+def come_back_to_the_last_step(run: Run, stages: Iterable[tuple[str, list[dict[str, Any]]]]) -> None:
+    before: list[dict[str, Any]] = []
+    for stage, after in stages:
+        assert all(not sidecar.asked("no-deltas") for sidecar in run.now), stage
+        assert {rank["first"] for rank in after} == {rank["samples"] for rank in after} == {run.trained}, stage
+        if run.trained:
+            ended, restored = whole(before, "end"), whole(after, "restored")
+            assert restored.keys() == ended.keys(), stage
+            assert [name for name in ended if ended[name] != restored[name]] == [], stage
+            assert {request.kind for request in run.lent} == {*Kind}, stage
+        before = after
+
+
+def is_rich(stage: str) -> bool:
+    return stage.startswith("rich-")
+
+
+def replay_of(path: str) -> bytes:
+    return SlotReader.open(path).blob(REPLAY_BLOB, REPLAY_BYTES)

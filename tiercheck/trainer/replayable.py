@@ -16,7 +16,7 @@ _NAMES = (
 KNOWN = tuple(getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name))
 """Their step is a function of parameters, gradients, state and hyper-parameters alone; tests replay every one of them."""
 
-_SEPARABLE = {*_NAMES} - {"Adafactor", "Muon"}
+_SEPARABLE = {*_NAMES} - {"Adafactor", "Muon", "SparseAdam"}
 """What their step does to an element depends on that element alone, and on counts that all elements share."""
 _EXACT_IN_HALF = {"AdamW"}
 """On CPUs: others add products of half-precision numbers, which vectors round and single numbers do not."""

@@ -73,8 +73,6 @@ class _Target:
     tensor: Tensor
     box: Box
     takes: list[Take[_Source]]
-    sparse: _Source | None = None
-    """A torch.sparse gradient, which is taken as a whole."""
 
 
 @torch.no_grad()
@@ -270,10 +268,11 @@ class _ReshardedReplay:
         if sources[0][1].shape != tuple(value.shape):
             raise CannotReplay(f"{sources[0][0].name} is {sources[0][1].shape}, here it is {tuple(value.shape)}")
         takes = cover(box, sources)
-        sparse = next((take.source for take in takes if (take.source.form or {}).get("form") == "coo"), None)
-        if sparse is not None and (len(takes) != 1 or takes[0].part.box != box):
-            raise CannotReplay(f"the gradient of {stored.removeprefix('model/')} is a sparse tensor, which is not cut")
-        return _Target(torch.empty_like(local, dtype=dtype), box, takes, sparse)
+        if any((take.source.form or {}).get("form") == "coo" for take in takes):
+            raise CannotReplay(
+                f"the gradient of {stored.removeprefix('model/')} is a torch.sparse one, which is not cut"
+            )
+        return _Target(torch.empty_like(local, dtype=dtype), box, takes)
 
 
 def _without_names(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -309,13 +308,10 @@ def _fill(targets: Sequence[_Target], recorded: Mapping[int, _Recorded]) -> None
         if key not in decoded:
             whole = decode(lambda suffix: tensors.get(source.name + suffix), source.form, torch.device("cpu"))
             assert whole is not None
-            decoded[key] = whole if whole.layout is not torch.strided else whole.reshape(-1)
+            decoded[key] = whole.reshape(-1)
         return decoded[key]
 
     for target in targets:
-        if target.sparse is not None:
-            target.tensor = flat(target.sparse).to(target.tensor.device)
-            continue
         for take in target.takes:
             part = take.part
             there = flat(take.source)[part.at : part.at + part.box.count].view(part.box.shape)
@@ -330,5 +326,5 @@ def _ranges(take: Take[_Source], recorded: _Recorded) -> list[tuple[int, int]]:
         assert place is not None, f"{source.name} is in the table of pieces alone"
         size = dtype_of(next(each.dtype for each in recorded.slot.header.tensors if each.name == source.name)).itemsize
         return [(place[0] + first * size, place[0] + last * size) for first, last in take.part.ranges(take.box)]
-    names = [source.name + suffix for suffix in ("", "/index", "/values", "/indices")]
+    names = [source.name + suffix for suffix in ("", "/index", "/values")]
     return [where for name in names if (where := recorded.place(name)) is not None]
