@@ -9,13 +9,13 @@ import contextlib
 import dataclasses
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
-from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.chain import Chain, chain_to
 from tiercheck.protocol.directive import DeltaMode, Directive, Phase, Tier
 from tiercheck.protocol.encoding import to_json
@@ -221,7 +221,11 @@ class RankSession:
             self._board.bump()
             return Reply(True)
         if request.op == "mismatch":
-            self._distrust(request)
+            self._restored.close()
+            if request.kind is Kind.SNAPSHOT:
+                self._distrust_snapshot(request)
+            else:
+                self._distrust(request)
             return Reply(True)
         if request.op == "borrow":
             return Reply(True, str(self._lent(request)))
@@ -298,9 +302,7 @@ class RankSession:
         board.count(replay_mismatches=1)
         with board.lock:
             board.distrusted = reason
-        for version in sorted(bad):
-            board.quarantine(Quarantined(rank, version, board.config.worker, reason, Kind.DELTA, everywhere=True))
-        self._restored.close()
+        self._quarantine([Artifact(rank, version, Kind.DELTA) for version in sorted(bad)], reason)
         self._vault.free(
             lambda s: s.kind is Kind.DELTA and s.tier is Tier.LOCAL and s.rank == rank and s.version in bad
         )
@@ -310,11 +312,36 @@ class RankSession:
         """What other ranks recorded does not lead to the version on these ones. Such a version needs the deltas of all old ranks, so it is
         enough to name those of one. At home they may be good, and what these ranks take themselves is another matter.
         """
-        board, rank = self._board, self._hello.rank % ranks
         log.error("rank %d: %s", self._hello.rank, why)
-        board.count(replay_mismatches=1)
-        for artifact in lent_artifacts(directive, rank)[1:]:
-            board.quarantine(
-                Quarantined(rank, artifact.version, board.config.worker, why, artifact.kind, everywhere=True)
-            )
-        self._restored.close()
+        self._board.count(replay_mismatches=1)
+        self._quarantine(lent_artifacts(directive, self._hello.rank % ranks)[1:], why)
+
+    def _distrust_snapshot(self, request: Request) -> None:
+        """What replicas stored of it does not fit together, wherever a copy of it lies. They had parted before it: so nothing counts that
+        leads to it or on from it.
+        """
+        rank, directive = self._hello.rank, self._board.directive
+        owner = None if directive is None else directive.history.owner(request.step)
+        if directive is None or owner is None:
+            return
+        log.error("rank %d: %s", rank, request.message)
+        others = directive.restore.world_size if directive.restore else 0
+        if others:
+            self._quarantine(lent_artifacts(directive, rank % others), request.message)
+            return
+        own = stocks(self._vault.held()).get(Where(Tier.LOCAL, rank), Stock())
+        bad = [Artifact(rank, Version(request.step, owner))]
+        bad += [
+            Artifact(rank, each, Kind.DELTA)
+            for each in sorted(own.deltas)
+            if directive.history.accepts(each) and each.step >= request.step
+        ]
+        self._quarantine(bad, request.message)
+        self._vault.free(lambda s: s.tier is Tier.LOCAL and Artifact(s.rank, s.version, s.kind) in bad)
+
+    def _quarantine(self, bad: Sequence[Artifact], why: str) -> None:
+        """Wherever they lie."""
+        board = self._board
+        for each in bad:
+            found = Quarantined(each.rank, each.version, board.config.worker, why, each.kind, everywhere=True)
+            board.quarantine(found)

@@ -328,6 +328,22 @@ def test_replay_that_differs_on_a_replaced_worker_is_not_tried_again_from_its_pe
     assert world.status.crashes == 0
 
 
+def test_snapshot_of_unequal_replicas_is_not_chosen_again_and_its_failure_is_no_crash() -> None:
+    world = running_world(max_restarts=1)
+    last = trained(world)
+    newest = Version(last - last % 4, 1)
+    world.unequal = {newest}
+    world.crash(0)
+    world.tick()
+    summary = recovered(world, attempt=3)
+    assert summary["cause"] == "RestoreFailed"
+    assert "replicas held different bits" in summary["message"]
+    assert world.status.crashes == 1, "the first one; the exits after the restore are not another"
+    assert (summary["step"], summary["deltas"]) == (newest.step - 1, 3), "what led to it and on from it counts no more"
+    world.train(20)
+    assert world.status.attempt == 3
+
+
 # Memory
 
 

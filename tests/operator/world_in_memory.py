@@ -238,8 +238,22 @@ class Sidecar:
             return RankRestore(rank, tier, peer, 1, 0.1, tuple(failures), deltas=len(chain.deltas), rebuilt=rebuilt)
 
     def _replay(self, version: Version | None) -> None:
-        """The rank loads the snapshot and replays the deltas; if a hash differs it says so and ends, and the whole chain is bad."""
+        """The rank loads the snapshot and replays the deltas; if a hash differs it says so and ends, and the whole chain is bad.
+        So it does if the replicas of the snapshot differ.
+        """
         for rank in self.restore.ranks:
+            base = None if version is None else version.step - rank.deltas
+            for unequal in (each for each in self.world.unequal if each.step == base):
+                why = f"replicas held different bits when {unequal} was saved"
+                after = {each for each in self.own_deltas if each.step >= unequal.step}
+                bad = [(unequal, Kind.SNAPSHOT), *((each, Kind.DELTA) for each in sorted(after))]
+                self.quarantined += tuple(
+                    Quarantined(rank.rank, each, self.worker, why, kind, everywhere=True) for each, kind in bad
+                )
+                self.own, self.own_deltas = self.own - {unequal}, self.own_deltas - after
+                self.trainer = TrainerReport(
+                    TrainerState.FAILED, 1, "Crashed", "unequal", ended_at=self.world.now, started_at=self.world.now
+                )
             for bad in sorted(self.world.bad_replays):
                 if version is not None and bad[0] == rank.rank and -rank.deltas < bad[1].step - version.step <= 0:
                     assert version is not None
@@ -336,6 +350,8 @@ class World:
         """(holder, rank, version of a snapshot)."""
         self.bad_replays: set[tuple[int, Version]] = set()
         """(rank, version of a delta): its replay gives another state than was recorded."""
+        self.unequal: set[Version] = set()
+        """Snapshots whose replicas did not hold the same, which only trainers find out."""
         self.skipped: set[tuple[int, int]] = set()
         """(worker, step): deltas that are not taken."""
         self.poisoned: set[int] = set()

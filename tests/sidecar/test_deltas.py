@@ -211,7 +211,7 @@ def test_mismatch_quarantines_the_chain_everywhere_and_ends_deltas_here(make_wor
         until(lambda: world.report(0).watermarks.local == Version(4, 1), "sealed")
     world.begin(Version(3, 1))
     with world.rank(0) as rank:
-        assert rank.ask("mismatch", step=3, message="tensor exp_avg of layer 1 differs").ok
+        assert rank.ask("mismatch", step=3, kind=Kind.DELTA, message="tensor exp_avg of layer 1 differs").ok
         report = world.report(0)
         assert {(bad.version.step, bad.kind, bad.everywhere) for bad in report.quarantined} == {
             (2, Kind.DELTA, True),
@@ -227,7 +227,11 @@ def test_mismatch_quarantines_the_chain_everywhere_and_ends_deltas_here(make_wor
         assert rank.welcome.restore_version == Version(1, 1)
         assert rank.welcome.restore_deltas == ()
         assert "exp_avg" in rank.begin(2, Kind.DELTA).skip
-    assert "exp_avg" in world.report(0).trainer.no_deltas
+        assert "exp_avg" in world.report(0).trainer.no_deltas
+        assert rank.ask("mismatch", step=1, kind=Kind.SNAPSHOT, message="replicas held different bits").ok
+        (bad,) = world.report(0).quarantined
+        assert (bad.version, bad.kind, bad.everywhere) == (Version(1, 1), Kind.SNAPSHOT, True)
+        until(lambda: not world.holds(0, 0, Version(1, 1)), "not even kept")
 
 
 def test_steps_that_the_sanity_gate_refused_are_told_to_the_controller(make_world: MakeWorld) -> None:

@@ -71,8 +71,8 @@ class Request:
     - "progress": `step` was reached, with `loss` if known; `not_finite` steps in a row up to it were refused by the sanity
       gate. No reply.
     - "no-deltas": this rank takes none, because `message`.
-    - "mismatch": replaying the delta of `step` did not give the state that it was taken from (`message` says where). No
-      version that needs it may be restored again.
+    - "mismatch": of `kind` delta: replaying that of `step` did not give the state that it was taken from (`message` says where); of
+      `kind` snapshot: replicas did not hold the same when it was taken. No version that needs it may be restored again.
     - "restored": the rank has loaded the version it was offered.
     - "borrow": the artifact of another `rank`, of `kind` after `step`, as far as `ranges` of its bytes are concerned (none: its
       header and table of pieces, which are always there). Reply carries the `path` of a file with these bytes at their places, verified;

@@ -80,8 +80,9 @@ class Backend(Protocol):
         """Training thread: the offer was loaded."""
         ...
 
-    def mismatch(self, step: int, message: str) -> None:
-        """Training thread, before the first step: the replay of the delta of `step` went wrong. Never raises."""
+    def mismatch(self, step: int, message: str, kind: Kind = Kind.DELTA) -> None:
+        """Training thread, before the first step: the replay of the delta of `step` went wrong, or the snapshot of `step` is of replicas
+        that differed. Never raises."""
         ...
 
     def reserve(self, size: int, delta_size: int) -> None:

@@ -353,7 +353,7 @@ class Checkpointer:
         """Raises RestoreError if what would be put together is of replicas that did not hold the same."""
         if unequal(written):
             message = f"replicas held different bits when {version} was saved, so that it cannot be put together"
-            self._backend.mismatch(version.step, message)
+            self._backend.mismatch(version.step, message, Kind.SNAPSHOT)
             raise RestoreError(message)
 
     def _load_resharded(self, offer: Offer, *, imported: bool) -> None:
@@ -363,7 +363,10 @@ class Checkpointer:
         try:
             others = OtherRanks(offer.world_size, offer.borrow)
             self._shares.whole = ""
-            self._refuse_unequal(offer.version, (slot.header.metadata.get(REPLICAS, "") for slot in others.beginnings))
+            self._refuse_unequal(
+                others.beginnings[0].header.version,
+                (slot.header.metadata.get(REPLICAS, "") for slot in others.beginnings),
+            )
             content = load_resharded(
                 self._model, self._optimizers, self._shares, others, self.rank, beside=self._beside
             )

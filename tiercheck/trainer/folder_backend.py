@@ -76,7 +76,7 @@ class FolderBackend:
     def restored(self, step: int) -> None:
         return
 
-    def mismatch(self, step: int, message: str) -> None:
+    def mismatch(self, step: int, message: str, kind: Kind = Kind.DELTA) -> None:
         return
 
     def reserve(self, size: int, delta_size: int) -> None:

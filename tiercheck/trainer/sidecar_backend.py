@@ -102,8 +102,8 @@ class SidecarBackend:
         self._restored_step = step
         self._say(Request("restored", step=step))
 
-    def mismatch(self, step: int, message: str) -> None:
-        self._say(Request("mismatch", step=step, kind=Kind.DELTA, message=message))
+    def mismatch(self, step: int, message: str, kind: Kind = Kind.DELTA) -> None:
+        self._say(Request("mismatch", step=step, kind=kind, message=message))
 
     def reserve(self, size: int, delta_size: int) -> None:
         self._wanted = (size, delta_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.report import RestoreState, TrainerState
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
@@ -60,7 +61,8 @@ def find_trigger(obs: Observation, membership: Membership) -> Trigger | None:
 
 
 def replay_mismatch(obs: Observation, membership: Membership) -> Trigger | None:
-    """A rank that replayed its chain and did not get the state that was recorded; its command ends, and that is no crash.
+    """A rank that replayed its chain and did not get the state that was recorded, or found its replicas' snapshots to differ; its command
+    ends, and that is no crash.
 
     Only chains of the current attempt count: what was found bad before was not chosen again.
     """
@@ -73,7 +75,8 @@ def replay_mismatch(obs: Observation, membership: Membership) -> Trigger | None:
             continue
         for rank in report.restore.ranks:
             for bad in report.quarantined:
-                if bad.everywhere and bad.rank == rank.rank and -rank.deltas < bad.version.step - version.step <= 0:
+                after = bad.version.step - (version.step - rank.deltas)  # the snapshot
+                if bad.everywhere and bad.rank == rank.rank and (bad.kind is Kind.DELTA) <= after <= rank.deltas:
                     return Trigger(
                         Cause.RESTORE_FAILED,
                         f"worker {worker} could not restore {version}: rank {bad.rank}: {bad.reason}"[:1000],
