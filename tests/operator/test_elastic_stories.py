@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from world_in_memory import REMOTE, World, make_spec
 
+from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Quarantined, TrainerState
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.controller.actions import Promote
-from tiercheck_operator.controller.record import Condition, SizeRecord, render_record
+from tiercheck_operator.controller.record import Condition, SizeRecord, parse_record, render_record
 
 TIMEOUT = 30.0
 
@@ -561,3 +562,61 @@ def test_branches_whose_ranks_nobody_wrote_down_are_those_of_the_full_job() -> N
     world.job = replace(world.job, status=replace(world.status, history=bare))
     shrunk(world, 1)
     assert [branch.ranks for branch in world.status.history.branches] == [4, 3]
+
+
+# With deltas
+
+
+def with_deltas(elementwise: bool | None) -> World:
+    world = elastic(delta=DeltaMode.AUTO, snapshot_every=None)
+    world.elementwise = elementwise
+    world.train(1)
+    assert world.newest_step() % 4 > 1, "else a snapshot alone would do"
+    return world
+
+
+@pytest.mark.parametrize("lost", range(4))
+def test_no_step_is_lost_where_deltas_can_be_replayed_on_other_ranks(lost: int) -> None:
+    world = with_deltas(True)
+    newest = Version(world.newest_step(), 1)
+    base = newest.step - newest.step % 4
+    shrunk(world, lost)
+    assert begun(world) == ([0, 1, 2], newest)
+    assert world.status.history.branches[-1] == Branch(2, newest.step, ranks=3, snapshot_step=base)
+    summary = world.status.last_recovery
+    assert summary is not None
+    assert (summary["lostSteps"], summary["deltas"]) == (0, newest.step % 4)
+    assert f"from which 3 read their parts and replay {newest.step % 4} steps" in summary["reason"]
+    assert parse_record(render_record(world.status)).restored_snapshot == Version(base, 1)
+
+
+@pytest.mark.parametrize("told", [False, None])
+def test_otherwise_the_job_goes_back_to_the_newest_snapshot(told: bool | None) -> None:
+    world = with_deltas(told)
+    newest = world.newest_step()
+    shrunk(world, 1)
+    assert begun(world) == ([0, 1, 2], Version(newest - newest % 4, 1))
+    assert world.status.history.branches[-1].snapshot_step == 0
+
+
+def test_replay_that_differs_on_other_ranks_goes_back_to_the_snapshot_and_is_no_crash() -> None:
+    world = with_deltas(True)
+    newest = Version(world.newest_step(), 1)
+    world.bad_replays = {(0, newest)}
+    shrunk(world, 1)
+    world.until("Running", attempt=3)
+    assert begun(world) == ([0, 1, 2], Version(newest.step - newest.step % 4, 1))
+    assert (world.status.attempt, world.status.crashes) == (3, 0)
+    world.train(9)
+    assert world.status.attempt == 3
+
+
+def test_failure_before_the_smaller_job_has_saved_anything_comes_back_to_the_same_step() -> None:
+    world = with_deltas(True)
+    newest = Version(world.newest_step(), 1)
+    world.job = replace(world.job, spec=replace(world.job.spec, snapshot_every=100))
+    shrunk(world, 3)
+    assert begun(world) == ([0, 1, 2], newest)
+    world.crash(1)
+    world.until("Running", attempt=3)
+    assert begun(world) == ([0, 1, 2], newest), "with the deltas of the larger job once more"

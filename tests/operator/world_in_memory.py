@@ -107,6 +107,7 @@ class Sidecar:
     blocks: set[tuple[Share, Version, Kind]] = field(default_factory=set)
     past: dict[int, set[Version]] = field(default_factory=dict)
     """Own snapshots from when this was another worker, by that one's rank."""
+    past_deltas: dict[int, set[Version]] = field(default_factory=dict)
     captured_deltas: int = 0
     restore: RestoreReport = field(default_factory=lambda: RestoreReport(RestoreState.IDLE, None))
     trainer: TrainerReport = field(default_factory=lambda: TrainerReport(TrainerState.WAITING))
@@ -124,7 +125,9 @@ class Sidecar:
             assert old is None or directive.attempt > old.attempt, "told to be another worker within an attempt"
             assert directive.pod_uid == self.pod, "told what another pod should hear"
             self.past.setdefault(self.worker, set()).update(self.own)
-            self.own, self.own_deltas, self.worker = self.past.pop(directive.worker, set()), set(), directive.worker
+            self.past_deltas.setdefault(self.worker, set()).update(self.own_deltas)
+            self.worker = directive.worker
+            self.own, self.own_deltas = self.past.pop(self.worker, set()), self.past_deltas.pop(self.worker, set())
         if old is not None and (
             directive.attempt < old.attempt
             or (directive.attempt == old.attempt and directive.phase.order < old.phase.order)
@@ -168,7 +171,7 @@ class Sidecar:
     def _look_at_others(self, restore: Restore) -> RestoreReport:
         """Whether something of every old rank can be read; nothing of it becomes an own slot."""
         assert [entry.rank for entry in restore.ranks] == list(range(restore.world_size))
-        assert self.world.made[restore.version] == restore.world_size, "told that others made it"
+        assert self.world.made[restore.base or restore.version] == restore.world_size, "told that others made it"
         wanting = [
             entry.rank
             for entry in restore.ranks
@@ -281,6 +284,11 @@ class Sidecar:
             Holding(rank, version, Tier.LOCAL, 1) for rank, held in self.past.items() for version in sorted(held)
         ]
         holdings += [Holding(self.worker, version, Tier.LOCAL, 1, Kind.DELTA) for version in sorted(self.own_deltas)]
+        holdings += [
+            Holding(rank, version, Tier.LOCAL, 1, Kind.DELTA)
+            for rank, held in self.past_deltas.items()
+            for version in sorted(held)
+        ]
         holdings += [
             Holding(rank, version, Tier.PEER, 1, Kind.DELTA)
             for rank, held in self.hosted_deltas.items()
@@ -558,6 +566,7 @@ class World:
             return []
         own = source.tier is Tier.LOCAL
         elsewhere = holder.hosted.get(rank, set()) | holder.past.get(rank, set())
+        deltas_elsewhere = holder.hosted_deltas.get(rank, set()) | holder.past_deltas.get(rank, set())
         if (
             holder.worker == rank
             and asking.directive
@@ -565,8 +574,9 @@ class World:
             and asking.directive.restore.world_size
         ):
             elsewhere |= holder.own  # resized: nobody is at home
+            deltas_elsewhere |= holder.own_deltas
         snapshots = holder.own if own else elsewhere
-        deltas = holder.own_deltas if own else holder.hosted_deltas.get(rank, set())
+        deltas = holder.own_deltas if own else deltas_elsewhere
         return [
             *(Artifact(rank, version) for version in sorted(snapshots)),
             *(Artifact(rank, version, Kind.DELTA) for version in sorted(deltas)),
@@ -731,6 +741,7 @@ class World:
             shares = {tuple(peer.worker for peer in group.members) for group in directive.folded}
             sidecar.own = {v for v in sidecar.own if v.step >= floor}
             sidecar.past = {r: {v for v in vs if v.step >= floor} for r, vs in sidecar.past.items()}
+            sidecar.past_deltas = {r: {v for v in vs if v.step > floor} for r, vs in sidecar.past_deltas.items()}
             sidecar.own_deltas = {v for v in sidecar.own_deltas if v.step > floor}
             sidecar.hosted = {r: {v for v in vs if v.step >= floor} for r, vs in sidecar.hosted.items() if r in hosted}
             sidecar.hosted_deltas = {

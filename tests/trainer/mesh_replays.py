@@ -15,11 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mesh_changes import whole_state
 from sharded_script import make_model, make_optimizer, trainer, wrap
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tiercheck import Checkpointer
+from tiercheck.trainer.capture import take_inventory
+from tiercheck.trainer.partitioned import Partitions
+from tiercheck.trainer.state_hash import fingerprints
+from tiercheck.trainer.wrapped import Wrapped
 
 STEPS = 6
 WORDS, WIDE = 12003, 32
@@ -45,7 +49,7 @@ class Rich(nn.Module):
         return out
 
 
-def rich(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def rich(kind: str) -> tuple[nn.Module, Optimizer, Any]:
     model = Rich()
     if kind in ("fsdp", "hybrid"):
         from torch.distributed.device_mesh import init_device_mesh
@@ -65,7 +69,7 @@ def rich(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     if kind == "zero":
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
+        optimizer: Optimizer = ZeroRedundancyOptimizer(
             groups, torch.optim.AdamW, lr=1e-2, weight_decay=0.1, amsgrad=True
         )
     else:
@@ -77,6 +81,16 @@ def rich(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         return loss
 
     return wrapped, optimizer, forward_backward
+
+
+def whole_state(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
+    """A fingerprint of each tensor, gathered."""
+    found = {}
+    for entry in take_inventory(Wrapped.look(model).model, Partitions([optimizer]).inner).entries:
+        value = entry.origin if entry.origin is not None else entry.tensor
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        found[entry.name] = fingerprints([whole.detach().contiguous()])[0]
+    return found
 
 
 def stage(kind: str) -> dict[str, Any]:

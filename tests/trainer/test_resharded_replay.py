@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from scripted_sidecar import ScriptedSidecar
-from test_resharding import whole
 
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
@@ -173,6 +172,15 @@ def come_back_to_the_last_step(run: Run, stages: Iterable[tuple[str, list[dict[s
             assert [name for name in ended if ended[name] != restored[name]] == [], stage
             assert {request.kind for request in run.lent} == {*Kind}, stage
         before = after
+
+
+def whole(ranks: list[dict[str, Any]], moment: str) -> dict[str, str]:
+    """What all ranks say together; where several know a tensor, they know the same."""
+    found: dict[str, str] = {}
+    for rank in ranks:
+        for name, fingerprint in rank[moment].items():
+            assert found.setdefault(name, fingerprint) == fingerprint, name
+    return found
 
 
 def is_rich(stage: str) -> bool:
