@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.pieces import Box, Piece, Take, cover
 from tiercheck.protocol.slot import PIECES
+from tiercheck.protocol.slot import Tensor as Stored
 from tiercheck.trainer import user_state
 from tiercheck.trainer.backend import RestoreError
 from tiercheck.trainer.buffers import Buffers
@@ -52,8 +54,10 @@ class _Recorded:
         facts: dict[str, Any] = self.content["facts"]
         return facts
 
-    def place(self, name: str) -> tuple[int, int] | None:
-        return next(((each.begin, each.end) for each in self.slot.header.tensors if each.name == name), None)
+    @cached_property
+    def stored(self) -> dict[str, Stored]:
+        """Where its tensors lie."""
+        return {each.name: each for each in self.slot.header.tensors}
 
 
 @dataclass(frozen=True)
@@ -257,7 +261,7 @@ class _ReshardedReplay:
         sources = [
             (_Source(number, entry), Piece(piece.shape, piece.box))
             for number, piece in self._others.sources(stored, self._here.rank)
-            if number in recorded and recorded[number].place(entry) is not None
+            if number in recorded and entry in recorded[number].stored
         ]
         return self._target(sources, stored, value, value.dtype) if sources else None
 
@@ -281,14 +285,14 @@ def _without_names(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _shape(recorded: _Recorded, entry: str) -> tuple[int, ...] | None:
-    return next((each.shape for each in recorded.slot.header.tensors if each.name == entry), None)
+    return recorded.stored[entry].shape if entry in recorded.stored else None
 
 
 def _dtype(recorded: _Recorded, source: _Source) -> torch.dtype:
     if source.form is not None and source.form["form"] == "zero":
         return dtype_of(source.form["dtype"])
-    names = (source.name, f"{source.name}/values")
-    return dtype_of(next(each.dtype for each in recorded.slot.header.tensors if each.name in names))
+    name = source.name if source.name in recorded.stored else f"{source.name}/values"
+    return dtype_of(recorded.stored[name].dtype)
 
 
 def _fill(targets: Sequence[_Target], recorded: Mapping[int, _Recorded]) -> None:
@@ -321,10 +325,10 @@ def _fill(targets: Sequence[_Target], recorded: Mapping[int, _Recorded]) -> None
 def _ranges(take: Take[_Source], recorded: _Recorded) -> list[tuple[int, int]]:
     """Of a form other than the plain one all that is stored."""
     source = take.source
-    place = recorded.place(source.name)
     if source.form is None:
-        assert place is not None, f"{source.name} is in the table of pieces alone"
-        size = dtype_of(next(each.dtype for each in recorded.slot.header.tensors if each.name == source.name)).itemsize
-        return [(place[0] + first * size, place[0] + last * size) for first, last in take.part.ranges(take.box)]
-    names = [source.name + suffix for suffix in ("", "/index", "/values")]
-    return [where for name in names if (where := recorded.place(name)) is not None]
+        stored = recorded.stored[source.name]
+        size = dtype_of(stored.dtype).itemsize
+        return [(stored.begin + first * size, stored.begin + last * size) for first, last in take.part.ranges(take.box)]
+    names = (source.name + suffix for suffix in ("", "/index", "/values"))
+    found = (recorded.stored[name] for name in names if name in recorded.stored)
+    return [(each.begin, each.end) for each in found]
