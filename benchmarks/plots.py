@@ -66,6 +66,16 @@ def draw(data: dict[str, Data], figures: list[Figure], folder: Path) -> dict[str
             lambda: growth(data.get("growth", {})),
         ),
         (
+            "sharing",
+            "What a rank captures, and how long it takes, by the data-parallel degree.",
+            lambda: sharing(data.get("sharing", {})),
+        ),
+        (
+            "resharding",
+            "A restore on another mesh: what is read, and how long it takes.",
+            lambda: resharding(data.get("resharding", {})),
+        ),
+        (
             "reconcile",
             "What an event costs the operator, by workers of a job and by jobs.",
             lambda: reconcile(data.get("reconcile", {})),
@@ -270,6 +280,68 @@ def growth(data: Data) -> Sheet | None:
         axes.legend(loc="upper left", fontsize=9)
         axes.margins(y=0.25)
     three.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    return sheet
+
+
+def sharing(data: Data) -> Sheet | None:
+    """Seconds and bytes of a rank's share, beside what an R-th of the whole would be."""
+    degrees: dict[str, Data] = data.get("degrees", {})
+    if not degrees:
+        return None
+    sheet, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.8))
+    counts = [int(degree) for degree in degrees]
+    captures = [statistics.median(each["capture"]) for each in degrees.values()]
+    _line(left, (counts, captures), "capture", OURS, "o")
+    _line(
+        left, (counts, [statistics.median(each["copy"]) for each in degrees.values()]), "plain copy of it", THEIRS, "s"
+    )
+    _line(left, (counts, [captures[0] / count for count in counts]), "ideal: 1/R", LIMIT, "")
+    left.yaxis.set_major_formatter(_seconds)
+    left.set_title("Capture per rank")
+    sizes = [each["bytes"] for each in degrees.values()]
+    _line(right, (counts, sizes), "captured", OURS, "o")
+    _line(right, (counts, [sizes[0] / count for count in counts]), "ideal: 1/R", LIMIT, "")
+    right.yaxis.set_major_formatter(_bytes)
+    right.set_title("Bytes per rank")
+    for axes in (left, right):
+        axes.minorticks_off()
+        axes.set_xticks(counts)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_major_locator(LogLocator(base=2))
+        axes.set_xlabel("data-parallel degree R")
+        axes.legend(loc="upper right", fontsize=9)
+    return sheet
+
+
+def resharding(data: Data) -> Sheet | None:
+    """Bars per change of mesh: bytes by ranges and by whole shards; seconds of both, and in place beside DCP."""
+    changes: dict[str, Data] = data.get("changes", {})
+    if not changes:
+        return None
+    sheet, panels = plt.subplots(1, 3, figsize=(13, 1.6 + 0.6 * len(changes)), sharey=True)
+    plans: list[tuple[str, str, list[tuple[str, str]], Callable[[float], str]]] = [
+        ("Bytes read", "read", [("ranged", "ranges"), ("whole", "whole shards")], bytes_text),
+        ("Brought and loaded", "seconds", [("ranged", "ranges"), ("whole", "whole shards")], seconds_text),
+        ("Loaded in place", "seconds", [("in place", "TierCheck"), ("dcp", "torch DCP")], seconds_text),
+    ]
+    for axes, (title, what, ways, text) in zip(panels, plans, strict=True):
+        for number, (way, label) in enumerate(ways):
+            for row, each in enumerate(reversed(changes.values())):
+                found = each[what][way]
+                value = statistics.median(found) if isinstance(found, list) else found
+                place = row + (0.2 if number == 0 else -0.2)
+                colour = OURS if number == 0 else THEIRS
+                axes.barh(place, value, color=colour, height=0.36, label=label if row == 0 else "_")
+                axes.annotate(
+                    text(value), (value, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9
+                )
+        axes.set_yticks(range(len(changes)), list(reversed(changes)))
+        axes.xaxis.set_major_formatter(_bytes if what == "read" else _seconds)
+        axes.xaxis.set_major_locator(MaxNLocator(3))
+        axes.set_xlim(right=axes.get_xlim()[1] * 1.35)
+        axes.set_ylim(-0.6, len(changes) + 0.3)
+        axes.set_title(title)
+        axes.legend(loc="upper right", fontsize=9, ncols=2)
     return sheet
 
 

@@ -36,7 +36,9 @@ from tiercheck_sidecar.digest import digest, digest_chunk, piece
 from tiercheck_sidecar.lending import Lender
 from tiercheck_sidecar.vault import NotHeld, Vault
 
-_LAYERS = 16
+_LAYERS = 4
+_SMALL = 256 * 1024
+"""Bytes: what is asked for of a slot of which no tensor is wanted is what its rank kept for itself."""
 
 
 def measure(folder: Path, arguments: list[str]) -> dict[str, Any]:
@@ -160,8 +162,10 @@ def ours(model: nn.Module, optimizer: torch.optim.Optimizer, known: Found, folde
     directive = cast(Directive, _Nowhere())
 
     def borrow(rank: int, ranges: Ranges) -> str:
-        wanted = ranges if how == "ranged" or not ranges else [(0, store.digests(Artifact(rank, offer.version)).size)]
-        return str(lender.lend(directive, Artifact(rank, offer.version), wanted))
+        artifact, wanted = Artifact(rank, offer.version), ranges
+        if how == "whole" and sum(end - begin for begin, end in ranges) > _SMALL:
+            wanted = [(0, store.digests(artifact).size)]
+        return str(lender.lend(directive, artifact, wanted))
 
     with Checkpointer(model, optimizer, found=replace(known, offer=replace(offer, borrow=borrow))) as checkpointer:
         checkpointer.restore()

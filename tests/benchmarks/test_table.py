@@ -43,6 +43,10 @@ STATES = [{"bytes": n, "blocked": n / 1e9, "copy": n / 2e9, "used": 3 * n, "budg
 WORKERS = [{"workers": n, "seconds": n / 10, "used": 1, "budget": 1} for n in (2, 4, 8)]
 SIZES = {"sizes": {"delta bytes / snapshot bytes, LoRA": {"delta": 10, "snapshot": 10_000}}}
 
+SHARING = {"degrees": {str(n): {"bytes": 1e9 / n, "capture": [1 / n, 1.1 / n], "copy": [1 / n]} for n in (1, 2, 4)}}
+_SECONDS = {"ranged": [1.0], "whole": [2.0], "in place": [0.5], "dcp": [1.0]}
+RESHARDING = {"changes": {"FSDP 4 to 2": {"read": {"ranged": 1e9, "whole": 2e9}, "seconds": _SECONDS, "needed": 1e9}}}
+
 
 def run() -> Run:
     found = {
@@ -51,6 +55,8 @@ def run() -> Run:
         "restores": RESTORES,
         "growth": {"states": STATES, "workers": WORKERS},
         "delta_sizes": SIZES,
+        "sharing": SHARING,
+        "resharding": RESHARDING,
     }
     figures = [REACHED, MISSED, NOT_RUN, FOR_INFORMATION]
     entries = [
