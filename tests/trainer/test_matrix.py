@@ -1,8 +1,8 @@
 """Promise: however people train, whatever fails, and on whatever ranks they go on, every bit of the state comes back.
 
 Parallelism x optimizer x what is odd about the model x failure x mesh after it: every pair of two values is in some case,
-because what goes wrong goes wrong where two things meet, and the full product is thirty thousand cases. `make test-extended` has
-more: every mesh before with every mesh after it, every moment of a kill, every parallelism and optimizer with every failure.
+because what goes wrong goes wrong where two things meet, and the full product is ten thousand cases. `make test-extended` has
+more: every mesh before with every mesh after it, every parallelism and optimizer with every failure, at every moment.
 """
 
 from __future__ import annotations
