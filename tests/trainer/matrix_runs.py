@@ -1,7 +1,7 @@
 """Runs of a matrix: `python matrix_runs.py FOLDER RUNS`, RUNS a file of JSON. Prints what each rank of each run said.
 
 One process imports torch and forks the ranks of each run, so that a rank costs milliseconds and can really be killed. It has no
-thread of its own (a TCPStore's would be holding locks when it forks). A run starts
+thread of its own when it forks (with a TCPStore's server in it, ranks now and then hung). A run starts
 when the one that it comes `after` has ended, beside others while no more than `TOGETHER` ranks live.
 """
 

@@ -57,6 +57,28 @@ def test_every_kind_of_target_gets_the_stored_bits(tmp_path: Path) -> None:
     assert {name: one.stride() for name, one in targets.items()} == strides
 
 
+def test_parts_are_read_of_a_file_of_which_nothing_else_is_there(tmp_path: Path) -> None:
+    tensors = {
+        "large": torch.randn(LARGE),
+        "rows": torch.arange(60.0).view(6, 10),
+        "low": torch.randn(9).to(torch.bfloat16),
+    }
+    layout = store(tmp_path / "slot", tensors)
+    whole = (tmp_path / "slot").read_bytes()
+    wanted = [("large", 1234, torch.zeros(LARGE - 2000)), ("rows", 23, torch.zeros(2, 9))]
+    wanted.append(("low", 4, torch.zeros(3, dtype=torch.bfloat16)))
+    lent = bytearray(len(whole))
+    lent[: layout.data_begin] = whole[: layout.data_begin]
+    begins = {tensor.name: tensor.begin for tensor in layout.tensors}
+    for name, first, target in wanted:
+        begin = begins[name] + first * target.element_size()
+        lent[begin : begin + target.nbytes] = whole[begin : begin + target.nbytes]
+    (tmp_path / "lent").write_bytes(lent)
+    SlotReader.open(str(tmp_path / "lent")).tensors().read_parts(wanted)
+    for name, first, target in wanted:
+        assert torch.equal(target.view(-1), tensors[name].view(-1)[first : first + target.numel()]), name
+
+
 def test_only_the_target_is_written_and_torch_counts_the_change(tmp_path: Path) -> None:
     store(tmp_path / "slot", {"x": torch.ones(8)})
     around = torch.zeros(24)
