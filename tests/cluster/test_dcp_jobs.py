@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.jobs import Job, Jobs
-from tiercheck_local.addresses import free_ports
+from tests.lives import Lives
 from tiercheck_local.client import PODS
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.object_store import ObjectStore
@@ -29,30 +26,21 @@ def start(jobs: Jobs, bucket: ObjectStore) -> Job:
     return jobs.apply(jobs.manifest(workers=2, command=ENDLESS, env=env, bucket=bucket, remote_every=10))
 
 
-def undisturbed(steps: int, folder: Path) -> dict[int, float]:
+def undisturbed(lives: Lives, steps: int, folder: Path) -> dict[int, float]:
     """The losses of the same script on two ranks without a cluster."""
-    (port,) = free_ports(1)
-    environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
-    command = [sys.executable, str(EXAMPLE), "--folder", str(folder), "--steps", str(steps), "--every", str(steps + 1)]
-    ranks = [
-        subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=150)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    return {line["step"]: line["loss"] for line in map(json.loads, said[0].splitlines())}
+    command = [EXAMPLE, "--folder", folder, "--steps", str(steps), "--every", str(steps + 1)]
+    said, _ = lives.run(["torch.distributed.fsdp", "tiercheck.dcp"], command, ranks=2)
+    return {line["step"]: line["loss"] for line in said}
 
 
-def assert_losses_of_an_undisturbed_run(job: Job, folder: Path) -> None:
+def assert_losses_of_an_undisturbed_run(job: Job, lives: Lives, folder: Path) -> None:
     lines = job.printed()
-    wanted = undisturbed(max(line["step"] for line in lines), folder)
+    wanted = undisturbed(lives, max(line["step"] for line in lines), folder)
     assert [line["loss"] for line in lines] == [wanted[line["step"]] for line in lines]
 
 
 def test_it_comes_back_from_memory_and_after_the_loss_of_all_pods_from_the_bucket(
-    jobs: Jobs, cluster: LocalCluster, bucket: ObjectStore, tmp_path: Path
+    jobs: Jobs, cluster: LocalCluster, bucket: ObjectStore, lives: Lives, tmp_path: Path
 ) -> None:
     job = start(jobs, bucket)
     before = job.wait_trained(13)
@@ -69,12 +57,12 @@ def test_it_comes_back_from_memory_and_after_the_loss_of_all_pods_from_the_bucke
     assert recovery["tiers"] == {"local": 0, "peer": 0, "remote": 2}
     assert recovery["step"] >= 10
     job.wait_trained(recovery["step"] + 3)
-    assert_losses_of_an_undisturbed_run(job, tmp_path / "alone")
+    assert_losses_of_an_undisturbed_run(job, lives, tmp_path / "alone")
 
 
 @pytest.mark.extended
 def test_suspended_job_of_two_goes_on_with_one_that_reads_what_both_saved(
-    jobs: Jobs, cluster: LocalCluster, bucket: ObjectStore, tmp_path: Path
+    jobs: Jobs, cluster: LocalCluster, bucket: ObjectStore, lives: Lives, tmp_path: Path
 ) -> None:
     job = start(jobs, bucket)
     before = job.wait_trained(13)
@@ -86,7 +74,7 @@ def test_suspended_job_of_two_goes_on_with_one_that_reads_what_both_saved(
     assert "made by 2 ranks, from which 1 read their parts" in recovery["reason"]
     job.wait_trained(recovery["step"] + 3, tier="remote")
     lines = job.printed()
-    wanted = undisturbed(max(line["step"] for line in lines), tmp_path / "alone")
+    wanted = undisturbed(lives, max(line["step"] for line in lines), tmp_path / "alone")
     first = [line["loss"] for line in lines if line["step"] == recovery["step"] + 1]
     assert set(first) == {wanted[recovery["step"] + 1]}, "the same weights to the last bit"
     assert [line["loss"] for line in lines] == pytest.approx([wanted[line["step"]] for line in lines], rel=1e-5)
