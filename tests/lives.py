@@ -134,6 +134,7 @@ def _fork(argv: list[str], env: dict[str, str], write: int) -> int:
         sys.addaudithook(_only_this_machine)
         os.environ.update(env)
         sys.argv = argv
+        sys.path.insert(0, os.path.dirname(argv[0]))
         runpy.run_path(argv[0], run_name="__main__")
         sys.stdout.flush()
         code = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from commands_run import run
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tests.lives import Lives
 from tiercheck import Checkpointer
 from tiercheck.dcp import Storage
 from tiercheck.protocol.contents import Chunk, WholeTensor
@@ -40,19 +40,10 @@ def model_of_the_run() -> nn.Sequential:
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sharded(lives: Lives, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What four ranks saved, FSDP on each half, replicated between them: tensors in shares and shards."""
     folder = tmp_path_factory.mktemp("run")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANKS), str(n), str(folder), "fsdp:4", "hybrid:4"],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-        )
-        for n in range(4)
-    ]
-    assert [rank.wait(timeout=150) for rank in ranks] == [0] * 4
+    lives.run(["torch.distributed.fsdp", "tiercheck"], [RANKS, folder, "fsdp:4", "hybrid:4"], ranks=4)
     return folder / "checkpoints"
 
 

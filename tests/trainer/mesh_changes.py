@@ -1,7 +1,8 @@
-"""One process of a run that changes its mesh again and again: `python mesh_changes.py NUMBER FOLDER KIND:RANKS...`."""
+"""One process of a run that changes its mesh again and again: `torchrun mesh_changes.py FOLDER KIND:RANKS...`."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -54,4 +55,4 @@ def _wait_for(folder: Path, index: int, ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(int(os.environ["RANK"]), Path(sys.argv[1]), sys.argv[2:])
