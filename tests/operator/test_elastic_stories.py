@@ -394,6 +394,22 @@ def test_job_grows_back_by_itself_from_a_fresh_snapshot_of_its_own() -> None:
     assert "size" not in render_record(world.status)
 
 
+def test_job_whose_deltas_any_ranks_can_replay_trains_hardly_a_step_again_either_way() -> None:
+    world = elastic(delta=DeltaMode.AUTO, snapshot_every=20)
+    world.elementwise = True
+    world.train(15)
+    step = world.newest_step()
+    shrunk(world, 1)
+    assert begun(world)[1].step >= step
+    assert world.status.last_recovery is not None
+    assert world.status.last_recovery["lostSteps"] <= 1
+    world.train(30)
+    open_again(world)
+    world.until("Running", attempt=3)
+    assert world.status.last_recovery["cause"] == "Grown"
+    assert world.status.last_recovery["lostSteps"] <= 1
+
+
 def test_pods_that_trained_on_keep_their_places_and_the_spare_gets_the_missing_one() -> None:
     world = shrunk(elastic(), 1)
     world.train(8)

@@ -13,7 +13,7 @@ from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.adoption import with_ranks
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.identities import reports_of
-from tiercheck_operator.controller.inventories import bad_everywhere, inventories, remote_inventory
+from tiercheck_operator.controller.inventories import bad_everywhere, elementwise, inventories, remote_inventory
 from tiercheck_operator.controller.membership import Membership
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.record import rfc3339
@@ -104,7 +104,13 @@ def _leads_back(obs: Observation, membership: Membership, size: int) -> bool:
     history = with_ranks(status.history, remote, (spec.wanted_workers or spec.workers) * spec.procs_per_worker)
     ranks = size * spec.procs_per_worker
     stock = ResizedStock(
-        ranks, spec.procs_per_worker, history, inventories(reports), remote, bad=bad_everywhere(reports)
+        ranks,
+        spec.procs_per_worker,
+        history,
+        inventories(reports),
+        remote,
+        bad=bad_everywhere(reports),
+        elementwise=elementwise(reports),
     )
     return any(stock.farthest_tier(version) is not None for version in stock.versions)
 

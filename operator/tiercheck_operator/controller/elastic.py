@@ -6,7 +6,7 @@ spec asks for no more (`in_size`): its spares are more by those that it lacks, a
     shrink    after failurePolicy.capacityTimeoutSeconds, to the workers that have nodes
     whole     before an attempt with fewer has begun, if nodes take all pods after all
     grow      a planned attempt: when spares wait for all missing workers, for a while, and a version of the smaller job is complete,
-              so that nothing is lost but the steps since the newest snapshot
+              at a moment when few steps would be trained again
     grow      at once, if an attempt is due anyway
     back      a growth that comes to nothing, because the spare is lost that it was begun for
 """
@@ -21,9 +21,12 @@ from tiercheck_operator.controller.barrier import attempt_reports
 from tiercheck_operator.controller.capacity import overdue, possible_size, shortage
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
+from tiercheck_operator.controller.identities import reports_of
+from tiercheck_operator.controller.inventories import elementwise
 from tiercheck_operator.controller.membership import Membership, find_members
 from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.record import JobRecord, Recovery, SizeRecord, TierRecord
+from tiercheck_operator.controller.saving import EVERY_STEP
 from tiercheck_operator.controller.spares import Upkeep, find_spares
 from tiercheck_operator.controller.status import Finding, Findings
 from tiercheck_operator.controller.suspend import resumed
@@ -128,7 +131,7 @@ def _planned(obs: Observation, membership: Membership) -> Resized | None:
     waited = obs.now - size.room_since
     if waited < obs.patience.grow or not _own_version(obs):
         return None
-    if not _fresh_snapshot(obs, membership) and waited < _PATIENT_TIMES * obs.patience.grow:
+    if not _little_lost(obs, membership) and waited < _PATIENT_TIMES * obs.patience.grow:
         return None
     why = f"there is room for all {wanted} workers again, so the job does not go on with {size.workers}"
     recovery = Recovery(Cause.GROWN.value, why, obs.now, obs.now)
@@ -177,15 +180,18 @@ def _own_version(obs: Observation) -> bool:
     return isinstance(kept, TierRecord) and bool(branches) and kept.step > branches[-1].base_step
 
 
-def _fresh_snapshot(obs: Observation, membership: Membership) -> bool:
-    """Whether few steps would be trained again. Versions of another number of ranks come back from whole snapshots."""
+def _little_lost(obs: Observation, membership: Membership) -> bool:
+    """Whether few steps would be trained again: each step is a delta that other ranks can replay, or a snapshot is fresh."""
+    checkpoint = obs.job.status.checkpoint
+    if checkpoint is not None and checkpoint.deltas == EVERY_STEP and elementwise(reports_of(obs, membership.members)):
+        return True
     pod, pace = membership.members.get(0), obs.job.status.step_seconds
     report, known = (obs.report(pod), obs.reports.get(pod.uid)) if pod is not None else (None, None)
     if report is None or known is None or pace is None or report.watermarks.snapshot is None:
         return False
     age = obs.now - (known.answered_at or 0.0)
     lost = ((report.trainer.step or 0) - report.watermarks.snapshot.step) * pace + age
-    every = obs.job.status.checkpoint.snapshot_every if obs.job.status.checkpoint is not None else 0
+    every = checkpoint.snapshot_every if checkpoint is not None else 0
     return lost <= max(_FRESH_SECONDS, _FRESH_PART * every * pace)
 
 
