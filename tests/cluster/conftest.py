@@ -17,7 +17,12 @@ from tiercheck_local.nodespec import NodeSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 
-OPERATOR_ENV = {"TIERCHECK_SETTLE_SECONDS": "0.5", "TIERCHECK_SUSPECT_SECONDS": "5", "TIERCHECK_RETRY_SECONDS": "2"}
+OPERATOR_ENV = {
+    "TIERCHECK_SETTLE_SECONDS": "0.5",
+    "TIERCHECK_SUSPECT_SECONDS": "5",
+    "TIERCHECK_RETRY_SECONDS": "2",
+    "TIERCHECK_GROW_SECONDS": "1",
+}
 
 
 def _control_planes() -> list[object]:

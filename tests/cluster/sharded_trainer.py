@@ -1,6 +1,6 @@
-"""A model sharded over all ranks by FSDP2, whose whole state is told at every step and after every restore.
+"""A model sharded over all ranks by FSDP2, whose whole state is told at every step and after every restore, and which samples it drew.
 
-Every attempt trains until it is stopped, and one of fewer ranks than FULL some steps beyond where it came back to.
+The first LIVES attempts (1 if not given) train until they are hit, later ones some steps beyond where they came back to.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tiercheck import Checkpointer
+from tiercheck import Checkpointer, ResumableSampler
 
 TAIL = 12
+SAMPLES, BATCH = 2**20, 12
 
 
 def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -45,6 +46,10 @@ def say(**line: object) -> None:
     sys.stdout.flush()
 
 
+def sample(index: int) -> torch.Tensor:
+    return torch.randn(9, generator=torch.Generator().manual_seed(index))
+
+
 def main() -> None:
     world, attempt = int(os.environ["WORLD_SIZE"]), int(os.environ["TIERCHECK_ATTEMPT"])
     torch.set_num_threads(1)
@@ -55,21 +60,21 @@ def main() -> None:
     for layer in (model[0], model[2], model[4], model):
         fully_shard(layer, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    position = {"samples": 0}
-    with Checkpointer(model, optimizer, state={"position": position}) as checkpointer:
+    order = ResumableSampler(SAMPLES, BATCH, shuffle=False)
+    with Checkpointer(model, optimizer, state={"order": order}) as checkpointer:
         start = checkpointer.restore()
         if start:
-            say(restored=start, attempt=attempt, world=world, whole=whole(model, optimizer), **position)
-        last = start + TAIL if world < int(os.environ["FULL"]) else 10**9
-        for step in range(start + 1, last + 1):
-            data = torch.randn(16, 9, generator=torch.Generator().manual_seed(position["samples"]))
+            say(restored=start, attempt=attempt, world=world, whole=whole(model, optimizer), samples=order.position)
+        last = start + TAIL if attempt > int(os.environ.get("LIVES", "1")) else 10**9
+        for step, drawn in zip(range(start + 1, last + 1), order.follow(order), strict=False):
+            data = torch.stack([sample(index) for index in drawn])
             loss = (model(data) - 1.0).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            position["samples"] += 16
+            # Before it is saved: who comes back to it, and was not told of it, could compare nothing.
+            say(step=step, attempt=attempt, world=world, loss=float(loss), whole=whole(model, optimizer), drawn=drawn)
             checkpointer.step(loss=float(loss))
-            say(step=step, attempt=attempt, world=world, loss=float(loss), whole=whole(model, optimizer), **position)
             time.sleep(0.05)
     dist.destroy_process_group()
 

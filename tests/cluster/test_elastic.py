@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.jobs import Jobs
+from tests.cluster.jobs import Job, Jobs
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.stage import JOBS
 
@@ -17,7 +17,7 @@ TRAINER = [sys.executable, str(Path(__file__).with_name("sharded_trainer.py"))]
 
 
 def test_suspended_job_of_four_goes_on_with_two_from_the_store(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=4, command=TRAINER, env={"FULL": "4"}, remote_every=10)
+    job = jobs.start(workers=4, command=TRAINER, remote_every=10)
     before = job.wait_trained(6)
     cluster.api.patch(JOBS, "default", job.name, {"spec": {"suspend": True}})
     job.wait_condition("Suspended")
@@ -32,8 +32,62 @@ def test_suspended_job_of_four_goes_on_with_two_from_the_store(jobs: Jobs, clust
     for line in restored:
         assert line["restored"] == recovery["step"]
         assert line["whole"] == trained[recovery["step"]]["whole"], "parameters and optimizer state, gathered"
-        assert line["samples"] == 16 * recovery["step"], "no sample twice, none skipped"
+        assert line["samples"] == 12 * recovery["step"], "no sample twice, none skipped"
     assert job.status["history"][-1]["ranks"] == 2
     later = [line["step"] for line in said if "step" in line and line["world"] == 2]
     assert min(later) == recovery["step"] + 1
     assert job.status["tiers"]["remote"]["step"] > recovery["step"], "the new ranks' versions are complete, too"
+
+
+def test_job_goes_on_smaller_by_itself_and_grows_back(jobs: Jobs, cluster: LocalCluster) -> None:
+    job = jobs.start(
+        workers=3,
+        command=TRAINER,
+        env={"LIVES": "2"},
+        remote_every=None,
+        elastic={"minWorkers": 2},
+        failurePolicy={"capacityTimeoutSeconds": 2},
+    )
+    job.wait_trained(6)
+    lost = job.stage.node_of(1)
+    survivors = {job.stage.pod_of(0), job.stage.pod_of(2)}
+    others = [name for name in cluster.nodes if name != lost]
+    try:
+        for name in others:
+            cluster.faults.cordon_node(name)
+        cluster.faults.kill_node(lost)
+        smaller = job.wait_recovered(1)
+        assert "made by 3 ranks, from which 2 read their parts" in smaller["reason"]
+        assert smaller["reason"].endswith("; with 2 of 3 workers")
+        assert smaller["tiers"]["remote"] == 0
+        assert {job.stage.pod_of(worker) for worker in (0, 1)} == survivors, "worker 2 is worker 1 now"
+        shrunk = job.wait_condition("FullSize", "False", "Shrunk")
+        assert "2 of 3 workers" in shrunk["message"]
+    finally:
+        for name in others:
+            cluster.faults.cordon_node(name, cordoned=False)
+    grown = job.wait_recovered(2)
+    assert grown["cause"] == "Grown"
+    assert "made by 2 ranks, from which 3 read their parts" in grown["reason"]
+    job.wait_condition("Completed")
+    assert [branch["ranks"] for branch in job.status["history"]] == [3, 2, 3]
+    assert job.status["restarts"]["crash"] == 0
+    assert {"Shrunk", "Grown"} <= {event["reason"] for event in job.events()}
+    said = job.printed()
+    trained = {(line["attempt"], line["step"]): line["whole"] for line in said if "step" in line}
+    for line in (line for line in said if "restored" in line):
+        assert line["whole"] == trained[line["attempt"] - 1, line["restored"]], "to the last bit, gathered"
+    assert sorted(line["world"] for line in said if "restored" in line) == [2, 2, 3, 3, 3]
+    assert_every_sample_once(job)
+
+
+def assert_every_sample_once(job: Job) -> None:
+    """Over the history that counts: each attempt's steps up to where the next one came back to."""
+    branches = job.status["history"]
+    ends = [branch["baseStep"] for branch in branches[1:]] + [10**9]
+    accepted = {
+        branch["attempt"]: range(branch["baseStep"] + 1, end + 1) for branch, end in zip(branches, ends, strict=True)
+    }
+    steps = [line for line in job.printed() if "drawn" in line and line["step"] in accepted[line["attempt"]]]
+    drawn = sorted(index for line in steps for index in line["drawn"])
+    assert drawn == list(range(12 * max(line["step"] for line in steps)))
