@@ -145,7 +145,7 @@ class Sidecar:
         ]
 
     def _identified(self, config: SidecarConfig) -> None:
-        log.info("this is worker %d from now on", config.worker)
+        log.info("this is worker %d", config.worker)
         self.vault.identify(config.ranks)
         self.identity.worker = config.worker
         if self._claim is not None:

@@ -51,7 +51,7 @@ class Board:
         self.config = config
         """Its worker changes when a spare learns who it is, and when a job of another size begins an attempt: workers are numbered anew."""
         self.on_identity: Callable[[SidecarConfig], None] = lambda _: None
-        """Called under the lock when this becomes another worker, before anybody sees the directive."""
+        """Called under the lock with the first directive and whenever this becomes another worker, before anybody sees the directive."""
         self.clock = clock
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
@@ -150,7 +150,7 @@ class Board:
             old = self.directive
             if old == directive:
                 return
-            if self.config.worker != directive.worker:
+            if old is None or self.config.worker != directive.worker:
                 self.config = dataclasses.replace(self.config, worker=directive.worker)
                 self.on_identity(self.config)
             if old is None or directive.attempt > old.attempt:

@@ -35,6 +35,17 @@ def test_a_job_fits_on_one_screen_of_24_lines_while_nothing_is_wrong() -> None:
     assert len(shown.splitlines()) < 24
 
 
+def test_a_job_that_goes_on_smaller_says_so_in_its_first_line_and_why_below() -> None:
+    job = recorded.job()
+    job["status"]["size"] = {"workers": job["spec"]["workers"] - 1}
+    told = "15 of 16 workers: no node takes gpt-spare-0"
+    job["status"]["conditions"] = [recorded.condition("FullSize", "False", "Shrunk", told, 60)]
+    shown = rendered(screen(status_view(job, recorded.NOW), 100), 100)
+    assert f"· {job['spec']['workers'] - 1} of {job['spec']['workers']} workers" in shown.splitlines()[0]
+    assert told in shown
+    assert "add some" in shown
+
+
 def test_a_job_that_the_operator_has_not_seen_is_shown_too() -> None:
     job = recorded.job()
     del job["status"]

@@ -217,6 +217,7 @@ def test_columns_tell_the_jobs_story_in_one_line(api: Api) -> None:
         "Remote-step": 40,
         "Tolerates": "any one rack, any one host",
         "Restarts": 2,
+        "Smaller": 3,
         "Attempt": 3,
         "Last-cause": "NodeLost",
     }

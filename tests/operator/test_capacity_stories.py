@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hypothesis import given
+from hypothesis import strategies as st
 from world_in_memory import START, World, make_spec
 
 from tiercheck_operator.controller.capacity import possible_size
@@ -134,3 +136,26 @@ def test_pod_that_vanished_is_made_again_where_its_memory_is() -> None:
     world._gone(world.member(2))
     world.tick()
     assert [(action.worker, action.prefer) for action in world.created] == [(2, node)]
+
+
+@given(
+    housed=st.lists(st.booleans(), min_size=1, max_size=8),
+    least=st.one_of(st.none(), st.integers(1, 8)),
+    parity=st.one_of(st.none(), st.tuples(st.integers(1, 4), st.integers(1, 2))),
+    on_its_way=st.booleans(),
+)
+def test_size_is_that_of_the_workers_that_have_nodes_or_none(
+    housed: list[bool], least: int | None, parity: tuple[int, int] | None, on_its_way: bool
+) -> None:
+    spec = make_spec(workers=len(housed), min_workers=least, parity=parity, copies=0)
+    world = World(spec, racks=2, nodes_per_rack=4)
+    world.tick()
+    for pod in list(world.pods.values()):
+        node = "n00" if housed[pod.worker] else None
+        since = None if node or on_its_way else START
+        world.pods[pod.uid] = replace(pod, node=node, unschedulable_since=since)
+    obs = world.observe()
+    size = possible_size(obs, find_members(obs))
+    count = sum(housed)
+    allowed = least is not None and least <= count < len(housed) and (parity is None or sum(parity) <= count)
+    assert size == (count if allowed and not on_its_way else None)

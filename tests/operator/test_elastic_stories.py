@@ -19,6 +19,7 @@ from tiercheck_operator.controller.actions import Promote
 from tiercheck_operator.controller.record import Condition, SizeRecord, parse_record, render_record
 
 TIMEOUT = 30.0
+RACK = "topology.kubernetes.io/rack"
 
 
 def elastic(workers: int = 4, least: int = 2, nodes_per_rack: int = 4, **changes: Any) -> World:
@@ -475,6 +476,24 @@ def test_growth_that_comes_to_nothing_lets_the_smaller_job_train_on() -> None:
     assert world.newest_step() == step + 5
     open_again(world)
     world.until("Running", attempt=3)
+
+
+def test_growth_that_copies_do_not_allow_stops_nobody() -> None:
+    """With three workers in one rack no copy of theirs is on another one, as the spec requires."""
+    world = elastic(workers=4, least=2, nodes_per_rack=2, spread_level="rack", spread_required=True)
+    assert world.placement is not None
+    shrunk(world, 1, next(worker for worker in (2, 3) if worker not in world.placement.holders()[1]))
+    world.train(8)
+    for name, view in world.nodes.items():
+        world.nodes[name] = replace(view, schedulable=view.labels[RACK] == "r0")
+    world.train(120)
+    assert world.status.attempt == 2
+    step = world.newest_step()
+    world.train(400)
+    assert world.newest_step() == step + 400, "it trains on all the while"
+    open_again(world)
+    world.train(200)
+    world.until("Running", attempt=3, limit=600)
 
 
 def test_spares_that_the_spec_asks_for_are_there_again_afterwards() -> None:

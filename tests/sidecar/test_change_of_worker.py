@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 from test_restore import training
-from world import FakeLauncher, World, until
+from world import FakeLauncher, World, layout, until
 
 from tiercheck.protocol import names
+from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.version import Version
+from tiercheck_sidecar.vault import Vault
 
 MakeWorld = Callable[..., World]
 OLD = Version(1, 1)
@@ -126,6 +128,25 @@ def test_spare_that_becomes_worker_0_publishes_the_watermarks(make_world: MakeWo
     world.start(0)
     world.begin()
     save(world, 1, 4)
+
+
+def test_what_an_earlier_pod_made_as_another_worker_gets_no_new_slots(memory: Path) -> None:
+    """Taken over from the node's memory, or found after a restart."""
+    before = Vault(memory, 10**7, (2,))
+    before.open()
+    before.reserve(2, layout(9000).size)
+    path = before.begin(2, OLD)
+    plan = layout(9000)
+    path.write_bytes(plan.state_word + plan.header(2, OLD, 3, {}, Kind.SNAPSHOT) + bytes(plan.size - plan.data_begin))
+    before.complete(path, 3)
+    assert before.seal(path)
+    vault = Vault(memory, 10**7, (1,))
+    vault.open()
+    vault.identify((1,))
+    vault.tidy()
+    assert vault.find(2, OLD), "it is a source all the same"
+    assert vault.size_plan().local == 0
+    assert len(list(memory.glob("own-*.safetensors"))) == 1
 
 
 def test_memory_of_the_node_is_for_the_next_pod_of_who_it_is_now(make_world: MakeWorld) -> None:

@@ -19,7 +19,7 @@ from tiercheck_cli.options import Context, Kubeconfig, Namespace, Output, Output
 from tiercheck_cli.terminal import console, remark, write
 
 _STYLE = {"Warning": "yellow", "Recovery": "cyan"}
-_GOOD = {"Recovered", "Completed", "TrainingReleased"}
+_GOOD = {"Recovered", "Completed", "TrainingReleased", "Grown"}
 
 
 def events(

@@ -76,9 +76,16 @@ def _headline(view: StatusView) -> Text:
         (view.name, "bold"),
         "  ",
         (view.phase, _PHASES.get(view.phase, "bold")),
-        (f"  attempt {view.attempt} · {view.workers} {'worker' if view.workers == 1 else 'workers'}{ranks}", "dim"),
+        (f"  attempt {view.attempt} · ", "dim"),
+        (_crew(view), "dim" if view.workers == view.wanted_workers else "bold yellow"),
+        (ranks, "dim"),
         (f" · {age(view.age_seconds)} old" if view.age_seconds is not None else "", "dim"),
     )
+
+
+def _crew(view: StatusView) -> str:
+    many = str(view.workers) if view.workers == view.wanted_workers else f"{view.workers} of {view.wanted_workers}"
+    return f"{many} {'worker' if view.wanted_workers == 1 else 'workers'}"
 
 
 def _facts(view: StatusView) -> Table:

@@ -68,6 +68,9 @@ class StatusView:
     """What it is at, as a sentence; empty while it simply trains."""
     attempt: int
     workers: int
+    """That it has now."""
+    wanted_workers: int
+    """That its spec asks for."""
     procs_per_worker: int
     age_seconds: float | None
     step: int | None
@@ -113,7 +116,8 @@ def status_view(
         phase=str(status.get("phase") or "Pending"),
         doing=_doing(status),
         attempt=int(status.get("attempt") or 0),
-        workers=int(spec.get("workers") or 0),
+        workers=int((status.get("size") or {}).get("workers") or spec.get("workers") or 0),
+        wanted_workers=int(spec.get("workers") or 0),
         procs_per_worker=int(spec.get("procsPerWorker") or 1),
         age_seconds=_since(metadata.get("creationTimestamp"), now),
         step=progress.get("step"),

@@ -49,7 +49,6 @@ from tiercheck_operator.controller.trigger import find_trigger, update_recovery
 from tiercheck_operator.manifests.template import template_problem
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
-_AT_ONCE = 0.0
 _LOOK_AGAIN = 10.0
 """Seconds until something outside of the job that was missing is looked for again."""
 
@@ -118,7 +117,8 @@ def _kept_running(obs: Observation) -> Decision:
     spares = keep_spares(obs, membership)
     resized = resize(obs, membership, spares)
     if resized is not None:
-        return _concluded(obs, resized.status, resized.findings, wake=_AT_ONCE)
+        # What is written wakes us at once; if it is not kept, as by a definition of an older release, it is not tried without pause.
+        return _concluded(obs, resized.status, resized.findings, wake=1.0)
     pods, put_off = replacements(obs, membership, spares.taken)
     if obs.job.spec.attach is not None:
         pods = without_ended(obs, pods)

@@ -8,7 +8,7 @@ spec asks for no more (`in_size`): its spares are more by those that it lacks, a
     grow      a planned attempt: when spares wait for all missing workers, for a while, and a version of the smaller job is complete,
               at a moment when few steps would be trained again
     grow      at once, if an attempt is due anyway
-    back      a growth that comes to nothing, because the spare is lost that it was begun for
+    back      a growth that comes to nothing, because the spare is lost that it was begun for, or copies cannot be spread as required
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ _FRESH_SECONDS = 2.0
 _FRESH_PART = 0.25
 _PATIENT_TIMES = 4
 """Times the usual wait after which the job grows whatever the age of its newest snapshot."""
+_GROWTH_SECONDS = 120.0
+"""That a growth may be under way before its attempt begins; something that cannot be seen before then stands against it."""
 _LOOK_EVERY = 1.0
 
 
@@ -143,7 +145,8 @@ def _back(obs: Observation, membership: Membership, upkeep: Upkeep) -> Resized |
     status, spec = obs.job.status, obs.job.spec
     before = status.history.ranks // spec.procs_per_worker
     lacking = [worker for worker in range(spec.workers) if _homeless(membership, worker)]
-    if not lacking or set(lacking) <= upkeep.taken or not 0 < before < spec.workers:
+    late = status.recovery is not None and obs.now - status.recovery.detected_at > _GROWTH_SECONDS
+    if not 0 < before < spec.workers or not (late or (lacking and not set(lacking) <= upkeep.taken)):
         return None
     return Resized(replace(status, size=SizeRecord(before), recovery=None), Findings())
 
