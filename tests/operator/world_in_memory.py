@@ -319,7 +319,7 @@ class Sidecar:
                 else (),
             ),
             watermarks=Watermarks(
-                peer=world.committed, remote=max(world.remote, default=None), snapshot=world.committed
+                world.committed, world.committed, max(world.remote, default=None), snapshot=world.committed
             ),
             memory=MemoryReport(1, 0, 0),
             can_change_worker=self.world.new_sidecars,

@@ -178,8 +178,9 @@ def _room(obs: Observation, membership: Membership) -> bool:
 
 def _own_version(obs: Observation) -> bool:
     """Whether something that these workers made is complete as it would be after a loss: growing does not throw away what they did."""
-    status, branches = obs.job.status, obs.job.status.history.branches
-    kept = status.tiers.get("peer" if obs.job.spec.copies or obs.job.spec.parity else "local")
+    status, branches, placement = obs.job.status, obs.job.status.history.branches, obs.placement
+    elsewhere = placement is not None and (bool(placement.groups) or any(placement.holders().values()))
+    kept = status.tiers.get("peer" if elsewhere else "local")
     return isinstance(kept, TierRecord) and bool(branches) and kept.step > branches[-1].base_step
 
 
