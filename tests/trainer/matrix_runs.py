@@ -35,6 +35,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tiercheck import Checkpointer
+from tiercheck.trainer import resharding
 from tiercheck.trainer.capture import take_inventory
 from tiercheck.trainer.partitioned import Partitions
 from tiercheck.trainer.state_hash import fingerprints
@@ -187,10 +188,14 @@ class Run:
             self.average.follow()
 
     def whole(self) -> dict[str, str]:
-        """Fingerprints of the gathered state. A collective call."""
+        """Fingerprints of the gathered state, and learning rates. A collective call."""
         beside = {} if self.average is None else {"average": self.average}
         inventory = take_inventory(Wrapped.look(self.model).model, Partitions(self.optimizers).inner, beside)
-        found = {}
+        found = {
+            f"learning rate {index}.{number}": repr(group["lr"])
+            for index, optimizer in enumerate(self.optimizers)
+            for number, group in enumerate(optimizer.param_groups)
+        }
         for entry in inventory.entries:
             value = entry.origin if entry.origin is not None else entry.tensor
             gathered = value.full_tensor() if hasattr(value, "full_tensor") else value
@@ -351,6 +356,7 @@ class Runs:
 
 def main(folder: Path, runs: Path) -> None:
     warnings.filterwarnings("ignore")
+    resharding._BUFFER = 64 * 1024  # so that so small a model is read in several pieces, too
     logging.getLogger("torch").setLevel(logging.ERROR)  # which way of many small collectives would be faster
     print(json.dumps(Runs(json.loads(runs.read_text()), folder).all()), flush=True)
 

@@ -230,6 +230,7 @@ class Checkpointer:
     def step(self, loss: float | None = None) -> None:
         """Mark the end of an optimizer step. Starts what is due of it; returns without waiting for it."""
         self.step_number += 1
+        self._partitions.stepped()
         poisoned = self.sanity_gate and loss is not None and not math.isfinite(loss)
         if poisoned:
             self._saver.sanity.refused(self.step_number)

@@ -36,6 +36,12 @@ class Partitions:
         """Whether the optimizer with this number keeps its state for some parameters only."""
         return index in self._whole
 
+    def stepped(self) -> None:
+        """Tell the inner optimizers what a scheduler has changed since their last step: it knows the wrappers only, which pass it on
+        when the next step begins."""
+        for whole in self._whole.values():
+            whole._sync_param_groups(whole.param_groups, whole.optim.param_groups)
+
     def loaded(self) -> None:
         """The inner optimizers were restored, and their parameters with them: tell the wrappers and the other ranks. A collective call."""
         for whole in self._whole.values():

@@ -38,6 +38,8 @@ table of pieces are always there. Raises RestoreError."""
 
 _NEAR = 64 * 1024
 """Bytes between two ranges that are cheaper read than left out."""
+_BUFFER = 64 * 1024 * 1024
+"""Bytes that are read at once of what has gaps."""
 _MOST = 4096
 """Ranges asked for at once."""
 
@@ -299,11 +301,21 @@ def _read(takes: _Plan, others: OtherRanks) -> None:
             if target.is_contiguous() and last - first == target.numel():
                 solid.append((each.name, first, target))
                 continue
-            # Rows with gaps between them, here or there.
-            around = torch.empty(last - first, dtype=target.dtype)
-            stored.read_parts([(each.name, first, around)])
-            target.copy_(around.as_strided(take.box.shape, take.part.box.strides))
+            # There are gaps between its rows, here or there.
+            for rows in _slabs(take.box, take.part.box, target.element_size()):
+                ranges = take.part.ranges(rows)
+                around = torch.empty(ranges[-1][1] - ranges[0][0], dtype=target.dtype)
+                stored.read_parts([(each.name, ranges[0][0], around)])
+                each.local[rows.within(box)].copy_(around.as_strided(rows.shape, take.part.box.strides))
         stored.read_parts(solid)
+
+
+def _slabs(box: Box, around: Box, size: int) -> Iterator[Box]:
+    """`box` as boxes of some of its rows, which lie in a buffer's length of `around`; `size`: bytes of an element."""
+    step = max(1, _BUFFER // (around.strides[0] * size))
+    for row in range(0, box.shape[0], step):
+        count = min(step, box.shape[0] - row)
+        yield Box((box.offset[0] + row, *box.offset[1:]), (count, *box.shape[1:]))
 
 
 def _ranges(take: Take[int], begin: int, end: int, like: Tensor) -> Iterator[tuple[int, int]]:
