@@ -88,7 +88,7 @@ def draw(base: str, begin: float, end: float) -> None:
             for series in query(base, target["expr"], begin, end)
         ]
         if panel["type"] == "stat":
-            value = float(lines[0][1][-1][1]) if lines else 0.0
+            value = round(float(lines[0][1][-1][1]), panel["fieldConfig"]["defaults"]["decimals"]) if lines else 0.0
             axes.axis("off")
             axes.text(0.5, 0.4, f"{value:g}", ha="center", va="center", fontsize=24, color=COLOURS[0])
             continue
