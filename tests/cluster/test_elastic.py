@@ -47,8 +47,11 @@ def test_job_goes_on_smaller_by_itself_and_grows_back(jobs: Jobs, cluster: Local
         remote_every=None,
         elastic={"minWorkers": 2},
         failurePolicy={"capacityTimeoutSeconds": 2},
+        checkpoint={"snapshot": {"everySteps": 20}},
     )
-    job.wait_trained(6)
+    job.wait_trained(22)
+    between = job.wait("deltas lie at their holders", lambda status: status["tiers"]["peer"]["step"] % 20)
+    complete = between["tiers"]["peer"]["step"]
     lost = job.stage.node_of(1)
     survivors = {job.stage.pod_of(0), job.stage.pod_of(2)}
     others = [name for name in cluster.nodes if name != lost]
@@ -60,6 +63,8 @@ def test_job_goes_on_smaller_by_itself_and_grows_back(jobs: Jobs, cluster: Local
         assert "made by 3 ranks, from which 2 read their parts" in smaller["reason"]
         assert smaller["reason"].endswith("; with 2 of 3 workers")
         assert smaller["tiers"]["remote"] == 0
+        assert smaller["step"] >= complete, "whatever was complete in memory, snapshot or deltas"
+        assert smaller["deltas"] == smaller["step"] % 20, "which two ranks replayed of three"
         assert {job.stage.pod_of(worker) for worker in (0, 1)} == survivors, "worker 2 is worker 1 now"
         shrunk = job.wait_condition("FullSize", "False", "Shrunk")
         assert "2 of 3 workers" in shrunk["message"]
