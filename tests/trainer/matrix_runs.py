@@ -8,6 +8,7 @@ when the one that it comes `after` has ended, beside others while no more than `
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import logging
 import os
@@ -356,6 +357,7 @@ class Runs:
 
 def main(folder: Path, runs: Path) -> None:
     warnings.filterwarnings("ignore")
+    gc.freeze()  # or each rank's first collection would copy what all of them share
     resharding._BUFFER = 64 * 1024  # so that so small a model is read in several pieces, too
     logging.getLogger("torch").setLevel(logging.ERROR)  # which way of many small collectives would be faster
     print(json.dumps(Runs(json.loads(runs.read_text()), folder).all()), flush=True)
