@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from tests.cli.commands_run import run
 from tests.cluster.jobs import Job, Jobs
-from tests.cluster.sharded_trainer import make_model, whole
+from tests.cluster.sharded_trainer import BATCH, SAMPLES, make_model, whole
+from tiercheck import ResumableSampler
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.object_store import ACCESS_KEY, REGION, SECRET_KEY, ObjectStore
 from tiercheck_local.demo.stage import JOBS
@@ -47,9 +48,8 @@ def written_elsewhere(form: str, folder: Path) -> str:
         save_file(model.state_dict(), folder / "model.safetensors")
         return whole(model, torch.optim.AdamW(model.parameters()))
     weights, moments = get_state_dict(model, optimizer)
-    dcp.save(
-        {"model": weights, "optimizer": moments, "state": {"position": {"samples": 16 * SEED}}}, checkpoint_id=folder
-    )
+    drawn = {**ResumableSampler(SAMPLES, BATCH, shuffle=False).state_dict(), "position": BATCH * SEED}
+    dcp.save({"model": weights, "optimizer": moments, "state": {"order": drawn}}, checkpoint_id=folder)
     return whole(model, optimizer)
 
 
@@ -78,7 +78,7 @@ def test_job_begins_from_what_was_imported_and_its_newest_version_is_exported_by
     jobs: Jobs, cluster: LocalCluster, bucket: ObjectStore, tmp_path: Path, form: str
 ) -> None:
     seed = written_elsewhere(form, tmp_path / "theirs")
-    manifest = jobs.manifest(workers=2, command=TRAINER, env={"FULL": "2"}, bucket=bucket, remote_every=5)
+    manifest = jobs.manifest(workers=2, command=TRAINER, env={"LIVES": "2"}, bucket=bucket, remote_every=5)
     ran = run(
         "import", "--from", str(tmp_path / "theirs"), "--format", form, "--step", str(SEED),
         "--to", f"s3://{bucket.bucket}/prod", "--job", f"default/{manifest['metadata']['name']}",
@@ -89,7 +89,7 @@ def test_job_begins_from_what_was_imported_and_its_newest_version_is_exported_by
     job.wait("a version of its own in the bucket", lambda status: _remote(status) > SEED)
     begun = [line for line in job.printed() if "restored" in line]
     assert [(line["restored"], line["whole"]) for line in begun] == [(SEED, seed)] * 2
-    assert {line["samples"] for line in begun} == {16 * SEED if form == "dcp" else 0}
+    assert {line["samples"] for line in begun} == {BATCH * SEED if form == "dcp" else 0}
 
     running = exported(job, "dcp", tmp_path / "running")
     assert whole(*loaded(tmp_path / "running")) == _told(job, running)
