@@ -11,11 +11,12 @@ from tests.cluster.jobs import Job, Jobs
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.stage import JOBS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.extended]
+pytestmark = pytest.mark.cluster
 
 TRAINER = [sys.executable, str(Path(__file__).with_name("sharded_trainer.py"))]
 
 
+@pytest.mark.extended
 def test_suspended_job_of_four_goes_on_with_two_from_the_store(jobs: Jobs, cluster: LocalCluster) -> None:
     job = jobs.start(workers=4, command=TRAINER, remote_every=10)
     before = job.wait_trained(6)
