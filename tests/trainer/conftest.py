@@ -6,11 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from scripted_sidecar import ScriptedSidecar
+from scripted_sidecar import DEADLINE, ScriptedSidecar
 
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.local import Welcome
 from tiercheck.trainer import sidecar_backend
+
+
+@pytest.fixture(autouse=True)
+def slow_machines_are_no_slow_sidecars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sidecar that is late costs an artifact, and tests that expect them all must not depend on speed."""
+    monkeypatch.setattr(sidecar_backend.SidecarBackend, "patience", DEADLINE)
 
 
 @pytest.fixture
