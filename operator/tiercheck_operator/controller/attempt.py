@@ -34,7 +34,7 @@ from tiercheck_operator.controller.readiness import (
     waiting_for_pods,
     waiting_for_sidecars,
 )
-from tiercheck_operator.controller.record import JobRecord, Recovery
+from tiercheck_operator.controller.record import HangRecord, JobRecord, Recovery
 from tiercheck_operator.controller.status import Finding
 from tiercheck_operator.planning.inventory import RemoteInventory
 from tiercheck_operator.planning.recovery import Decision as Outcome
@@ -89,7 +89,7 @@ def begin_attempt(
         crowded = too_small(obs.job.spec, largest_share(placed.holders, placed.groups))
         if crowded:
             return Unplaceable(conditions.MEMORY_TOO_SMALL, crowded)
-    reports = _reports(obs, membership)
+    reports = reports_of(obs, membership.members)
     remote = remote_inventory(obs.job.spec, reports)
     status = obs.job.status
     first = status.attempt == 0
@@ -103,8 +103,7 @@ def begin_attempt(
             return _remote_unknown(remote, reports)
         history = adopted_history(remote, obs.job.spec.restore_step)
         number = max(number, last_attempt(remote) + 1)
-    wanted = obs.job.spec.wanted_workers or obs.job.spec.workers
-    history = with_ranks(history, remote, wanted * obs.job.spec.procs_per_worker)
+    history = with_ranks(history, remote, obs.job.spec.full_size * obs.job.spec.procs_per_worker)
     situation = _situation(obs, placed, history, reports, remote, first=first)
     outcome = _decided(situation, recovery)
     if isinstance(outcome, (Wait, Refuse)):
@@ -174,7 +173,7 @@ def _next_status(
     status = obs.job.status
     step = outcome.version.step if isinstance(outcome, Recover) else 0
     cause = Cause.parse(recovery.cause)
-    before = newest_step(status, _reports(obs, membership))
+    before = newest_step(status, reports_of(obs, membership.members))
     replayed_from = outcome.snapshot if isinstance(outcome, Recover) and outcome.snapshot != outcome.version else None
     accepted = history.after(
         number,
@@ -187,11 +186,7 @@ def _next_status(
         status,
         attempt=number,
         members=members,
-        hang=remembered(status, find_hang(obs, membership.members))
-        if cause is Cause.HUNG
-        else status.hang
-        if status.history.ranks == accepted.ranks
-        else None,  # workers are numbered anew
+        hang=_hang(obs, membership, cause, accepted),
         history=History(accepted.branches[-_HISTORY_LIMIT:]),
         crashes=status.crashes + verdict.counts,
         counted=status.counted + verdict.counts,
@@ -219,6 +214,14 @@ def _next_status(
     )
 
 
+def _hang(obs: Observation, membership: Membership, cause: Cause, accepted: History) -> HangRecord | None:
+    status = obs.job.status
+    if cause is Cause.HUNG:
+        return remembered(status, find_hang(obs, membership.members))
+    # In another size workers are numbered anew.
+    return status.hang if status.history.ranks == accepted.ranks else None
+
+
 def _with_size(reason: str, obs: Observation) -> str:
     wanted = obs.job.spec.wanted_workers
     return reason if wanted is None else f"{reason}; with {obs.job.spec.workers} of {wanted} workers"
@@ -235,10 +238,6 @@ def newest_step(status: JobRecord, reports: list[Report]) -> int:
     if status.recovery is not None and status.recovery.decided_at is not None:
         steps.append(status.recovery.step + status.recovery.lost_steps)
     return max([*steps, status.step or 0])
-
-
-def _reports(obs: Observation, membership: Membership) -> list[Report]:
-    return reports_of(obs, membership.members)
 
 
 def _counted(reports: list[Report]) -> bool:

@@ -6,7 +6,6 @@ hold, because nobody touches them. What is possible is decided here, and nowhere
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiercheck_operator.controller import conditions
@@ -31,21 +30,20 @@ class Shortage:
 
 def shortage(obs: Observation, membership: Membership) -> Shortage | None:
     """None: every pod has a node, or the scheduler has not looked for one yet."""
-    homeless = homeless_members(membership)
-    if not homeless:
+    if not homeless_members(membership):
         return None
     since, end = _clock(obs)
     left = end - obs.now
     if left > 0:
-        text = f"{_told(obs, homeless)} {_outlook(obs, membership, end)}"
+        text = f"{told(obs, membership)} {_outlook(obs, membership, end)}"
         return Shortage(conditions.UNSCHEDULABLE, text, min(left, obs.patience.unschedulable))
-    text = f"{_told(obs, homeless)} {_waits(obs, membership, since)} {_size_advice(obs, membership)}"
+    text = f"{told(obs, membership)} {_waits(obs, membership, since)} {_size_advice(obs, membership)}"
     return Shortage(conditions.NO_CAPACITY, text.strip(), obs.patience.unschedulable)
 
 
 def homeless_members(membership: Membership) -> list[PodView]:
     """Those that the scheduler finds no node for."""
-    return [pod for pod in membership.members.values() if pod.unschedulable_since is not None and pod.node is None]
+    return [pod for pod in membership.members.values() if pod.homeless]
 
 
 def overdue(obs: Observation, membership: Membership) -> bool:
@@ -101,7 +99,7 @@ def _leads_back(obs: Observation, membership: Membership, size: int) -> bool:
     housed = {worker: pod for worker, pod in membership.members.items() if pod.node is not None}
     reports = reports_of(obs, housed)
     remote = remote_inventory(spec, reports)
-    history = with_ranks(status.history, remote, (spec.wanted_workers or spec.workers) * spec.procs_per_worker)
+    history = with_ranks(status.history, remote, spec.full_size * spec.procs_per_worker)
     ranks = size * spec.procs_per_worker
     stock = ResizedStock(
         ranks,
@@ -122,7 +120,9 @@ def _clock(obs: Observation) -> tuple[float, float]:
     return since, since + limit
 
 
-def _told(obs: Observation, homeless: Sequence[PodView]) -> str:
+def told(obs: Observation, membership: Membership) -> str:
+    """Who has no node, and what the scheduler says. Only while somebody has none."""
+    homeless = homeless_members(membership)
     first = min(homeless, key=lambda pod: pod.worker)
     return (
         f"{len(homeless)} of {obs.job.spec.workers} pods have no node. "

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from tiercheck.protocol.report import TrainerState
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.barrier import attempt_reports
-from tiercheck_operator.controller.capacity import overdue, possible_size, shortage
+from tiercheck_operator.controller.capacity import overdue, possible_size, told
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
 from tiercheck_operator.controller.identities import reports_of
@@ -94,12 +94,11 @@ def growth_wake(obs: Observation) -> float | None:
 def _shrunk(obs: Observation, membership: Membership) -> Resized | None:
     if not overdue(obs, membership):
         return None
-    size, lack = possible_size(obs, membership), shortage(obs, membership)
-    if size is None or lack is None:
+    size = possible_size(obs, membership)
+    if size is None:
         return None
-    wanted = obs.job.spec.wanted_workers or obs.job.spec.workers
-    first = lack.message.split(" The job has waited since")[0]
-    found = Finding(conditions.UNSCHEDULABLE, f"{first} The job goes on with {size} of {wanted} workers.")
+    text = f"{told(obs, membership)} The job goes on with {size} of {obs.job.spec.full_size} workers."
+    found = Finding(conditions.UNSCHEDULABLE, text)
     return Resized(replace(obs.job.status, size=SizeRecord(size)), Findings(unplaced=found, waiting=found))
 
 
@@ -107,10 +106,8 @@ def _whole(obs: Observation) -> Resized | None:
     if obs.job.spec.wanted_workers is None:
         return None
     full = as_wanted(obs)
-    members = find_members(full).members
-    if any(worker not in members or members[worker].node is None for worker in range(full.job.spec.workers)):
-        return None
-    return _all(obs)
+    membership = find_members(full)
+    return _all(obs) if all(map(membership.housed, range(full.job.spec.workers))) else None
 
 
 def _grown_on_the_way(obs: Observation, membership: Membership) -> Resized | None:
@@ -144,7 +141,7 @@ def _back(obs: Observation, membership: Membership, upkeep: Upkeep) -> Resized |
     """The smaller job still trains: nobody has told it to stop."""
     status, spec = obs.job.status, obs.job.spec
     before = status.history.ranks // spec.procs_per_worker
-    lacking = [worker for worker in range(spec.workers) if _homeless(membership, worker)]
+    lacking = [worker for worker in range(spec.workers) if not membership.housed(worker)]
     late = status.recovery is not None and obs.now - status.recovery.detected_at > _GROWTH_SECONDS
     if not 0 < before < spec.workers or not (late or (lacking and not set(lacking) <= upkeep.taken)):
         return None
@@ -158,11 +155,6 @@ def _trains(obs: Observation, membership: Membership) -> bool:
     )
 
 
-def _homeless(membership: Membership, worker: int) -> bool:
-    pod = membership.members.get(worker)
-    return pod is None or pod.node is None
-
-
 def _all(obs: Observation) -> Resized:
     wanted = obs.job.spec.wanted_workers
     waiting = Finding(conditions.WAITING_FOR_PODS, f"the job goes on with all {wanted} workers")
@@ -172,7 +164,7 @@ def _all(obs: Observation) -> Resized:
 def _room(obs: Observation, membership: Membership) -> bool:
     """Whether spares wait for every worker that is missing."""
     ready = [pod for pod in find_spares(obs).ready if pod.node not in membership.suspects and pod.resource_version]
-    vacant = sum(_homeless(membership, worker) for worker in range(obs.job.spec.workers))
+    vacant = sum(not membership.housed(worker) for worker in range(obs.job.spec.workers))
     return len(ready) - vacant >= (obs.job.spec.wanted_workers or 0) - obs.job.spec.workers
 
 

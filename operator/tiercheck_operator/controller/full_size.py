@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.observation import Observation, PodView
+from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.record import JobRecord, rfc3339
 from tiercheck_operator.controller.spares import find_spares
 
@@ -22,7 +22,7 @@ class SizeStanding:
 def size_standing(obs: Observation, record: JobRecord) -> SizeStanding | None:
     """By the status that is about to be written. None: the job may not shrink, and never did."""
     spec = obs.job.spec
-    wanted = spec.wanted_workers or spec.workers
+    wanted = spec.full_size
     if record.size is None:
         known = spec.min_workers is not None or record.condition(conditions.FULL_SIZE) is not None
         text = f"the job has all {wanted} workers"
@@ -32,7 +32,7 @@ def size_standing(obs: Observation, record: JobRecord) -> SizeStanding | None:
         since = rfc3339(record.size.room_since)
         text = f"{text}. Pods for the others have been ready since {since}: the job grows soon, right after a snapshot"
         return SizeStanding(False, conditions.GROWING, text)
-    homeless = next((pod for pod in obs.all_pods if _homeless(pod)), None)
+    homeless = next((pod for pod in obs.all_pods if pod.homeless and not pod.deleting), None)
     if homeless is not None:
         text = (
             f"{text}: no node takes {homeless.name}. {homeless.message.rstrip('.')}. It grows back when nodes are added"
@@ -42,7 +42,3 @@ def size_standing(obs: Observation, record: JobRecord) -> SizeStanding | None:
         ready = min(missing, len(find_spares(obs).ready))
         text = f"{text}: of the pods with which it grows back {ready} of {missing} are ready"
     return SizeStanding(False, conditions.SHRUNK, text)
-
-
-def _homeless(pod: PodView) -> bool:
-    return pod.node is None and pod.unschedulable_since is not None and not pod.deleting

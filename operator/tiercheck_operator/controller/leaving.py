@@ -80,7 +80,7 @@ def told(obs: Observation, departures: Mapping[int, Departure]) -> tuple[str, st
         first = departures[min(departures)]
         others = f" ({len(departures)} workers in all)" if len(departures) > 1 else ""
         text = f"worker {first.worker}{others} is to leave {first.old.name}: {first.why}. "
-        if first.new is not None and first.new.unschedulable_since is not None and first.new.node is None:
+        if first.new is not None and first.new.homeless:
             return (
                 conditions.NO_ROOM_TO_MOVE,
                 f"{text}It stays and trains on, because no node has room for its replacement {first.new.name}: "

@@ -16,6 +16,7 @@ from tiercheck_operator.controller.leaving import Departure, assign
 from tiercheck_operator.controller.moving import Move, find_move
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.suspicion import Doubt, doubts
+from tiercheck_operator.manifests.owned import pod_name
 
 _DISRUPTIONS = {
     "Evicted", "Terminated", "NodeShutdown", "Preempting", "TerminationByKubelet", "EvictionByEvictionAPI",
@@ -54,6 +55,11 @@ class Membership:
 
     def missing(self, workers: int) -> list[int]:
         return [worker for worker in range(workers) if worker not in self.members]
+
+    def housed(self, worker: int) -> bool:
+        """Whether the worker has a pod that has a node."""
+        pod = self.members.get(worker)
+        return pod is not None and pod.node is not None
 
 
 def find_members(obs: Observation) -> Membership:
@@ -241,14 +247,9 @@ def next_incarnation(obs: Observation, worker: int) -> int:
     free = max(seen, default=-1) + 1
     # A pod that has become another worker keeps its name.
     taken = {pod.name for pod in obs.all_pods}
-    while pod_name(obs.job.name, worker, free) in taken:
+    while pod_name(obs.job, worker, free) in taken:
         free += 1
     return free
-
-
-def pod_name(job: str, worker: int, incarnation: int) -> str:
-    """Of a pod that is made for a worker."""
-    return f"{job}-{worker}-{incarnation}"
 
 
 def _removals(obs: Observation, membership: Membership) -> list[Action]:

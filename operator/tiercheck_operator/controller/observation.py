@@ -127,6 +127,11 @@ class JobSpec:
     rollback_after: int | None = None
     """Steps in a row that the sanity gate may refuse before the job goes back; None: it never does for that."""
 
+    @property
+    def full_size(self) -> int:
+        """Workers that the user asks for, with however many it goes on."""
+        return self.wanted_workers or self.workers
+
 
 @dataclass(frozen=True)
 class JobView:
@@ -208,6 +213,11 @@ class PodView:
     @property
     def is_spare(self) -> bool:
         return self.worker == SPARE
+
+    @property
+    def homeless(self) -> bool:
+        """The scheduler finds no node for it."""
+        return self.node is None and self.unschedulable_since is not None
 
 
 @dataclass(frozen=True)

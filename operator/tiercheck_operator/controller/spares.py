@@ -87,7 +87,7 @@ def spares_standing(obs: Observation) -> SparesStanding | None:
         reason = conditions.SPARES_WAITING if wanted else conditions.NO_SPARES
         return SparesStanding(record, bool(wanted), reason, f"{wanted} spares wait to take a lost worker's place")
     told = f"{record.ready} of {wanted} spares are ready"
-    homeless = next((pod for pod in pool.coming if pod.node is None and pod.unschedulable_since is not None), None)
+    homeless = next((pod for pod in pool.coming if pod.homeless), None)
     if homeless is not None:
         advice = "The job does without it; add nodes, or ask for fewer in spec.spares."
         if obs.job.spec.wanted_workers is not None:
@@ -132,7 +132,7 @@ def _renamed(obs: Observation, membership: Membership) -> tuple[Promote, ...]:
     """
     members, numbers = membership.members, range(obs.job.spec.workers)
     current = {saved.pod_uid for saved in obs.placement.members} if obs.placement is not None else set()
-    vacant = [worker for worker in numbers if worker not in members or members[worker].node is None]
+    vacant = [worker for worker in numbers if not membership.housed(worker)]
     empty = [worker for worker in numbers if worker not in vacant and members[worker].uid not in current]
     survivors = sorted((pod for pod in membership.beyond if pod.resource_version), key=lambda pod: pod.worker)
     pairs = zip(survivors, (*vacant, *empty), strict=False)
@@ -161,20 +161,12 @@ def _takeovers(obs: Observation, membership: Membership, pool: SparePool, taken:
 def _needs_pod(membership: Membership, worker: int) -> bool:
     """A pod that no node takes is as good as none while a spare waits, and one that has to leave soon is to be left."""
     member, going = membership.members.get(worker), membership.departures.get(worker)
-    return (
-        member is None
-        or (going is not None and going.new is None)
-        or (member.node is None and member.unschedulable_since is not None)
-    )
+    return member is None or member.homeless or (going is not None and going.new is None)
 
 
 def _workers_housed(obs: Observation, membership: Membership, taken: set[int]) -> bool:
     """Whether every worker has a node: a new spare must not take the place of one."""
-    for worker in range(obs.job.spec.workers):
-        pod = membership.members.get(worker)
-        if worker not in taken and (pod is None or pod.node is None):
-            return False
-    return True
+    return all(worker in taken or membership.housed(worker) for worker in range(obs.job.spec.workers))
 
 
 def _surplus(pool: SparePool, left: Sequence[PodView], wanted: int) -> list[PodView]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck_operator.controller import membership
 from tiercheck_operator.controller.observation import JobView
 from tiercheck_operator.planning import saved_placement
 
@@ -58,4 +57,4 @@ def spare_name(job: JobView, number: int) -> str:
 
 
 def pod_name(job: JobView, worker: int, incarnation: int) -> str:
-    return membership.pod_name(job.name, worker, incarnation)
+    return f"{job.name}-{worker}-{incarnation}"

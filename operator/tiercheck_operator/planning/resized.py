@@ -146,7 +146,8 @@ class _AlikeStock:
         return self._common.tier_of(rank, version)
 
     def lacking(self, version: Version) -> tuple[int, ...]:
-        return (self._any.lacking(version) or self._common.lacking(version)) if self._common.lacking(version) else ()
+        lacking = self._common.lacking(version)
+        return lacking and (self._any.lacking(version) or lacking)
 
     def gap(self, rank: int, version: Version) -> str:
         if self._any.lacking(version):
