@@ -368,11 +368,9 @@ class Checkpointer:
                 others.beginnings[0].header.version,
                 (slot.header.metadata.get(REPLICAS, "") for slot in others.beginnings),
             )
-            content = load_resharded(
-                self._model, self._optimizers, self._shares, others, self.rank, beside=self._beside
-            )
+            here = Here(self._model, self._optimizers, self._shares, self.rank, self.world_size)
+            content = load_resharded(here, others, beside=self._beside)
             if offer.borrow_deltas:
-                here = Here(self._model, self._optimizers, self._shares, self.rank, self.world_size)
                 content = replay_resharded(here, others, offer.borrow_deltas)
         except CannotReplay as error:
             message = f"the steps after the snapshot cannot be made again on other ranks: {error}"

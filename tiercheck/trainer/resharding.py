@@ -148,20 +148,13 @@ class OtherRanks:
 
 
 @torch.no_grad()
-def load_resharded(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    shares: Shares,
-    others: OtherRanks,
-    rank: int,
-    *,
-    beside: Mapping[str, nn.Module] | None = None,
-) -> dict[str, Any]:
+def load_resharded(here: Here, others: OtherRanks, *, beside: Mapping[str, nn.Module] | None = None) -> dict[str, Any]:
     """Fill model and optimizers; the user blob that belongs to this rank. Raises DifferentState, RestoreError, NotCapturable.
 
     A rank that did not exist takes the blob of rank `rank % world_size`, without its random numbers: two ranks with
     the same ones would see the same data.
     """
+    model, shares, rank = here.model, here.shares, here.rank
     namesake = rank % others.world_size
     blobs = {namesake: others.blob(namesake)}
     facts = blobs[namesake]["facts"]
@@ -169,7 +162,7 @@ def load_resharded(
     for module, prefix, extra in modules_beside(beside or {}, facts):
         takes += _plan(list(_model(module, shares, extra, prefix)), others, rank)
     imported = others.beginnings[namesake].header.metadata.get(FORMAT) == IMPORT
-    for index, optimizer in enumerate(optimizers):
+    for index, optimizer in enumerate(here.optimizers):
         if imported and index >= len(facts["optimizers"]):
             continue  # weights only: the optimizer begins anew
         # What an optimizer keeps of a parameter is told by any rank that had it.
