@@ -26,8 +26,6 @@ class Place:
     """Local: own slots; peer: kept for another worker."""
     snapshots: frozenset[Version]
     deltas: frozenset[Version]
-    coded: bool = False
-    """Parity blocks, or own artifacts that parity was made of: they are worth something together only."""
     stranded: bool = False
     """Kept for a worker that has other holders now; it may go as soon as those hold as much."""
     slots: int = 0
@@ -80,7 +78,7 @@ def _needed(
     floor = verdict.floor
     if place.stranded and floor is not None:
         return {each for each in snapshots if each > floor}, {each for each in deltas if each > floor}
-    base = _base(floor, _reliable(place, snapshots, verdict), deltas, history)
+    base = _base(floor, _everywhere(snapshots, verdict), deltas, history)
     if base is not None:
         snapshots = {each for each in snapshots if each >= base}
         deltas = {each for each in deltas if each > base}
@@ -99,12 +97,10 @@ def _needed(
     return wanted, deltas
 
 
-def _reliable(place: Place, snapshots: set[Version], verdict: Verdict) -> set[Version]:
-    """Parity is worth something only with all blocks and all members' artifacts of one snapshot, which is why what it rests
-    on is given up only for a snapshot that all holders have.
+def _everywhere(snapshots: set[Version], verdict: Verdict) -> set[Version]:
+    """Those that may stand in for older ones, because nobody lacks them: parity is worth something only with all blocks and all members'
+    artifacts of one snapshot; other ranks can only start from one that all old ones had; and it is what is left if deltas turn out bad.
     """
-    if not place.coded:
-        return snapshots
     return {each for each in snapshots if verdict.anchor is not None and each <= verdict.anchor}
 
 

@@ -111,7 +111,7 @@ def _came_from(directive: Directive, plan: Sizing) -> Chain | None:
 def _place(name: Where, stock: Stock, directive: Directive, own_slots: int) -> Place:
     snapshots, deltas = frozenset(stock.snapshots), frozenset(stock.deltas)
     if name.tier is Tier.LOCAL:
-        return Place(Tier.LOCAL, snapshots, deltas, coded=directive.parity is not None, slots=own_slots)
+        return Place(Tier.LOCAL, snapshots, deltas, slots=own_slots)
     if name.share is not None:
-        return Place(Tier.PEER, snapshots, deltas, True, name.share not in hosted_lanes(directive))
-    return Place(Tier.PEER, snapshots, deltas, False, name.rank not in hosted_ranks(directive))
+        return Place(Tier.PEER, snapshots, deltas, name.share not in hosted_lanes(directive))
+    return Place(Tier.PEER, snapshots, deltas, name.rank not in hosted_ranks(directive))

@@ -79,7 +79,7 @@ class Verdict:
     floor: Version | None = None
     """What leads only to older versions may be freed; None: nothing."""
     anchor: Version | None = None
-    """The newest snapshot that all holders of every rank have: what parity can be relied upon for."""
+    """The newest snapshot that all holders of every rank have; without holders, that every rank has. Nobody gives it up for a newer one."""
     backed: Version | None = None
     """As long as there is no peer watermark in this attempt: the newest version that some holder of every rank can rebuild."""
     abandoned: tuple[Version, ...] = ()
@@ -106,7 +106,7 @@ class Standing:
     snapshot: Version | None = None
     """Of which every rank holds a whole snapshot in its own memory."""
     anchor: Version | None = None
-    """Of which all holders of every rank have the snapshot."""
+    """Of which all holders of every rank have the snapshot, or without holders every rank."""
     copy: Version | None = None
     """What is being brought to the holders; kept until all have it or some rank no longer can."""
 
@@ -125,7 +125,8 @@ def judge(
         return before, _verdict(history, before, ranks, None, ())
     guarded = [tiers for tiers in ranks.values() if tiers.holders]
     snapshot = _later(before.snapshot, _newest(_shared(tiers.snapshots for tiers in ranks.values()), history))
-    anchor = _later(before.anchor, _newest(_shared(tiers.copied_snapshots for tiers in guarded), history))
+    copied = _newest(_shared(tiers.copied_snapshots for tiers in guarded), history) if guarded else snapshot
+    anchor = _later(before.anchor, copied)
     standing = Standing(
         local=_later(before.local, newest(common(tiers.local for tiers in ranks.values()), history)),
         peer=_later(before.peer, newest(common(tiers.copied for tiers in guarded), history)),

@@ -51,7 +51,7 @@ def test_job_goes_on_smaller_by_itself_and_grows_back(jobs: Jobs, cluster: Local
         checkpoint={"snapshot": {"everySteps": 20}},
     )
     job.wait_trained(22)
-    between = job.wait("deltas lie at their holders", lambda status: status["tiers"]["peer"]["step"] % 20)
+    between = job.wait("deltas lie at their holders", lambda status: status["tiers"]["peer"]["step"] % 20 > 4)
     complete = between["tiers"]["peer"]["step"]
     lost = job.stage.node_of(1)
     survivors = {job.stage.pod_of(0), job.stage.pod_of(2)}
@@ -65,7 +65,8 @@ def test_job_goes_on_smaller_by_itself_and_grows_back(jobs: Jobs, cluster: Local
         assert smaller["reason"].endswith("; with 2 of 3 workers")
         assert smaller["tiers"]["remote"] == 0
         assert smaller["step"] >= complete, "whatever was complete in memory, snapshot or deltas"
-        assert smaller["deltas"] == smaller["step"] % 20, "which two ranks replayed of three"
+        # From the newest snapshot that all holders had: the one before, if the newest was still being copied.
+        assert (smaller["step"] - smaller["deltas"]) % 20 == 0, "which two ranks replayed of three"
         assert {job.stage.pod_of(worker) for worker in (0, 1)} == survivors, "worker 2 is worker 1 now"
         shrunk = job.wait_condition("FullSize", "False", "Shrunk")
         assert "2 of 3 workers" in shrunk["message"]

@@ -193,14 +193,14 @@ class Model:
 
     def free(self, rank: int) -> None:
         word = self.verdicts[rank]
-        self._free(self.own[rank], self.own[rank].place(Tier.LOCAL, coded=self.parity > 0, slots=self.slots), word)
+        self._free(self.own[rank], self.own[rank].place(Tier.LOCAL, slots=self.slots), word)
         for (holder, owner), memory in self.hosted.items():
             if holder == rank:
                 stranded = holder not in self.holders[owner]
                 self._free(memory, memory.place(Tier.PEER, stranded=stranded), word)
         if rank == 0:
             for block, open_ in zip(self.blocks, self.folded, strict=True):
-                self._free(block, block.place(Tier.PEER, coded=True), word)
+                self._free(block, block.place(Tier.PEER), word)
                 for key in list(open_):
                     if self._overtaken(key, word):
                         del open_[key]
@@ -261,6 +261,14 @@ class Model:
         shared = set.intersection(*(block.has for block in self.blocks), *others)
         return set(Memory(9, 99, shared).rebuildable(self.history))
 
+    def from_one_snapshot(self, lost: int) -> set[Version]:
+        """What all ranks can be rebuilt to by the same artifacts without a worker's memory: what fewer ranks can go on from."""
+        of: list[set[Key]] = [set() if rank == lost else set(own.has) for rank, own in enumerate(self.own)]
+        for (holder, owner), memory in self.hosted.items():
+            if holder != lost:
+                of[owner] |= memory.has
+        return set(Memory(9, 99, set.intersection(*of)).rebuildable(self.history))
+
     def _chain(self, rank: int, version: Version, history: History) -> set[Key]:
         for (_, owner), memory in self.hosted.items():
             chain = (
@@ -288,6 +296,11 @@ class Model:
             self._stands(
                 self.standing.peer, set.intersection(*(set(each.rebuildable(self.history)) for each in places)), "peer"
             )
+            for lost in range(self.world):
+                # Where a rank lacks a delta, newer ones rest on a snapshot of its own for as long as others do not have it.
+                self._stands(
+                    self.standing.anchor, self.from_one_snapshot(lost), f"without worker {lost}, by one snapshot"
+                )
         for memory in (*self.own, *self.hosted.values(), *self.blocks):
             assert len(memory.of(Kind.SNAPSHOT)) <= memory.snapshot_slots
             assert len(memory.of(Kind.DELTA)) <= memory.delta_slots
