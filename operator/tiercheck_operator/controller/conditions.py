@@ -105,7 +105,7 @@ ALL_WORKERS = "AllWorkers"
 SHRUNK = "Shrunk"
 """It goes on with fewer, because no node took the others for capacityTimeoutSeconds; the message says what it waits for."""
 GROWING = "Growing"
-"""It goes on with fewer, and has room again: it grows soon, right after a snapshot."""
+"""It goes on with fewer, and has room again: it grows soon, when few steps would be made twice."""
 
 # Evictable
 ONE_AT_A_TIME = "OneAtATime"

@@ -30,7 +30,7 @@ def size_standing(obs: Observation, record: JobRecord) -> SizeStanding | None:
     text = f"{record.size.workers} of {wanted} workers"
     if record.size.room_since is not None:
         since = rfc3339(record.size.room_since)
-        text = f"{text}. Pods for the others have been ready since {since}: the job grows soon, right after a snapshot"
+        text = f"{text}. Pods for the others have been ready since {since}: the job grows soon, when few steps would be made twice"
         return SizeStanding(False, conditions.GROWING, text)
     homeless = next((pod for pod in obs.all_pods if pod.homeless and not pod.deleting), None)
     if homeless is not None:

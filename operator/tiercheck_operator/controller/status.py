@@ -189,9 +189,10 @@ def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report])
             "tiers.peer has neither copies nor parity: the loss of a pod goes back to the remote tier, if there is one",
         )
     if record.placement is not None and record.placement.unprotected_workers:
+        count = record.placement.unprotected_workers
         return Finding(
             conditions.UNPROTECTED_WORKERS,
-            f"{record.placement.unprotected_workers} workers have no copy or parity on other nodes, or less of it than asked for. "
+            f"{'1 worker has' if count == 1 else f'{count} workers have'} no copy or parity on other nodes, or less of it than asked for. "
             f"{record.placement.unprotected_reason or 'The nodes do not suffice'}. "
             "Add nodes, or spread the workers over more of them.",
         )

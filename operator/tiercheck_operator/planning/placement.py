@@ -205,8 +205,10 @@ def _reason(
         )
     else:
         count = len(unprotected)
-        are = "worker is" if count == 1 else "workers are"
-        sentences.append(f"{count} of {ground.workers} {are} unprotected: {bound(ground, len(ground.levels) - 1)}")
+        workers, are = "worker" if ground.workers == 1 else "workers", "is" if count == 1 else "are"
+        sentences.append(
+            f"{count} of {ground.workers} {workers} {are} unprotected: {bound(ground, len(ground.levels) - 1)}"
+        )
     aside = ground.workers - sum(ground.can_hold) - len(ground.short_of_memory)
     if aside > 0:
         sentences.append(f"{_workers(aside)} on suspect nodes: given no copies")
