@@ -30,6 +30,8 @@ class Place:
     """Kept for a worker that has other holders now; it may go as soon as those hold as much."""
     slots: int = 0
     """For snapshots; 0: as many as there are when memory is not short."""
+    crowded: bool = False
+    """Its room for deltas is nearly used up, and nothing is coded with them: before there is a gap it gives up what it can do without."""
     came_from: Chain | None = None
     """What the attempt came back from, if other ranks made it."""
 
@@ -78,7 +80,7 @@ def _needed(
     floor = verdict.floor
     if place.stranded and floor is not None:
         return {each for each in snapshots if each > floor}, {each for each in deltas if each > floor}
-    base = _base(floor, _everywhere(snapshots, verdict), deltas, history)
+    base = _base(floor, snapshots if place.crowded else _everywhere(snapshots, verdict), deltas, history)
     if base is not None:
         snapshots = {each for each in snapshots if each >= base}
         deltas = {each for each in deltas if each > base}

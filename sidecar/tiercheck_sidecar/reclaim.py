@@ -11,7 +11,7 @@ from tiercheck.protocol.artifact import Kind, Share
 from tiercheck.protocol.chain import Chain
 from tiercheck.protocol.directive import Directive, Phase, Tier
 from tiercheck.protocol.report import RestoreState
-from tiercheck.protocol.sizing import OWN_SLOTS, Room, Sizing
+from tiercheck.protocol.sizing import OWN_SLOTS, SPARE_DELTAS, Room, Sizing
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.forgetting import Place, expendable
@@ -85,7 +85,7 @@ class Reclaimer:
         for name, stock in stocks(self._vault.held()).items():
             mine = name.tier is Tier.LOCAL and (verdict is None or name.rank not in verdict.received)
             doomed = expendable(
-                replace(_place(name, stock, directive, slots), came_from=came_from),
+                replace(_place(name, stock, directive, plan), came_from=came_from),
                 directive.history,
                 verdict,
                 owed if mine else None,
@@ -108,10 +108,11 @@ def _came_from(directive: Directive, plan: Sizing) -> Chain | None:
     return Chain(base, () if plan.lacks_deltas and not lent else tuple(deltas))
 
 
-def _place(name: Where, stock: Stock, directive: Directive, own_slots: int) -> Place:
+def _place(name: Where, stock: Stock, directive: Directive, plan: Sizing) -> Place:
     snapshots, deltas = frozenset(stock.snapshots), frozenset(stock.deltas)
     if name.tier is Tier.LOCAL:
-        return Place(Tier.LOCAL, snapshots, deltas, slots=own_slots)
+        crowded = directive.parity is None and len(deltas) >= plan.delta_slots - SPARE_DELTAS
+        return Place(Tier.LOCAL, snapshots, deltas, slots=plan.own_slots, crowded=crowded)
     if name.share is not None:
         return Place(Tier.PEER, snapshots, deltas, name.share not in hosted_lanes(directive))
     return Place(Tier.PEER, snapshots, deltas, name.rank not in hosted_ranks(directive))

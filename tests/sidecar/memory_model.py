@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.chain import chain_to, rebuildable
 from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.sizing import SPARE_DELTAS
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_sidecar.forgetting import Place, expendable
 from tiercheck_sidecar.span import common, spans
@@ -51,10 +52,12 @@ class Model:
     copies: int = 1
     parity: int = 0
     skips: float = 0.05
+    chains: int = 2
+    """Of deltas that an own rank has room for."""
 
     def __post_init__(self) -> None:
         self.history = History((Branch(1, 0),))
-        self.own = [Memory(self.slots, 2 * self.cadence) for _ in range(self.world)]
+        self.own = [Memory(self.slots, self.chains * self.cadence) for _ in range(self.world)]
         self.hosted: dict[tuple[int, int], Memory] = {}
         """By (holder, rank)."""
         self.holders = [self._holders(rank) for rank in range(self.world)]
@@ -102,7 +105,7 @@ class Model:
             self._capture(rank, Kind.DELTA, version)
 
     def _capture(self, rank: int, kind: Kind, version: Version) -> None:
-        busy = Memory(self.slots, 2 * self.cadence, self.own[rank].has | self.writing[rank])
+        busy = Memory(self.slots, self.chains * self.cadence, self.own[rank].has | self.writing[rank])
         if busy.room(kind) and self.rng.random() >= self.skips:
             self.writing[rank].add((kind, version))
 
@@ -193,7 +196,9 @@ class Model:
 
     def free(self, rank: int) -> None:
         word = self.verdicts[rank]
-        self._free(self.own[rank], self.own[rank].place(Tier.LOCAL, slots=self.slots), word)
+        own = self.own[rank]
+        crowded = not self.parity and len(own.of(Kind.DELTA)) >= own.delta_slots - SPARE_DELTAS
+        self._free(own, own.place(Tier.LOCAL, slots=self.slots, crowded=crowded), word)
         for (holder, owner), memory in self.hosted.items():
             if holder == rank:
                 stranded = holder not in self.holders[owner]
@@ -296,7 +301,7 @@ class Model:
             self._stands(
                 self.standing.peer, set.intersection(*(set(each.rebuildable(self.history)) for each in places)), "peer"
             )
-            for lost in range(self.world):
+            for lost in range(self.world if self.chains > 2 else 0):  # room enough that no place gets crowded
                 # Where a rank lacks a delta, newer ones rest on a snapshot of its own for as long as others do not have it.
                 self._stands(
                     self.standing.anchor, self.from_one_snapshot(lost), f"without worker {lost}, by one snapshot"

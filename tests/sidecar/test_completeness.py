@@ -43,6 +43,15 @@ def test_committed_is_kept_and_versions_complete_whatever_is_skipped(
     advances(model)
 
 
+@settings(max_examples=15, deadline=None)
+@given(seed=seeds, world=st.integers(2, 5), copies=st.integers(1, 2), skips=st.sampled_from([0.0, 0.05, 0.3]))
+def test_newest_snapshot_that_all_holders_have_can_be_had_of_every_rank_when_a_worker_is_lost(
+    seed: int, world: int, copies: int, skips: float
+) -> None:
+    """That is what fewer ranks can go on from. Where there is room: before a rank lets a gap be among its deltas, it gives up the snapshot."""
+    play(Model(world, random.Random(seed), copies=copies, skips=skips, chains=9))
+
+
 @settings(max_examples=10, deadline=None)
 @given(seed=seeds, world=worlds)
 def test_committed_is_kept_with_two_snapshot_slots_too(seed: int, world: int) -> None:

@@ -104,6 +104,7 @@ def test_nothing_is_given_up_for_a_snapshot_that_some_holder_lacks() -> None:
     assert gone(here, verdict(9, anchor=4)) == ([], [])
     assert gone(here, verdict(9, anchor=8)) == ([4], [5, 6, 7, 8])
     assert gone(here, verdict(9, anchor=None)) == ([], [])
+    assert gone(replace(here, crowded=True), verdict(9, anchor=4)) == ([4], [5, 6, 7, 8]), "before there is a gap"
 
 
 def test_what_an_earlier_attempt_completed_is_guarded_by_the_coordinators_word() -> None:
