@@ -18,7 +18,7 @@ from typing import Protocol
 
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.chain import chain_from
-from tiercheck.protocol.directive import Directive, Peer, Tier
+from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.slot import NotASlot, beginning
 from tiercheck.protocol.version import Version
@@ -26,6 +26,7 @@ from tiercheck_sidecar.digest import digest_chunk, piece
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.sources import Dial, Opening, Senseless, open_copy
+from tiercheck_sidecar.parity.rebuild import Rebuild
 from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.vault import MemoryTooSmall, NotHeld, Vault
 
@@ -51,7 +52,7 @@ def lent_artifacts(directive: Directive, rank: int) -> tuple[Artifact, ...]:
 
 
 Bring = Callable[[Sequence[int], memoryview], None]
-"""Chunk indices, and the whole artifact's bytes, of which these chunks are to be filled. Raises SourceFailed, SourceCorrupt."""
+"""Chunk indices, and the whole artifact's bytes, of which these chunks are to be filled: there, or in the file behind them. Raises SourceFailed, SourceCorrupt."""
 
 
 class RemotePart(Protocol):
@@ -131,6 +132,8 @@ class Lender:
         for source in sources:
             if source.peer is not None:
                 yield f"worker {source.peer.worker}", self._from_peer(artifact, source.peer)
+            elif source.parity is not None:
+                yield "parity", self._from_parity(artifact, source.parity)
         if artifact.kind is Kind.SNAPSHOT:
             yield "the remote tier", self._from_remote(artifact)
 
@@ -144,6 +147,17 @@ class Lender:
             raise SourceFailed(str(error)) from error
         with contextlib.closing(opening.wire):
             yield opening.seal.digests, lambda indices, into: _receive(opening, indices, into)
+
+    @contextlib.contextmanager
+    def _from_parity(self, artifact: Artifact, group: ParityGroup) -> Iterator[tuple[Digests, Bring]]:
+        """Of a rank that nobody has: added up from what it was coded with, as far as it is wanted here."""
+        found = Rebuild(artifact, group.ranks, group, self._dial)
+
+        def bring(indices: Sequence[int], into: memoryview) -> None:
+            with open(self._path(artifact), "r+b") as file:
+                found.unfold(file.fileno(), indices)
+
+        yield found.digests, bring
 
     @contextlib.contextmanager
     def _from_remote(self, artifact: Artifact) -> Iterator[tuple[Digests, Bring]]:
@@ -164,12 +178,14 @@ class Lender:
     def _open(self, artifact: Artifact, digests: Digests) -> _Loan:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._folder.chmod(0o755)
-        path = (
-            self._folder / f"{artifact.rank}-{artifact.version.step}-{artifact.version.attempt}-{artifact.kind.value}"
-        )
+        path = self._path(artifact)
         with open(path, "wb") as file:
             file.truncate(digests.size)
         return _Loan(path, digests)
+
+    def _path(self, artifact: Artifact) -> Path:
+        version = artifact.version
+        return self._folder / f"{artifact.rank}-{version.step}-{version.attempt}-{artifact.kind.value}"
 
     def _bring(self, loan: _Loan, bring: Bring, view: memoryview, wanted: set[int]) -> None:
         missing = sorted(wanted - loan.here)

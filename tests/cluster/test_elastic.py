@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,50 +42,64 @@ def test_suspended_job_of_four_goes_on_with_two_from_the_store(jobs: Jobs, clust
 
 
 def test_job_goes_on_smaller_by_itself_and_grows_back(jobs: Jobs, cluster: LocalCluster) -> None:
+    assert_shrinks_and_grows(jobs, cluster, workers=3)
+
+
+@pytest.mark.extended
+def test_job_with_parity_goes_on_smaller_from_what_the_blocks_give(jobs: Jobs, cluster: LocalCluster) -> None:
+    """Nobody has a copy of what the lost worker held."""
+    tiers = {"local": {"sizeLimit": "64Mi"}, "peer": {"parity": {"data": 2, "parity": 1}}}
+    assert_shrinks_and_grows(jobs, cluster, workers=4, tiers=tiers)
+
+
+def assert_shrinks_and_grows(jobs: Jobs, cluster: LocalCluster, *, workers: int, **spec: Any) -> None:
+    """By one worker, without a remote tier."""
     job = jobs.start(
-        workers=3,
+        workers=workers,
         command=TRAINER,
         env={"LIVES": "2"},
         remote_every=None,
-        elastic={"minWorkers": 2},
+        elastic={"minWorkers": workers - 1},
         failurePolicy={"capacityTimeoutSeconds": 2},
         checkpoint={"snapshot": {"everySteps": 20}},
+        **spec,
     )
     job.wait_trained(22)
     between = job.wait("deltas lie at their holders", lambda status: status["tiers"]["peer"]["step"] % 20 > 4)
     complete = between["tiers"]["peer"]["step"]
     lost = job.stage.node_of(1)
-    survivors = {job.stage.pod_of(0), job.stage.pod_of(2)}
+    survivors = {job.stage.pod_of(worker) for worker in range(workers) if worker != 1}
     others = [name for name in cluster.nodes if name != lost]
     try:
         for name in others:
             cluster.faults.cordon_node(name)
         cluster.faults.kill_node(lost)
         smaller = job.wait_recovered(1)
-        assert "made by 3 ranks, from which 2 read their parts" in smaller["reason"]
-        assert smaller["reason"].endswith("; with 2 of 3 workers")
+        assert f"made by {workers} ranks, from which {workers - 1} read their parts" in smaller["reason"]
+        assert smaller["reason"].endswith(f"; with {workers - 1} of {workers} workers")
         assert smaller["tiers"]["remote"] == 0
         assert smaller["step"] >= complete, "whatever was complete in memory, snapshot or deltas"
         # From the newest snapshot that all holders had: the one before, if the newest was still being copied.
-        assert (smaller["step"] - smaller["deltas"]) % 20 == 0, "which two ranks replayed of three"
-        assert {job.stage.pod_of(worker) for worker in (0, 1)} == survivors, "worker 2 is worker 1 now"
+        assert (smaller["step"] - smaller["deltas"]) % 20 == 0, "which fewer ranks replayed of more"
+        assert {job.stage.pod_of(worker) for worker in range(workers - 1)} == survivors, "the last one is worker 1 now"
         shrunk = job.wait_condition("FullSize", "False", "Shrunk")
-        assert "2 of 3 workers" in shrunk["message"]
+        assert f"{workers - 1} of {workers} workers" in shrunk["message"]
     finally:
         for name in others:
             cluster.faults.cordon_node(name, cordoned=False)
     grown = job.wait_recovered(2)
     assert grown["cause"] == "Grown"
-    assert "made by 2 ranks, from which 3 read their parts" in grown["reason"]
+    assert f"made by {workers - 1} ranks, from which {workers} read their parts" in grown["reason"]
     job.wait_condition("Completed")
-    assert [branch["ranks"] for branch in job.status["history"]] == [3, 2, 3]
+    assert [branch["ranks"] for branch in job.status["history"]] == [workers, workers - 1, workers]
     assert job.status["restarts"]["crash"] == 0
     assert {"Shrunk", "Grown"} <= {event["reason"] for event in job.events()}
     said = job.printed()
     trained = {(line["attempt"], line["step"]): line["whole"] for line in said if "step" in line}
     for line in (line for line in said if "restored" in line):
         assert line["whole"] == trained[line["attempt"] - 1, line["restored"]], "to the last bit, gathered"
-    assert sorted(line["world"] for line in said if "restored" in line) == [2, 2, 3, 3, 3]
+    worlds = sorted(line["world"] for line in said if "restored" in line)
+    assert worlds == [workers - 1] * (workers - 1) + [workers] * workers
     assert_every_sample_once(job)
 
 

@@ -258,20 +258,30 @@ def test_job_in_a_queue_waits_for_the_queue() -> None:
     assert "which decides when there is room" in str(world.status.condition("Placed"))
 
 
-def test_job_with_parity_goes_on_smaller_from_the_remote_tier_only() -> None:
-    """What a lost worker held is rebuilt by its own number of ranks only, so without a remote tier nothing would lead back."""
+def test_job_with_parity_goes_on_smaller_from_what_the_blocks_give() -> None:
     world = elastic(workers=5, copies=0, parity=(2, 1))
-    lose(world, 1)
-    world.train(80)
-    assert world.status.attempt == 1
-    assert "what the others hold leads back to no version without" in str(world.status.condition("Placed"))
-    world = elastic(workers=5, copies=0, parity=(2, 1), remote=REMOTE)
-    newest = max(world.remote)
+    newest = world.committed
     shrunk(world, 1)
     assert begun(world) == ([0, 1, 2, 3], newest)
+    assert "5 ranks from a peer" in str(world.status.last_recovery)
     world.train(9)
     assert world.placement is not None
     assert world.placement.groups
+
+
+def test_job_with_parity_waits_where_more_is_lost_than_the_blocks_give() -> None:
+    world = elastic(workers=6, least=3, copies=0, parity=(2, 1))
+    assert world.placement is not None
+    lose(world, *world.placement.groups[0].members)
+    world.train(80)
+    assert world.status.attempt == 1
+    assert "what the others hold leads back to no version without" in str(world.status.condition("Placed"))
+    world = elastic(workers=6, least=3, copies=0, parity=(2, 1), remote=REMOTE)
+    newest = max(world.remote)
+    assert world.placement is not None
+    lose(world, *world.placement.groups[0].members)
+    world.train(80)
+    assert world.status.history.branches[-1].base_step == newest.step
 
 
 def test_job_waits_for_a_worker_whose_state_nobody_else_has() -> None:

@@ -559,7 +559,8 @@ class World:
             versions = self.remote - self.bad_remote if self.remote_up else set()
             return [Artifact(rank, version) for version in sorted(versions)]
         if source.parity is not None:
-            return self.rebuildable(source.parity, rank)
+            old = bool(source.parity.ranks)
+            return self.added_up(source.parity, rank, asking) if old else self.rebuildable(source.parity, rank)
         worker = asking.worker if source.tier is Tier.LOCAL else source.peer.worker if source.peer else None
         holder = asking if source.tier is Tier.LOCAL else self.live_sidecar(worker)
         if holder is None:
@@ -603,6 +604,24 @@ class World:
             if there >= len(ranks):
                 found.append(Artifact(rank, version, kind))
         return found
+
+    def added_up(self, group: ParityGroup, rank: int, asking: Sidecar) -> list[Artifact]:
+        """The same of ranks that are no more, whose artifacts lie at whom the group names."""
+        keepers = [self.live_sidecar(peer.worker) if peer.host else None for peer in group.holders]
+        there = Counter(
+            (version, kind)
+            for index, keeper in enumerate(keepers)
+            if keeper is not None
+            for share, version, kind in keeper.blocks
+            if share == Share(index, group.ranks)
+        )
+        there.update(
+            (artifact.version, artifact.kind)
+            for peer, other in zip(group.members, group.ranks, strict=True)
+            if peer.host and other != rank
+            for artifact in self.offered(Source(Tier.PEER, peer), other, asking)
+        )
+        return [Artifact(rank, *key) for key, count in sorted(there.items(), key=repr) if count >= len(group.ranks)]
 
     # Faults
 

@@ -66,6 +66,9 @@ class ParityGroup:
     """In coding order."""
     holders: tuple[Peer, ...]
     """Who keeps the parity blocks: block j lies at holder j. Never a member."""
+    ranks: tuple[int, ...] = ()
+    """Of ranks that are no more (`Restore.world_size`): which ones were coded together. Then `members` are those who have their artifacts now,
+    whoever they are; a peer without a host stands for nobody, among `holders` too."""
 
 
 @dataclass(frozen=True)

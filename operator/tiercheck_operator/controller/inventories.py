@@ -10,7 +10,7 @@ from tiercheck.protocol.directive import ParityGroup, Peer, Source, Tier
 from tiercheck.protocol.report import Holding, Report
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.observation import JobSpec, PodView
-from tiercheck_operator.planning.code_group import CodeGroup
+from tiercheck_operator.planning.code_group import CodeGroup, OldGroup
 from tiercheck_operator.planning.inventory import Artifacts, Inventory, RemoteInventory, SourceChoice
 from tiercheck_operator.planning.recovery import Situation
 
@@ -144,6 +144,8 @@ def without_versions(situation: Situation, bad: Collection[Version], *, deltas: 
 
 
 def _source(choice: SourceChoice, members: Mapping[int, PodView]) -> Source | None:
+    if isinstance(choice.group, OldGroup):
+        return Source(choice.tier, parity=_old_group(choice.group, members))
     if choice.group is not None:
         group = parity_group(choice.group, members)
         return None if group is None else Source(choice.tier, parity=group)
@@ -152,6 +154,14 @@ def _source(choice: SourceChoice, members: Mapping[int, PodView]) -> Source | No
     return (
         Source(choice.tier, Peer(choice.worker, members[choice.worker].ip or "")) if choice.worker in members else None
     )
+
+
+def _old_group(group: OldGroup, members: Mapping[int, PodView]) -> ParityGroup:
+    def peer(worker: int | None) -> Peer:
+        pod = None if worker is None else members.get(worker)
+        return Peer(-1, "") if worker is None or pod is None else Peer(worker, pod.ip or "")
+
+    return ParityGroup(tuple(map(peer, group.members)), tuple(map(peer, group.holders)), group.ranks)
 
 
 def _is_bad(worker: int, holding: Holding, quarantined: Collection[tuple[int, int, Version, Kind]]) -> bool:

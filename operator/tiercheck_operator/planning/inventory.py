@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tiercheck.protocol.artifact import Share
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Version
-from tiercheck_operator.planning.code_group import CodeGroup
+from tiercheck_operator.planning.code_group import CodeGroup, OldGroup
 
 Distance = Callable[[int, int], int]
 """How far apart two workers are; 0 is the same host."""
@@ -64,8 +64,8 @@ class SourceChoice:
 
     tier: Tier
     worker: int | None = None
-    group: CodeGroup | None = None
-    """Rebuild from its blocks and from what its other members hold."""
+    group: CodeGroup | OldGroup | None = None
+    """Rebuild from its blocks and from what its other members hold; an `OldGroup` if other ranks made it."""
 
 
 Sources = Mapping[int, tuple[SourceChoice, ...]]

@@ -1,22 +1,34 @@
 """What a job can come back to whose attempts did not all have as many ranks: each version counts by the ranks that made it.
 
 Of another number of ranks a version is restored by resharding: every rank reads its part of what the old ones saved. For that nobody
-is at home: what lies at a worker is a copy kept there, whoever made it. Deltas count if the optimizer is known to treat each element on its
+is at home: what lies at a worker is a copy kept there, whoever made it, and what nobody has may be rebuilt from parity. Deltas count if the optimizer is known to treat each element on its
 own, and then all ranks must start from the same snapshot: a rank that reads from two others cannot replay from two steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from tiercheck.protocol.artifact import Artifact, Kind
+from tiercheck.protocol.artifact import Artifact, Kind, Share
 from tiercheck.protocol.chain import chain_to
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import History, Version
 from tiercheck_operator.planning.code_group import CodeGroup
-from tiercheck_operator.planning.inventory import Artifacts, Distance, Inventory, Missing, RemoteInventory, Sources
+from tiercheck_operator.planning.inventory import (
+    Artifacts,
+    Distance,
+    Inventory,
+    Missing,
+    RemoteInventory,
+    SourceChoice,
+    Sources,
+)
+from tiercheck_operator.planning.old_parity import OldParity
 from tiercheck_operator.planning.stock import Stock
+
+_BY_PARITY = 2**31
+"""The number of no worker, after all others: has what can be rebuilt."""
 
 
 class ResizedStock:
@@ -100,12 +112,18 @@ class ResizedStock:
         def left(held: Artifacts) -> Artifacts:
             return Artifacts(frozenset(filter(ours, held.snapshots)), frozenset(filter(ours, held.deltas)))
 
+        def blocks(entry: Inventory) -> Iterator[tuple[Share, Artifacts]]:
+            for share, held in entry.blocks.items():
+                kept = left(held)
+                if kept.snapshots or kept.deltas:
+                    yield share, kept
+
         return [
             Inventory(
                 entry.worker,
                 {rank: left(held) for rank, held in entry.own.items()},
                 {rank: left(held) for rank, held in entry.hosted.items()},
-                {share: left(held) for share, held in entry.blocks.items()},
+                dict(blocks(entry)),
             )
             for entry in inventories
         ], replace(remote, versions=frozenset(filter(ours, remote.versions)))
@@ -123,6 +141,9 @@ class _AlikeStock:
         bad: Collection[Artifact],
     ) -> None:
         self._history = history
+        self._parity = OldParity.of(ranks, inventories)
+        inventories = [replace(entry, blocks={}) for entry in inventories]
+        inventories.append(Inventory(_BY_PARITY, hosted=self._parity.rebuildable()))
         self._any = Stock(ranks, None, history, inventories, remote, bad=bad)
         self.versions = self._any.versions
         """As of `Stock`."""
@@ -155,8 +176,22 @@ class _AlikeStock:
         return "has no snapshot that all others have too"
 
     def sources(self, version: Version, distance: Distance | None = None) -> Sources | Missing:
-        missing = self.lacking(version)
-        return Missing(missing) if missing else self._common.sources(version, distance)
+        found = self._common.sources(version, distance)
+        if isinstance(found, Missing):
+            return Missing(self.lacking(version))
+        chain = chain_to(version, self._snapshots, self._deltas, self._history)
+        assert chain is not None
+        links = [(Kind.SNAPSHOT, chain.base), *((Kind.DELTA, delta) for delta in chain.deltas)]
+        return {rank: tuple(self._places(rank, links, places)) for rank, places in found.items()}
+
+    def _places(
+        self, rank: int, links: Sequence[tuple[Kind, Version]], places: Iterable[SourceChoice]
+    ) -> Iterator[SourceChoice]:
+        for place in places:
+            if place.worker == _BY_PARITY:
+                yield from (SourceChoice(Tier.PEER, group=group) for group in self._parity.sources(rank, links))
+            else:
+                yield place
 
 
 def _of_all(
@@ -194,4 +229,5 @@ def _all_copies(inventory: Inventory, deltas: bool) -> Inventory:
                 frozenset(before.snapshots) | frozenset(held.snapshots),
                 (frozenset(before.deltas) | frozenset(held.deltas)) if deltas else frozenset(),
             )
-    return Inventory(inventory.worker, {}, hosted)
+    blocks = {share: held if deltas else Artifacts(held.snapshots) for share, held in inventory.blocks.items()}
+    return Inventory(inventory.worker, {}, hosted, blocks)

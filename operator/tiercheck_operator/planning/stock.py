@@ -224,7 +224,7 @@ class Stock:
 
     def _group(self, ranks: Sequence[int], kept: Mapping[int, Sequence[tuple[int, Held]]]) -> CodeGroup:
         """Who keeps the blocks. A place whose block is lost is filled by who ought to have it, or anybody: it will not be found there."""
-        assert self._per_worker is not None, "blocks are not kept across another number of ranks"
+        assert self._per_worker is not None, "of other ranks: see old_parity.py"
         members = tuple(rank // self._per_worker for rank in ranks)
         planned = self._planned.get(members)
         wanted = planned.holders if planned is not None else ()
@@ -237,7 +237,7 @@ class Stock:
             worker = wanted[index] if index < len(wanted) and wanted[index] not in taken else None
             if worker is None:
                 others = (other for other in range(self._ranks // self._per_worker) if other not in taken)
-                worker = next(others, min(taken.difference(members)))
+                worker = next(others, min(taken))
             holders.append(worker)
             taken.add(worker)
         return CodeGroup(members, tuple(holders))

@@ -8,6 +8,8 @@ from tiercheck.protocol.directive import ParityGroup
 
 def coded_with(group: ParityGroup, rank: int, procs_per_worker: int) -> tuple[int, ...]:
     """The ranks that `rank` is coded with, itself among them, in coding order."""
+    if group.ranks:
+        return group.ranks
     local = rank % procs_per_worker
     return tuple(member.worker * procs_per_worker + local for member in group.members)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from tiercheck.protocol.artifact import Artifact, Share
@@ -37,58 +37,68 @@ def rebuild(
     dial: Dial,
     on_bad: Callable[[Quarantined], None] = lambda bad: None,
 ) -> Seal:
-    """Rebuild an own artifact into a sealed own slot. `on_bad` hears of each part that proved to be bad, also if another
-    took its place. Raises SourceFailed (SourceCorrupt if bad parts are the reason), NoFreeSlot, NotASlot, OSError.
+    """Rebuild an own artifact into a sealed own slot. `on_bad` as of `Rebuild`. Raises SourceFailed (SourceCorrupt if bad parts
+    are the reason), NoFreeSlot, NotASlot, OSError.
     """
-    return _Rebuild(vault, artifact, group, dial, on_bad).run()
+    found = Rebuild(artifact, coded_with(group, artifact.rank, len(vault.ranks)), group, dial, on_bad)
+    seal = Seal(artifact.rank, artifact.version, found.world_size, Tier.LOCAL, found.digests, artifact.kind)
+    with contextlib.ExitStack() as stack:
+        draft = vault.draft(seal)
+        stack.callback(draft.discard)
+        file = stack.enter_context(open(draft.path, "r+b"))
+        found.unfold(file.fileno(), range(len(found.digests.values)))
+        draft.keep()
+    return seal
 
 
-class _Rebuild:
+class Rebuild:
+    """Of one artifact, coded with those of `ranks`. Made when all parts have said what they have, and these are enough.
+
+    `on_bad` hears of each part that proved to be bad, also if another took its place. Raises SourceFailed.
+    """
+
     def __init__(
         self,
-        vault: Vault,
         artifact: Artifact,
+        ranks: Sequence[int],
         group: ParityGroup,
         dial: Dial,
-        on_bad: Callable[[Quarantined], None],
+        on_bad: Callable[[Quarantined], None] = lambda bad: None,
     ) -> None:
-        self._vault, self._artifact, self._dial, self._on_bad = vault, artifact, dial, on_bad
-        ranks = coded_with(group, artifact.rank, len(vault.ranks))
+        self._artifact, self._dial, self._on_bad = artifact, dial, on_bad
         self._me = ranks.index(artifact.rank)
         self._data = len(ranks)
         self._members = {
             position: Part(peer, Artifact(rank, artifact.version, artifact.kind))
             for position, (peer, rank) in enumerate(zip(group.members, ranks, strict=True))
-            if position != self._me
+            if position != self._me and peer.host
         }
-        self._blocks = {index: Part(peer, artifact, Share(index, ranks)) for index, peer in enumerate(group.holders)}
+        self._blocks = {
+            index: Part(peer, artifact, Share(index, tuple(ranks)))
+            for index, peer in enumerate(group.holders)
+            if peer.host
+        }
         self._found: dict[Part, Found] = {}
         self._failures: list[str] = []
         self._strikes: Counter[Part] = Counter()
         self._corrupt = False
-
-    def run(self) -> Seal:
         block = self._search()
-        artifact, digests = self._artifact, block.members[self._me]
-        seal = Seal(artifact.rank, artifact.version, block.world_size, Tier.LOCAL, digests, artifact.kind)
-        self._recipe()  # before a slot is taken
-        with contextlib.ExitStack() as stack:
-            draft = self._vault.draft(seal)
-            stack.callback(draft.discard)
-            file = stack.enter_context(open(draft.path, "r+b"))
-            unfolding = Unfolding(file.fileno(), digests, self._dial)
-            while not unfolding.done:
-                try:
-                    unfolding.go_on(self._recipe(), STREAMS)
-                except PartFailed as failed:
-                    self._give_up(failed)
-            draft.keep()
-        return seal
+        self.digests, self.world_size = block.members[self._me], block.world_size
+        self._recipe()  # before anything is taken for it
+
+    def unfold(self, file: int, chunks: Iterable[int]) -> None:
+        """Write these chunks, verified, to their places in an open file. Raises SourceFailed (SourceCorrupt if bad parts are the reason), OSError."""
+        unfolding = Unfolding(file, self.digests, chunks, self._dial)
+        while not unfolding.done:
+            try:
+                unfolding.go_on(self._recipe(), STREAMS)
+            except PartFailed as failed:
+                self._give_up(failed)
 
     def _search(self) -> Found:
         """Ask everybody at once what they have. Returns what the blocks say. Raises SourceFailed."""
         parts = (*self._blocks.values(), *self._members.values())
-        with ThreadPoolExecutor(len(parts), thread_name_prefix="rebuild") as pool:
+        with ThreadPoolExecutor(max(1, len(parts)), thread_name_prefix="rebuild") as pool:
             for part, found in zip(parts, pool.map(self._ask, parts), strict=True):
                 if found is not None:
                     self._found[part] = found
@@ -113,7 +123,7 @@ class _Rebuild:
 
     def _recipe(self) -> dict[Part, tuple[int, Found]]:
         """Which parts to read now, with their weights. Raises SourceFailed."""
-        lost = {self._me} | {position for position, part in self._members.items() if part not in self._found}
+        lost = set(range(self._data)) - {place for place, part in self._members.items() if part in self._found}
         left = [index for index, part in self._blocks.items() if part in self._found]
         try:
             recipe = coding.recipe(self._data, self._me, lost, left)

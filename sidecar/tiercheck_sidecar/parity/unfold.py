@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tiercheck.protocol.manifest import Digests
@@ -39,12 +39,12 @@ class PartFailed(Exception):
 
 
 class Unfolding:
-    """One artifact, written to an open file. Its finished chunks stay finished whatever parts fail."""
+    """These chunks of one artifact, written to their places in an open file. What is finished stays finished whatever parts fail."""
 
-    def __init__(self, file: int, digests: Digests, dial: Dial) -> None:
+    def __init__(self, file: int, digests: Digests, chunks: Iterable[int], dial: Dial) -> None:
         self._file, self._digests, self._dial = file, digests, dial
         self._lock = threading.Lock()
-        self._missing = set(range(len(digests.values)))
+        self._missing = set(chunks)
         self._waiting: deque[int] = deque()
         self._stopped = False
 
