@@ -22,7 +22,7 @@ from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.slot import NotASlot, beginning
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.digest import digest_chunk, piece
+from tiercheck_sidecar.digest import digest_chunk, length_of, piece
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.sources import Dial, Opening, Senseless, open_copy
@@ -73,7 +73,7 @@ class _Loan:
 
     @property
     def bytes(self) -> int:
-        return len(self.here) * self.digests.chunk
+        return sum(length_of(self.digests, index) for index in self.here)
 
 
 class Lender:
@@ -191,7 +191,7 @@ class Lender:
         missing = sorted(wanted - loan.here)
         if not missing:
             return
-        needed = len(missing) * loan.digests.chunk
+        needed = sum(length_of(loan.digests, index) for index in missing)
         lent = sum(each.bytes for each in self._loans.values())
         if self._vault.used() + lent + needed > self._vault.limit:
             raise MemoryTooSmall(

@@ -89,6 +89,12 @@ def test_loans_stay_within_the_memory_volume(job: Stations, lender: Lender) -> N
         lender.lend(directive(job, 1), artifact, [(0, len(content))])
 
 
+def test_artifact_smaller_than_a_chunk_takes_no_more_room_than_it_has_bytes(job: Stations, lender: Lender) -> None:
+    _, artifact, content = copied(job, 100_000)
+    job[3].vault.limit = job[3].vault.used() + len(content)
+    assert lender.lend(directive(job, 1), artifact, [(0, len(content))]).read_bytes() == content
+
+
 def test_what_lies_here_is_lent_as_it_is_unless_it_is_bad(job: Stations, lender: Lender) -> None:
     seal = job[3].save(Version(5, 1), 9 * MIB, rank=3)
     with job[3].vault.pin(3, seal.version) as slot:
