@@ -17,9 +17,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tiercheck_local.addresses import free_ports
 
 Said = list[dict[str, Any]]
 """What one rank said, of what is JSON: a line for each step, mostly."""
@@ -78,8 +80,9 @@ def live(argv: list[str], env: dict[str, str], ranks: int | None, kill_at: int |
     numbers = range(ranks or 1)
     said: list[Said] = [[] for _ in numbers]
     rests = [b"" for _ in numbers]
-    port = _free_port()
+    (port,) = free_ports(1)
     children: list[int] = []
+    ended: dict[int, int] = {}
     killed = False
     with selectors.DefaultSelector() as selector:
         for rank in numbers:
@@ -93,19 +96,25 @@ def live(argv: list[str], env: dict[str, str], ranks: int | None, kill_at: int |
                 if not content:
                     selector.unregister(key.fd)
                     os.close(key.fd)
+                    ended[key.data] = os.waitstatus_to_exitcode(os.waitpid(children[key.data], 0)[1])
+                    if ended[key.data] and not killed:  # the others would wait for it
+                        _kill(children[rank] for rank in numbers if rank not in ended)
                 *lines, rests[key.data] = (rests[key.data] + content).split(b"\n")
                 for line in lines:
                     if line.startswith(b'{"') and not killed:
                         said[key.data].append(json.loads(line))
                         killed = key.data == 0 and kill_at is not None and said[0][-1].get("step") == kill_at
                         if killed:
-                            for child in children:
-                                os.kill(child, signal.SIGKILL)
-    ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+                            _kill(children[rank] for rank in numbers if rank not in ended)
     expected = 0 if kill_at is None else -signal.SIGKILL
-    if set(ended) != {expected}:
-        raise RuntimeError(f"the ranks ended with {ended} instead of {expected}, after {said[0][-1:]}")
+    if set(ended.values()) != {expected}:
+        raise RuntimeError(f"the ranks ended with {sorted(ended.items())} instead of {expected}, after {said[0][-1:]}")
     return said
+
+
+def _kill(children: Iterable[int]) -> None:
+    for child in children:
+        os.kill(child, signal.SIGKILL)
 
 
 def _as_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -113,12 +122,6 @@ def _as_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
         "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "lives",
     }  # fmt: skip
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as opened:
-        port: int = opened.getsockname()[1]
-        return port
 
 
 def _fork(argv: list[str], env: dict[str, str], write: int) -> int:

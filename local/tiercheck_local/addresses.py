@@ -8,7 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+_USUAL = (32_768, 60_999)
+"""Ports that Linux gives away unless told otherwise."""
 
 
 class NoAddressLeft(RuntimeError):
@@ -38,9 +44,24 @@ class Octet:
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports of 127.0.0.1 that nobody listens on, held together until all are chosen, so that they differ."""
+    """TCP ports that no socket of this machine has, at any address, held together until all are chosen, so that they differ.
+
+    Not of those that the kernel gives to whoever connects, or listens at port 0: between here and their use it would give some away, and a
+    server that listens everywhere (torch's TCPStore) needs a port that is free at every address.
+    """
+    candidates = _given_by_nobody()
     with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        found: list[int] = []
+        while len(found) < count:
+            one = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                one.bind(("", random.choice(candidates)))  # bound, and never listening
+                found.append(one.getsockname()[1])
+        return found
+
+
+def _given_by_nobody() -> Sequence[int]:
+    first, last = _USUAL
+    with contextlib.suppress(OSError):
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    return max(range(30_000, first), range(last + 1, 65_536), key=len) or [0]

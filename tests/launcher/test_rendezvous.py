@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from launcher_harness import Launched, order
 
 from tiercheck.protocol.directive import Phase
+from tiercheck_local.addresses import free_ports
 
 SCRIPT = """
 import json, os, sys
@@ -24,12 +24,6 @@ dist.destroy_process_group()
 """
 
 
-def free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.parametrize(
     "command", [[sys.executable, "-m", "torch.distributed.run"], [sys.executable]], ids=["torchrun", "python"]
 )
@@ -37,7 +31,7 @@ def test_workers_on_two_addresses_meet(tmp_path: Path, command: list[str]) -> No
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     host = "127.31.7.1"
-    port = free_port(host)
+    (port,) = free_ports(1)
     workers = []
     try:
         for worker in (0, 1):

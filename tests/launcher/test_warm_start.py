@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ import pytest
 from launcher_harness import Launched, alive, order, until
 
 from tiercheck.protocol.directive import Phase
+from tiercheck_local.addresses import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -310,9 +310,7 @@ def test_rank_that_fails_under_warm_torchrun_ends_the_others_and_the_attempt(lau
 
 
 def torchrun_order(attempt: int) -> Any:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     return order(
         attempt, Phase.RELEASE, worker=0, workers=1, procs_per_worker=2, master_host="127.0.0.1", master_port=port
     )

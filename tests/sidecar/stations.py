@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import socket
 import threading
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, Tier
 from tiercheck.protocol.report import RestoreReport, RestoreState, Watermarks
 from tiercheck.protocol.slot import SlotLayout
 from tiercheck.protocol.version import History, Version
+from tiercheck_local.addresses import free_ports
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.digest import length_of
@@ -37,9 +37,7 @@ class Stations:
     def __init__(self, memory: Path, workers: int = 2, procs: int = 1, limit: int = 256 << 20) -> None:
         self.memory, self.workers, self.procs, self.limit = memory, workers, procs, limit
         self.network = f"127.{os.getpid() % 200 + 20}.{next(_NETWORKS) % 250}"
-        with socket.socket() as probe:
-            probe.bind((self.host(0), 0))
-            self.port = int(probe.getsockname()[1])
+        (self.port,) = free_ports(1)
         self.attempt = 0
         self.history = History()
         self.stations = [Station(self, worker) for worker in range(workers)]

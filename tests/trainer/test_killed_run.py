@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from tiercheck_local.addresses import free_ports
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 SMALL = ["--steps", "12", "--layers", "1", "--width", "32", "--batch", "2", "--context", "16", "--every", "4"]
@@ -17,9 +18,7 @@ RANKS = 2
 
 
 def begin(folder: Path) -> list[subprocess.Popen[str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_ports(1)[0])
     processes = []
     for rank in range(RANKS):
         environment = {

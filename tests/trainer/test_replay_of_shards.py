@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.local import Welcome
 from tiercheck.protocol.pieces import Box, Piece, cover
 from tiercheck.trainer.slot_file import SlotReader
+from tiercheck_local.addresses import free_ports
 
 SCRIPT = Path(__file__).parent / "sharded_script.py"
 KINDS = {"ddp": 2, "zero": 2, "fsdp": 2, "hybrid": 4, "tensor": 2, "fsdp-tensor": 4, "pipeline": 2}
@@ -67,9 +67,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Trai
 
 def run(folder: Path, ranks: int, kinds: list[str], steps: int) -> dict[str, list[dict[str, Any]]]:
     """What each rank printed, by kind."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_ports(1)[0])
     processes = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), str(steps), *kinds],

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import ssl
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+
+from tiercheck_local.addresses import free_ports
 
 EMPTY_LIST = b'<?xml version="1.0"?><ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>'
 
@@ -60,6 +61,4 @@ def serving(respond: Responder, tls: ssl.SSLContext | None = None) -> Iterator[s
 
 def closed_port() -> str:
     """The base URL of a port where nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_ports(1)[0]}"
