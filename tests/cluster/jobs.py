@@ -115,7 +115,7 @@ class Job:
         lines = []
         for path in self.log_files():
             for line in path.read_text().splitlines():
-                if line.startswith("{"):
+                if line.startswith('{"'):  # frameworks print dicts of their own
                     lines.append(json.loads(line))
         return lines
 

@@ -231,7 +231,16 @@ def test_command_that_cannot_be_executed_is_told_in_a_sentence(launch: Launch) -
 
 
 def test_command_finds_its_place_in_the_environment(launch: Launch) -> None:
-    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PET_NNODES", "PET_NODE_RANK"]
+    names = [
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "GROUP_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "PET_NNODES",
+        "PET_NODE_RANK",
+    ]
     dump = f"import json, os; print(json.dumps({{name: os.environ.get(name) for name in {names}}}))"
     launched = launch([sys.executable, "-c", dump])
     launched.sidecar.say(order(1, Phase.RELEASE))
@@ -239,6 +248,7 @@ def test_command_finds_its_place_in_the_environment(launch: Launch) -> None:
         "RANK": "1",
         "WORLD_SIZE": "2",
         "LOCAL_RANK": "0",
+        "GROUP_RANK": "1",
         "MASTER_ADDR": "127.0.0.9",
         "MASTER_PORT": "29400",
         "PET_NNODES": "2",

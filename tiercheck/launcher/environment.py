@@ -36,5 +36,9 @@ def command_environment(base: Mapping[str, str], order: Order) -> dict[str, str]
             "WORLD_SIZE": str(order.workers),
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
+            # Lightning takes the rank from the number of the node.
+            "GROUP_RANK": str(order.worker),
+            "GROUP_WORLD_SIZE": str(order.workers),
+            "NODE_RANK": str(order.worker),
         }
     return environment
