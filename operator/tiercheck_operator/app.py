@@ -59,7 +59,9 @@ class Operator:
         self._closing = False
         self._watching = asyncio.Event()
         self._beaten = boot_clock()
-        self._around = Surroundings(self._view.pods_of, self._view.all_nodes, self._kube, config, self._metrics)
+        self._around = Surroundings(
+            self._view.pods_of, self._view.all_nodes, self._kube, config, self._metrics, gone=self._forget
+        )
         self._attach = AttachService(
             self._kube,
             Kube(configuration, called=self._metrics.called),
@@ -134,7 +136,8 @@ class Operator:
                 log.warning("the API server has no %s yet; install its definition (crds/)", names.KIND)
                 told = True
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), _KIND_EVERY)
+                async with asyncio.timeout(_KIND_EVERY):
+                    await stop.wait()
         return False
 
     # Who acts.
@@ -188,8 +191,6 @@ class Operator:
         loops, self._loops = self._loops, {}
         await self._attach.cease()
         await asyncio.gather(*(loop.stop() for loop in loops.values()))
-        for loop in loops.values():
-            self._metrics.job_gone(*loop.key)
 
     async def _hand_over(self) -> None:
         """Stop acting, and say so. May be called twice."""
@@ -303,13 +304,16 @@ class Operator:
         loop = self._loops[raw["metadata"]["uid"]] = JobLoop(raw, self._around)
         loop.start()
 
-    async def _job_gone(self, uid: str) -> None:
+    def _forget(self, uid: str) -> JobLoop | None:
+        """Its loop, which is left to be stopped."""
         self._jobs.drop(uid)
         self._known_as = {identity: job for identity, job in self._known_as.items() if job != uid}
-        loop = self._loops.pop(uid, None)
+        return self._loops.pop(uid, None)
+
+    async def _job_gone(self, uid: str) -> None:
+        loop = self._forget(uid)
         if loop is not None:
             await loop.stop()
-            self._metrics.job_gone(*loop.key)
 
     async def _pod_gone(self, uid: str) -> None:
         pod = self._view.drop_pod(uid)

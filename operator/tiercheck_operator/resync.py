@@ -74,7 +74,8 @@ class Resync:
                     log.info("%s: not compared with what the watch has shown: %s", kind, error)
             pause = self._every if self.complete else min(self._every, 2 * _SETTLE)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._due.wait(), pause)
+                async with asyncio.timeout(pause):
+                    await self._due.wait()
                 await asyncio.sleep(_SETTLE)
 
     async def _compare(self, name: str) -> None:

@@ -129,7 +129,8 @@ class JobSidecars:
                 serial, wait, pause = -1, 0.0, _FIRST_RETRY if never else _RETRY
             if pause:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(asked.wait(), pause)
+                    async with asyncio.timeout(pause):
+                        await asked.wait()
 
     async def _poll_unless(self, asked: asyncio.Event, host: str, serial: int, wait: float) -> Report | None:
         """The next report; None if somebody asked for one at once in the meantime."""

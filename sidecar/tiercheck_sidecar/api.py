@@ -100,7 +100,8 @@ class ControlApi:
             if self._is_news(report, after) or left <= 0 or self._board.stopping:
                 return answer(report)
             try:
-                await asyncio.wait_for(changed.wait(), left)
+                async with asyncio.timeout(left):
+                    await changed.wait()
             except TimeoutError:
                 continue
 

@@ -56,7 +56,8 @@ async def adopted(server: Recording, has_job: Callable[[str], bool] = lambda _: 
     adoption.pod_seen(pod)
     adoption.pod_seen(pod)
     try:
-        await asyncio.wait_for(server.happened.wait(), 30)
+        async with asyncio.timeout(30):
+            await server.happened.wait()
     finally:
         await adoption.stop()
 

@@ -139,7 +139,8 @@ async def test_api_server_gets_its_answer_over_a_connection_that_it_can_verify()
     webhook = Webhook("127.0.0.1", port, trust(cluster), Admission(cluster, Outfit("sidecar:1")))
     webhook.start()
     try:
-        await asyncio.wait_for(webhook.serving.wait(), 60)
+        async with asyncio.timeout(60):
+            await webhook.serving.wait()
         pod = shapes.job_pod(2)
         status, answer = await asked(cluster, port, review(pod))
         assert status == 200

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from moments import TURNS, Woken, ends, turns, until
 from world_in_memory import World
 
 from tiercheck_operator.controller.observation import NodeView, PodView
 from tiercheck_operator.health import Hearing, stuck
+from tiercheck_operator.kube import Kube
+from tiercheck_operator.resync import Kind, Resync
 from tiercheck_operator.watched import ClusterView, Watched
 
 OBJECTS = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 9))
@@ -69,6 +74,28 @@ def test_reconcile_that_does_not_end_is_named() -> None:
     assert stuck({"ns/a": 0.0, "ns/b": 90.0}, now=301.0, limit=300.0) == (
         "1 jobs are stuck in a reconcile; ns/a for 301 s"
     )
+
+
+@pytest.mark.parametrize("between", TURNS)
+async def test_comparing_ends_when_it_is_told_to_even_if_a_watch_listed_at_the_same_moment(between: int) -> None:
+    class Nothing:
+        async def list_metadata(self, path: str, query: str) -> list[dict[str, Any]]:
+            return []
+
+    async def gone(uid: str) -> None:
+        """Nothing ever goes."""
+
+    kind = Kind("/api/v1", "pods", "", Watched[Any](), gone)
+    resync = Resync(cast(Kube, Nothing()), {"Pod": kind}, namespaces=(), every=3600.0, grace=30.0)
+    due = resync._due = Woken()
+    began = asyncio.Event()
+    began.set()
+    task = asyncio.create_task(resync.run(began))
+    await until(lambda: due.waits)
+    resync.heard("Pod", "uid", 1, listed=True)
+    await turns(between)
+    task.cancel()
+    await ends(task)
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from moments import TURNS, Woken, ends, turns
+from moments import until as until_turn
 from world_in_memory import World
 
 from tiercheck.protocol import names
@@ -57,7 +59,8 @@ class StandIn:
         if int(request.query["after"]) >= self.report.serial:
             self.changed.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.changed.wait(), wait)
+                async with asyncio.timeout(wait):
+                    await self.changed.wait()
         return web.Response(body=to_json(self.report), headers=self.headers)
 
     async def put(self, request: web.Request) -> web.Response:
@@ -178,6 +181,17 @@ async def test_pod_that_is_not_followed_cannot_be_told_anything(sidecar: StandIn
     push = next(action for action in world.last.after if isinstance(action, Push))
     with pytest.raises(SidecarError):
         await listening.push("nobody", push.directive)
+
+
+@pytest.mark.parametrize("between", TURNS)
+async def test_listening_ends_when_it_is_told_to_even_if_somebody_probes_at_the_same_moment(between: int) -> None:
+    client = JobSidecars("job-uid", CREDENTIALS, lambda: None)
+    client.follow({"pod": HOST})
+    asked = client._asked["pod"] = Woken()
+    await until_turn(lambda: asked.waits == 2)  # the first time beside the call, which nobody answers
+    client.probe("pod")
+    await turns(between)
+    await ends(client.close())
 
 
 async def test_times_of_a_sidecar_whose_clock_is_wrong_are_told_by_ours(

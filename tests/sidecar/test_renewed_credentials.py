@@ -57,7 +57,8 @@ async def test_changed_credentials_do_not_disturb_a_remote_tier_that_works(
         await asked.wait()
     assert not waiting.done()
     reachable = False
-    await asyncio.wait_for(waiting, 30)
+    async with asyncio.timeout(30):
+        await waiting
 
 
 def test_sidecar_without_credentials_ends_when_their_secret_appears(

@@ -55,7 +55,8 @@ async def stream(
         deadline = asyncio.get_running_loop().time() + options.seconds
         while (left := deadline - asyncio.get_running_loop().time()) > 0:
             try:
-                change = await asyncio.wait_for(queue.get(), min(left, _BOOKMARK_SECONDS))
+                async with asyncio.timeout(min(left, _BOOKMARK_SECONDS)):
+                    change = await queue.get()
             except TimeoutError:
                 if options.bookmarks:
                     yield encoder.bookmark(storage.version)

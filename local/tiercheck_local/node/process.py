@@ -115,6 +115,7 @@ class HostProcess:
         """SIGTERM, then SIGKILL when `grace` seconds have passed."""
         self.signal(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self.exited), grace)
+            async with asyncio.timeout(grace):
+                await asyncio.shield(self.exited)
         self.kill()
         await asyncio.shield(self.exited)

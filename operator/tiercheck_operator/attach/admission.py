@@ -44,7 +44,8 @@ class Admission:
         if not policy or injected(pod):
             return pod, ""
         try:
-            return await asyncio.wait_for(self._attached(namespace, pod, policy), _PATIENCE), ""
+            async with asyncio.timeout(_PATIENCE):
+                return await self._attached(namespace, pod, policy), ""
         except Unattachable as error:
             why = str(error)
         except TimeoutError:

@@ -59,10 +59,16 @@ class Surroundings:
     clock: Callable[[], float] = time.time
     suspects: SuspectNodes = field(default_factory=SuspectNodes)
     sidecars: Callable[..., JobSidecars] = JobSidecars
+    gone: Callable[[str], object] = lambda uid: None
+    """Told the UID of a job that the API server does not have, whatever the watches say; its loop has ended."""
+
+
+class JobGone(Exception):
+    """The API server does not have the job, or has another one under its name."""
 
 
 class JobLoop:
-    """Start with `start`, feed with `changed`, end with `stop`."""
+    """Start with `start`, feed with `changed`, end with `stop`. Ends by itself once the API server does not have the job."""
 
     def __init__(self, raw: Mapping[str, Any], around: Surroundings) -> None:
         self._raw = raw
@@ -71,6 +77,8 @@ class JobLoop:
         self._belongings = Belongings(around.kube)
         self._topology = TopologySource(around.kube)
         self._known = False
+        self._doubted = False
+        """An answer of the API server leaves open whether the job is still there, or is as we have it."""
         self._executor = Executor(around.kube, around.config, self._belongings)
         self._events = EventPoster(around.kube)
         self._sidecars: JobSidecars | None = None
@@ -104,22 +112,35 @@ class JobLoop:
         """The job is gone, or the operator ends. The job's pods are left to their owner references."""
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait({self._task})
+        await self._close()
+
+    async def _close(self) -> None:
         if self._sidecars is not None:
             await self._sidecars.close()
             self._sidecars = None
+        self._around.metrics.job_gone(*self.key)
 
     async def _run(self) -> None:
+        try:
+            await self._go_on()
+        except JobGone:
+            log.info("%s: the API server does not have it any more", self.named)
+            self._around.gone(self.uid)
+            await self._close()
+
+    async def _go_on(self) -> None:
         while True:
             self._woken.clear()
             began = self.began = asyncio.get_running_loop().time()
             try:
                 delay = await self._reconcile()
                 self._failures = 0
+            except JobGone:
+                raise
             except ApiFailure as error:
                 self._around.metrics.reconcile_failed("conflict" if error.conflict else "api")
-                delay = await self._after_failure(error)
+                delay = self._after_failure(error)
                 self._failures += 1
             except Exception:
                 # One job's trouble must not take the operator down; it is counted, logged and tried again.
@@ -130,32 +151,43 @@ class JobLoop:
             self.began, took = None, asyncio.get_running_loop().time() - began
             self._around.metrics.reconciled(took)
             await asyncio.sleep(delay if self._failures else max(_LEAST_PAUSE, _BREATHER * self._deciding))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), 0 if self._failures else delay)
-                continue
-            if delay >= self._around.config.resync_seconds:
+            quiet = self._failures > 0 or not await self._news_within(delay)
+            if quiet and delay >= self._around.config.resync_seconds:
                 self._known = False  # nothing happened for a while: look at everything again
 
-    async def _after_failure(self, error: ApiFailure) -> float:
-        """Seconds to wait. A conflict means that somebody wrote the job since we read it."""
+    async def _news_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                return await self._woken.wait()
+        return False
+
+    def _after_failure(self, error: ApiFailure) -> float:
+        """Seconds to wait. A conflict means that somebody wrote the job since we read it; with 404, it may be the job that is gone."""
         log.log(logging.DEBUG if error.conflict else logging.WARNING, "%s: %s", self.named, error)
-        if error.conflict:
-            metadata = self._raw["metadata"]
-            with contextlib.suppress(ApiFailure):
-                fresh = await self._around.kube.get(
-                    JOBS + "/{name}", namespace=metadata["namespace"], name=metadata["name"]
-                )
-                if fresh is not None and fresh["metadata"]["uid"] == self.uid:
-                    self._raw = fresh
+        self._doubted = self._doubted or error.conflict or error.not_found
         return max(_ERROR_BACKOFF[min(self._failures, len(_ERROR_BACKOFF) - 1)], error.retry_after or 0.0)
+
+    async def _look_up(self) -> None:
+        """Have the job as it is. Raises JobGone; ApiFailure, then it is as doubtful as before."""
+        namespace, name = self.key
+        fresh = await self._around.kube.get(JOBS + "/{name}", namespace=namespace, name=name)
+        if fresh is None or fresh["metadata"]["uid"] != self.uid:
+            raise JobGone
+        if _version(fresh) >= _version(self._raw):
+            self._raw = fresh
+        self._doubted = False
 
     async def _reconcile(self) -> float:
         """One look and what follows from it; seconds until the next look at the latest."""
-        around, raw = self._around, self._raw
-        job = parse_job(raw)
+        around, job = self._around, parse_job(self._raw)
+        if _ours(job) and (self._doubted or not (self._known or self._over(job))):
+            # Nothing is made for a job that only a late event, or a watch that missed its end, still knows.
+            await self._look_up()
+            job = parse_job(self._raw)
+        raw = self._raw
         image = pinned(job.status, around.pods(job.identity), around.config.sidecar_image)
         job = replace(job, sidecar_image=image)
-        if job.deleting or job.spec.managed_by != names.CONTROLLER:
+        if not _ours(job):
             return around.config.resync_seconds
         if not self._over(job):
             job = await self._topology.resolve(job)
@@ -255,6 +287,11 @@ class JobLoop:
     def dead(self) -> bool:
         """Whether it was started, and ended without being stopped."""
         return self._task is not None and self._task.done()
+
+
+def _ours(job: JobView) -> bool:
+    """Whether there is anything to be done for it, by us."""
+    return not job.deleting and job.spec.managed_by == names.CONTROLLER
 
 
 def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,10 +12,10 @@
   verbs: [list, watch]
 {{- end }}
 {{- define "tiercheck.rules.jobs" }}
-# `delete` is for ttlSecondsAfterFinished.
+# `get`: a job is looked up before anything is made for it; `delete` is for ttlSecondsAfterFinished.
 - apiGroups: [tiercheck.io]
   resources: [tiercheckjobs]
-  verbs: [list, watch, delete]
+  verbs: [get, list, watch, delete]
 - apiGroups: [tiercheck.io]
   resources: [tiercheckjobs/status]
   verbs: [patch]
