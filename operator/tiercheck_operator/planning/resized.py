@@ -1,8 +1,9 @@
 """What a job can come back to whose attempts did not all have as many ranks: each version counts by the ranks that made it.
 
 Of another number of ranks a version is restored by resharding: every rank reads its part of what the old ones saved. For that nobody
-is at home: what lies at a worker is a copy kept there, whoever made it, and what nobody has may be rebuilt from parity. Deltas count if the optimizer is known to treat each element on its
-own, and then all ranks must start from the same snapshot: a rank that reads from two others cannot replay from two steps.
+is at home: what lies at a worker is a copy kept there, whoever made it, and what nobody has may be rebuilt from parity. Deltas count
+if the optimizer is known to treat each element on its own, and then all ranks must start from the same snapshot: a rank that reads
+from two others cannot replay from two steps.
 """
 
 from __future__ import annotations
