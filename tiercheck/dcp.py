@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from tiercheck.protocol.names import ENV_RUN_DIR
-from tiercheck.trainer import stacks
+from tiercheck.trainer import gloo_threads, stacks
 from tiercheck.trainer.backend import Backend, Offer, RestoreError, WarnOnce
 from tiercheck.trainer.dcp_reader import TierCheckReader
 from tiercheck.trainer.dcp_writer import Slots, TierCheckWriter
@@ -92,6 +92,7 @@ class Storage:
         self._stop = threading.Event()
         if run_dir:
             threading.Thread(target=self._deliver, name="tiercheck-progress", daemon=True).start()
+        gloo_threads.wait_at_exit()
         atexit.register(self.close)
 
     @property

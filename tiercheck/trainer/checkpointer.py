@@ -33,7 +33,7 @@ from tiercheck.protocol.contents import DCP, FORMAT, IMPORT
 from tiercheck.protocol.names import ENV_RUN_DIR
 from tiercheck.protocol.slot import NotASlot
 from tiercheck.protocol.version import Version
-from tiercheck.trainer import stacks, user_state
+from tiercheck.trainer import gloo_threads, stacks, user_state
 from tiercheck.trainer.backend import Backend, Offer, RestoreError
 from tiercheck.trainer.capture import Entry, NotCapturable, named_parameters_of, on_cuda
 from tiercheck.trainer.copying import Pending, Snapshot
@@ -160,6 +160,7 @@ class Checkpointer:
             optimizer.register_step_post_hook(partial(self._after_update, index))
             for index, optimizer in enumerate(self._optimizers)
         ]
+        gloo_threads.wait_at_exit()
         atexit.register(self.close)
 
     @property

@@ -1,0 +1,55 @@
+"""Promise: a process that is done does not end while a thread of gloo could still ask for the interpreter."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tiercheck.trainer import gloo_threads
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+
+AT_EXIT = """
+import atexit
+from tiercheck.trainer import gloo_threads
+gloo_threads.wait_until_idle = lambda: print("waited")
+import torch
+from tiercheck import Checkpointer
+model = torch.nn.Linear(2, 2)
+Checkpointer(model, torch.optim.SGD(model.parameters()), folder={folder!r})
+atexit.register(print, "later hook")
+"""
+
+
+def test_waits_for_a_busy_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo_threads, "_PATIENCE", 60.0)
+    begun, finished, leave = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_gloo_runloop")
+        begun.set()
+        hashlib.pbkdf2_hmac("sha256", b"password", b"salt", 300_000)  # computes without the interpreter lock
+        finished.set()
+        leave.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait()
+    try:
+        gloo_threads.wait_until_idle()
+        assert finished.is_set()
+    finally:
+        leave.set()
+        thread.join()
+
+
+def test_a_checkpointer_makes_its_process_wait_after_all_later_hooks(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", AT_EXIT.format(folder=str(tmp_path))], stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert run.stdout.split("\n")[:2] == ["later hook", "waited"]
