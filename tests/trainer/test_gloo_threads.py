@@ -25,6 +25,22 @@ Checkpointer(model, torch.optim.SGD(model.parameters()), folder={folder!r})
 atexit.register(print, "later hook")
 """
 
+GROUP = """
+from pathlib import Path
+import torch.distributed as dist
+dist.init_process_group("gloo", init_method="file://{folder}/store", rank=0, world_size=1)
+print({{path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}})
+dist.destroy_process_group()
+"""
+
+
+def test_threads_of_gloo_have_the_name_that_is_looked_for(tmp_path: Path) -> None:
+    """It is torch's own. If it changes, nothing would be waited for."""
+    run = subprocess.run(
+        [sys.executable, "-c", GROUP.format(folder=tmp_path)], stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert gloo_threads._NAME in run.stdout
+
 
 def test_waits_for_a_busy_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo_threads, "_PATIENCE", 60.0)
