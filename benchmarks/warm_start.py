@@ -21,6 +21,7 @@ from benchmarks.scale import ROOT, Scale
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.local import Order
+from tiercheck_local.addresses import free_ports
 
 _SCRIPT = """
 import time; began = time.time()
@@ -111,9 +112,7 @@ def _once(run_dir: Path, command: list[str], ranks: int, *, warm: bool) -> tuple
             with connection:
                 if warm:
                     _until_idle(launcher.pid)
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", 0))
-                    port = probe.getsockname()[1]
+                (port,) = free_ports(1)
                 at = time.time()
                 connection.sendall(to_json(Order(1, Phase.RELEASE, 0, 1, ranks, "127.0.0.1", port)) + b"\n")
                 said = [[float(word) - at for word in launcher.stdout.readline().split()] for _ in range(ranks)]

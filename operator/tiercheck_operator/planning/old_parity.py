@@ -5,6 +5,7 @@ At home a group is known by its workers (`stock.py`); here only the ranks count 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,19 +26,23 @@ class OldParity:
     groups: Mapping[tuple[int, ...], Mapping[_Key, _Places]]
     """By the ranks that a block was made of: where the blocks lie."""
     artifacts: Mapping[_Key, _Places]
+    """Of the ranks that blocks were made of."""
 
     @classmethod
     def of(cls, ranks: int, inventories: Sequence[Inventory]) -> OldParity:
         """`inventories`: everything at its worker as `hosted`, and the blocks."""
         groups: dict[tuple[int, ...], dict[_Key, dict[int, int]]] = {}
         artifacts: dict[_Key, dict[int, int]] = {}
-        for entry in sorted(inventories, key=lambda entry: entry.worker):
+        inventories = sorted(inventories, key=lambda entry: entry.worker)
+        for entry in inventories:
             for share, held in entry.blocks.items():
                 if all(0 <= rank < ranks for rank in share.ranks):
                     for key in _keys(held):
                         groups.setdefault(share.ranks, {}).setdefault(key, {}).setdefault(share.index, entry.worker)
-            for rank, held in entry.hosted.items():
-                for key in _keys(held):
+        coded = frozenset(itertools.chain.from_iterable(groups))  # nobody, in a job that keeps copies
+        for entry in inventories:
+            for rank in coded.intersection(entry.hosted):
+                for key in _keys(entry.hosted[rank]):
                     artifacts.setdefault(key, {}).setdefault(rank, entry.worker)
         return cls(groups, artifacts)
 

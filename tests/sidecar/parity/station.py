@@ -234,6 +234,11 @@ class Job:
             until(partial(member.protects, rank, version), f"rank {rank} {version} is protected")
         return saved
 
+    def spoil(self, rank: int, version: Version, offset: int) -> None:
+        """One bit of a rank's own snapshot is not what it was."""
+        with self.stations[rank // self.procs].vault.pin(rank, version) as slot:
+            flip(slot.path, offset)
+
     def lose(self, *workers: int) -> None:
         """Workers end, and others, with empty memory, take their place."""
         for worker in workers:

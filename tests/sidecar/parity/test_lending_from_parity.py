@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import cast
 
 import pytest
-from station import Job, Station, flip
+from station import Job, Station
 
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer, RankSources, Restore, Source, Tier
@@ -87,8 +87,7 @@ def test_bad_survivor_is_noticed_and_another_block_takes_its_place(make_job: Mak
     job = make_job(data=3, parity=2)
     job.begin()
     saved = job.protect(V, *SIZES)
-    with job.stations[2].vault.pin(2, V) as slot:
-        flip(slot.path, 4_500_000)
+    job.spoil(2, V, 4_500_000)
     job.lose(1)
     job.next_attempt(V)
     lender, word = lender_of(job.stations[0]), directive(job, 1, without(job, 1, ranks=(0, 1, 2)))

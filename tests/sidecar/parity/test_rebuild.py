@@ -96,8 +96,7 @@ def test_bad_survivor_is_named_and_another_block_takes_its_place(make_job: MakeJ
     job = make_job(data=3, parity=2)
     job.begin()
     saved = job.protect(V, *SIZES)
-    with job.stations[2].vault.pin(2, V) as slot:
-        flip(slot.path, 4_500_000)
+    job.spoil(2, V, 4_500_000)
     job.lose(1)
     job.next_attempt(V)
     bad: list[Quarantined] = []

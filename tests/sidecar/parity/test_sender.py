@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-from station import Job, flip, until
+from station import Job, until
 
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.version import Version
@@ -59,8 +58,7 @@ def test_own_artifact_that_rotted_is_quarantined_instead_of_being_sent_for_ever(
     job.begin()
     member = job.stations[0]
     member.save(0, V, 1_000_000)
-    with member.vault.pin(0, V) as slot:
-        flip(Path(slot.path), 500_000)
+    job.spoil(0, V, 500_000)
     job.name(V)
     until(lambda: member.board.quarantined, "the member looks at its own memory")
     assert (member.board.quarantined[0].worker, member.board.quarantined[0].version) == (0, V)

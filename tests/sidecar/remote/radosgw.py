@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,8 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from tiercheck_local.addresses import free_ports
 
 PROGRAMS = ("ceph-mon", "ceph-osd", "ceph", "monmaptool", "radosgw", "radosgw-admin")
 ACCESS_KEY, SECRET_KEY = "tiercheck", "tiercheck-secret"
@@ -38,7 +39,7 @@ class Cluster:
     def __init__(self, root: Path) -> None:
         self._root, self._config = root, root / "ceph.conf"
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._fsid, self._mon, self._port = str(uuid.uuid4()), *_free_ports(2)
+        self._fsid, self._mon, self._port = str(uuid.uuid4()), *free_ports(2)
         self.endpoint = f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
@@ -163,14 +164,6 @@ def running() -> Iterator[str]:
     finally:
         cluster.stop()
         shutil.rmtree(root, ignore_errors=True)
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def main() -> int:
