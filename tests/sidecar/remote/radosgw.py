@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,11 +37,11 @@ def missing() -> str:
 class Cluster:
     """Everything lies under `root`; nothing is left when it is stopped."""
 
-    def __init__(self, root: Path) -> None:
-        self._root, self._config = root, root / "ceph.conf"
+    def __init__(self, root: Path, address: str = "127.0.0.1") -> None:
+        self._root, self._config, self._address = root, root / "ceph.conf", address
         self._processes: list[subprocess.Popen[bytes]] = []
         self._fsid, self._mon, self._port = str(uuid.uuid4()), *free_ports(2)
-        self.endpoint = f"http://127.0.0.1:{self._port}"
+        self.endpoint = f"http://{address}:{self._port}"
 
     def start(self) -> None:
         """Raises RuntimeError with the end of a log."""
@@ -57,6 +58,17 @@ class Cluster:
         )  # fmt: skip
         self._daemon("radosgw", "-n", "client.admin")
         self._until(self._answers, "the gateway answers")
+
+    def pause(self) -> None:
+        """The gateway takes connections and answers none, until `go_on`."""
+        self._processes[-1].send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._processes[-1].send_signal(signal.SIGCONT)
+
+    def admin(self, *words: str) -> None:
+        """radosgw-admin. Raises RuntimeError."""
+        self._run("radosgw-admin", *words)
 
     def stop(self) -> None:
         for process in reversed(self._processes):
@@ -99,7 +111,7 @@ mon data avail warn = 1
 mon data avail crit = 0
 setuser match path =
 rgw data = {self._root}/rgw
-rgw frontends = beast endpoint=127.0.0.1:{self._port}
+rgw frontends = beast endpoint={self._address}:{self._port}
 rgw enable usage log = false
 rgw dns name = localhost
 """
