@@ -66,7 +66,9 @@ def losses(stage: Stage) -> Iterator[LossReader]:
 
 
 @pytest.fixture(scope="session")
-def report() -> Report:
+def report() -> Iterator[Report]:
     from report import Report
 
-    return Report(Path(os.environ.get("TIERCHECK_REPORT", "real-cluster-report.md")))
+    found = Report(Path(os.environ.get("TIERCHECK_REPORT", "real-cluster-report.md")))
+    yield found
+    found.write(Path(__file__).parents[2])

@@ -44,7 +44,9 @@ def kill_sidecar(training: Training, worker: int) -> None:
 def starve_of_memory(training: Training, worker: int) -> None:
     """The kernel kills the largest process of the container, which is a rank, as its limit is met."""
     folder = _memory_cgroup(rank_pids(training, worker)[0])
-    used, limit = ("memory.current", "memory.max") if is_unified() else ("memory.usage_in_bytes", "memory.limit_in_bytes")
+    used, limit = (
+        ("memory.current", "memory.max") if is_unified() else ("memory.usage_in_bytes", "memory.limit_in_bytes")
+    )
     before = (folder / limit).read_text()
     (folder / limit).write_text(str(int((folder / used).read_text()) + (16 << 20)))
     subprocess.run([sys.executable, "-c", _HOG, str(folder)], check=False, capture_output=True)
@@ -53,7 +55,13 @@ def starve_of_memory(training: Training, worker: int) -> None:
 
 def drain(testbed: Testbed, *nodes: Node) -> None:
     """As an admin does; all at once. Until the pods are gone."""
-    command = ["kubectl", f"--kubeconfig={testbed.kubeconfig}", "drain", "--ignore-daemonsets", "--delete-emptydir-data"]
+    command = [
+        "kubectl",
+        f"--kubeconfig={testbed.kubeconfig}",
+        "drain",
+        "--ignore-daemonsets",
+        "--delete-emptydir-data",
+    ]
     under_way = [
         subprocess.Popen([*command, "--timeout=240s", node.name], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for node in nodes

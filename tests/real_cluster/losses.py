@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -92,4 +93,4 @@ def gap_around(steps: Sequence[Step], since: float) -> float:
     """Seconds of the longest pause between two steps that ended after `since`; counts on until now."""
     times = [entry.time for entry in steps if entry.time >= since - 5]
     times.append(time.time())
-    return max((later - earlier for earlier, later in zip(times, times[1:], strict=False)), default=0.0)
+    return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)

@@ -42,9 +42,10 @@ class Report:
     """Rows are written down at once, so that a run that is broken off leaves what it has."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self.rows = path, []
-
-    rows: list[Row]
+        self._path = path
+        self.rows: list[Row] = []
+        self.verdicts: list[str] = []
+        """Sentences below the table."""
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
@@ -52,8 +53,8 @@ class Report:
         with open(self._path.with_suffix(".jsonl"), "a") as file:
             file.write(json.dumps(asdict(row)) + "\n")
 
-    def write(self, verdicts: list[str], root: Path) -> None:
-        self._path.write_text("\n".join([_machine(root), "", HEAD, *map(_line, self.rows), "", *verdicts, ""]))
+    def write(self, root: Path) -> None:
+        self._path.write_text("\n".join([_machine(root), "", HEAD, *map(_line, self.rows), "", *self.verdicts, ""]))
 
 
 def _line(row: Row) -> str:
@@ -73,7 +74,9 @@ def _seconds(value: float | None) -> str:
 
 
 def _machine(root: Path) -> str:
-    commit = subprocess.run(["git", "-C", str(root), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    commit = subprocess.run(
+        ["git", "-C", str(root), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     return (
         f"{time.strftime('%Y-%m-%d')}, commit {commit.stdout.strip() or 'unknown'}, {os.cpu_count()} cores for all nodes and the control "

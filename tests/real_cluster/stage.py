@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import boto3
-import helm_python as helm
 from testbed.cluster import Testbed
 from testbed.network import CORE, REGISTRY_NAME
 from testbed.processes import wait_for
@@ -85,11 +83,7 @@ def pull_images(testbed: Testbed) -> None:
     """Onto every node, so that no recovery waits for a registry, as on nodes that have trained before."""
     wanted = {node.name: ["sidecar", "example-trainer"] for node in testbed.nodes}
     wanted[OPERATOR_NODE] = ["operator"]
-    pulls = [
-        node.pull(f"me/tiercheck-{name}:{TAG}")
-        for node in testbed.nodes
-        for name in wanted[node.name]
-    ]
+    pulls = [node.pull(f"me/tiercheck-{name}:{TAG}") for node in testbed.nodes for name in wanted[node.name]]
     for pull in pulls:
         assert pull.wait(600) == 0, pull.args
 

@@ -134,9 +134,16 @@ class Training:
         try:
             wait_for(condition, seconds, what)
         except TimeoutError as error:
-            says = [f"{c['type']}={c['status']} {c['reason']}: {c['message'][:200]}" for c in self.status.get("conditions", [])]
-            pods = [f"{p['metadata']['name']} {p['status'].get('phase')} {p['spec'].get('nodeName')}" for p in self.pods()]
-            raise TimeoutError(f"{error}\n{self.status.get('phase')} step {self.step}\n" + "\n".join(says + pods)) from error
+            says = [
+                f"{c['type']}={c['status']} {c['reason']}: {c['message'][:200]}"
+                for c in self.status.get("conditions", [])
+            ]
+            pods = [
+                f"{p['metadata']['name']} {p['status'].get('phase')} {p['spec'].get('nodeName')}" for p in self.pods()
+            ]
+            raise TimeoutError(
+                f"{error}\n{self.status.get('phase')} step {self.step}\n" + "\n".join(says + pods)
+            ) from error
 
     def released_after(self, since: float) -> float | None:
         """When the trainers of an attempt begun after `since` were released, unix seconds."""

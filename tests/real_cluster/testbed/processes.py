@@ -25,7 +25,9 @@ class Processes:
     def start(self, name: str, command: Sequence[str], *, inner: bool = False) -> int:
         """The pid; with `inner` that of the child, for commands such as `nsenter -p` that fork what they start."""
         with open(self._logs / f"{name}.log", "ab") as log:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
         pid = wait_for(lambda: _child(process.pid), 10, f"{name} to start") if inner else process.pid
         (self._pids / name).write_text(f"{pid} {_started(pid)}")
         return pid

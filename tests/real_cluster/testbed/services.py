@@ -130,7 +130,9 @@ def _items(kubeconfig: Path, path: str) -> list[dict[str, Any]]:
     return list(found)
 
 
-def _balance(address: str, port: Mapping[str, Any], ready: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
+def _balance(
+    address: str, port: Mapping[str, Any], ready: Sequence[tuple[dict[str, Any], dict[str, Any]]]
+) -> list[str]:
     targets = [
         f"{ip}:{entry_port['port']}"
         for endpoint, entry in ready
