@@ -51,7 +51,7 @@ class Cluster:
         self._until(lambda: self._ceph("status").returncode == 0, "the monitor answers")
         self._make_osd()
         self._daemon("ceph-osd", "--id", "0")
-        self._until(lambda: b"1 up" in self._ceph("osd", "stat").stdout, "the object store is up")
+        self._until(self._osd_is_up, "the object store is up")
         self._run(
             "radosgw-admin", "user", "create", "--uid=tiercheck", "--display-name=tests",
             f"--access-key={ACCESS_KEY}", f"--secret-key={SECRET_KEY}",
@@ -142,6 +142,13 @@ rgw dns name = localhost
         done = subprocess.run(command, capture_output=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr.decode(errors='replace')[-2000:]}")
+
+    def _osd_is_up(self) -> bool:
+        # It ends with "wrong fsid" if it speaks before it has the monitor's map: then it is started again.
+        if self._processes[-1].poll() is not None:
+            self._processes.pop()
+            self._daemon("ceph-osd", "--id", "0")
+        return b"1 up" in self._ceph("osd", "stat").stdout
 
     def _answers(self) -> bool:
         try:
