@@ -34,6 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def stage() -> Iterator[Stage]:
+    import helm_python
     import stage as scenery
     from testbed.cluster import Testbed
 
@@ -44,7 +45,7 @@ def stage() -> Iterator[Stage]:
     server = scenery.start_s3(testbed.folder / "s3")
     os.environ["TIERCHECK_S3"] = server.endpoint
     try:
-        with scenery.helm.Config(kubeconfig_path=testbed.kubeconfig, namespace=scenery.SYSTEM) as config:
+        with helm_python.Config(kubeconfig_path=testbed.kubeconfig, namespace=scenery.SYSTEM) as config:
             found = scenery.Stage(testbed, server, config)
             found.bucket().create_bucket(Bucket=scenery.BUCKET)
             found.install()

@@ -13,6 +13,8 @@ from testbed.cluster import Testbed
 from testbed.node import Node
 from training import Training
 
+from tiercheck.protocol import names
+
 _HOG = """
 import os, sys
 with open(sys.argv[1] + "/cgroup.procs", "w") as file:
@@ -22,13 +24,11 @@ print(len(bytearray(256 << 20)))
 
 
 def rank_pids(training: Training, worker: int) -> list[int]:
-    """Host pids of the worker's training processes; launcher, torchrun and the warm one that waits are none."""
+    """Host pids of the worker's training processes: those that write into its memory and are not the sidecar."""
     pod = training.pod(worker)
-    found = []
-    for pid in training.testbed.node(pod["spec"]["nodeName"]).pids_of(pod["metadata"]["uid"], "train_gpt.py"):
-        if b"\0LOCAL_RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
-            found.append(pid)
-    return found
+    node, uid = training.testbed.node(pod["spec"]["nodeName"]), pod["metadata"]["uid"]
+    sidecars = node.pids_of(uid, "tiercheck_sidecar")
+    return [pid for pid in node.pids_of(uid, "") if pid not in sidecars and names.MEMORY_DIR in _mapped(pid)]
 
 
 def kill_rank(training: Training, worker: int) -> None:
@@ -86,6 +86,13 @@ def kill_operator(testbed: Testbed, pod: str) -> None:
         "-n", "tiercheck-system", "get", "pod", pod, "-o", "jsonpath={.metadata.uid} {.spec.nodeName}"
     ).split()
     os.kill(testbed.node(where[1]).pids_of(where[0], "tiercheck_operator")[0], signal.SIGKILL)
+
+
+def _mapped(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return ""
 
 
 def _memory_cgroup(pid: int) -> Path:

@@ -81,11 +81,17 @@ def push_images(testbed: Testbed) -> None:
 
 def pull_images(testbed: Testbed) -> None:
     """Onto every node, so that no recovery waits for a registry, as on nodes that have trained before."""
-    wanted = {node.name: ["sidecar", "example-trainer"] for node in testbed.nodes}
-    wanted[OPERATOR_NODE] = ["operator"]
-    pulls = [node.pull(f"me/tiercheck-{name}:{TAG}") for node in testbed.nodes for name in wanted[node.name]]
-    for pull in pulls:
-        assert pull.wait(600) == 0, pull.args
+    first, *others = testbed.nodes
+    for name in IMAGES:
+        first.pull(f"me/tiercheck-{name}:{TAG}")
+    for node in testbed.nodes:
+        node.kill_userland()
+    for node in others:
+        node.copy_images(first)
+    for node in testbed.nodes:
+        node.start_userland()
+    for node in testbed.nodes:
+        wait_for(lambda node=node: testbed.is_ready(node), 120, f"{node.name} to be Ready")
 
 
 def label_nodes(testbed: Testbed) -> None:

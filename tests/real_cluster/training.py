@@ -43,8 +43,10 @@ class Training:
     losses: LossReader
     namespace: str
     name: str
-    seen: list[Sighting] = field(default_factory=list)
-    pods_seen: list[Sighting] = field(default_factory=list)
+    logs: str = ""
+    """The pods' names begin so, if not with the job's name."""
+    seen: list[Sighting] = field(default_factory=list, repr=False)
+    pods_seen: list[Sighting] = field(default_factory=list, repr=False)
     _stop: bool = False
 
     def __post_init__(self) -> None:
@@ -53,7 +55,7 @@ class Training:
 
     @property
     def key(self) -> str:
-        return f"{self.namespace}/{self.name}"
+        return f"{self.namespace}/{self.logs or self.name}"
 
     def apply(self, manifest: dict[str, Any] | str) -> None:
         text = manifest if isinstance(manifest, str) else yaml.safe_dump(manifest)
@@ -188,8 +190,11 @@ class Training:
         )
 
     def _is_ours(self, pod: dict[str, Any]) -> bool:
-        uid = self.seen[-1].body["metadata"]["uid"] if self.seen else None
-        return pod["metadata"].get("labels", {}).get(JOB_UID) == uid
+        if not self.seen:
+            return False
+        job = self.seen[-1].body
+        owner = ((job["spec"].get("attach") or {}).get("owner") or {}).get("uid") or job["metadata"]["uid"]
+        return pod["metadata"].get("labels", {}).get(JOB_UID) == owner
 
     def _follow_job(self) -> None:
         selector = f"metadata.name={self.name}"

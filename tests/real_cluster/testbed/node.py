@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -103,12 +104,23 @@ class Node:
                     found.append(pid)
         return sorted(found)
 
-    def pull(self, image: str) -> subprocess.Popen[bytes]:
+    def pull(self, image: str) -> None:
         """Brings an image to the node, under the name that pods know it by. `image`: without the registry."""
         ctr = "ctr -n k8s.io images"
         there, known = f"{network.REGISTRY}/{image}", f"{network.REGISTRY_NAME}/{image}"
         script = f"{ctr} pull --plain-http {there} >/dev/null && {ctr} tag --force {there} {known} >/dev/null"
-        return subprocess.Popen([*self._inside(), "sh", "-c", script])
+        run([*self._inside(), "sh", "-c", script])
+
+    def copy_images(self, other: Node) -> None:
+        """Has from now on what the other one has. Both must be without processes."""
+        target = self.folder / "containerd"
+        shutil.rmtree(target, ignore_errors=True)
+        # Layers and blobs are never written again, so they may be the same files; the databases may not.
+        run(["cp", "-al", f"{other.folder}/containerd", str(target)])
+        for database in target.rglob("*.db"):
+            content = database.read_bytes()
+            database.unlink()
+            database.write_bytes(content)
 
     def iptables_restore(self, rules: str) -> None:
         run([*self._inside(), "iptables-restore", "--noflush"], text=rules)
