@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Files of tests run beside each other, as most of them wait a lot; PYTEST_FLAGS="-n 0" runs one after the other.
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: help setup demo test test-extended lint types contracts chart bench radosgw-test clean
+.PHONY: help setup demo test test-extended lint types contracts chart bench radosgw-test real-cluster-test real-cluster-up real-cluster-down clean
 
 help:
 	@echo "make demo       a job on a laptop cluster, hit by every size of failure (about 3 minutes)"
@@ -18,6 +18,7 @@ help:
 	@echo "make contracts  import-linter: who may import whom"
 	@echo "make chart      write anew what the Helm chart has from elsewhere, and its snapshots"
 	@echo "make radosgw-test  the remote tier against Debian's radosgw (needs root to install it)"
+	@echo "make real-cluster-test  every failure on a cluster of real kubelets (needs root and KUBE_BIN; about an hour)"
 	@echo "make bench      every benchmark, beside limits and peers, into docs/benchmarks (about 20 minutes); BENCH_FLAGS=--quick tries it"
 
 setup: $(READY)
@@ -59,6 +60,19 @@ bench: $(READY)
 radosgw-test: $(READY)
 	command -v radosgw && command -v ceph-mon && command -v ceph-osd || { apt-get update -q && apt-get install -qy --no-install-recommends radosgw ceph-mon ceph-osd; }
 	$(BIN)/python tests/sidecar/remote/radosgw.py $(BIN)/python -m pytest tests/sidecar/remote -k radosgw $(PYTEST_FLAGS)
+
+# A cluster of real kubelets on this machine, up and down again; says so and does nothing where it cannot be. IMAGES is where
+# `make images-archive` left the three archives.
+REAL_CLUSTER := PYTHONPATH=tests/real_cluster $(BIN)/python -m testbed
+
+real-cluster-test: $(READY)
+	$(BIN)/python tests/real_cluster/whole.py $(PYTEST_FLAGS)
+
+real-cluster-up: $(READY)
+	$(REAL_CLUSTER) up
+
+real-cluster-down: $(READY)
+	$(REAL_CLUSTER) down
 
 clean:
 	rm -rf $(VENV) .bench demo-report .pytest_cache .mypy_cache .ruff_cache .hypothesis
