@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-sys.path.insert(0, str(_HERE))
-
 from testbed.cluster import Testbed
 from testbed.needs import missing
 
