@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-_HERE = Path(__file__).parent
 from testbed.cluster import Testbed
 from testbed.needs import missing
 
+_HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]
 _FOLDER = Path(os.environ.get("TIERCHECK_TESTBED_FOLDER", "/var/tmp/tiercheck-testbed"))
 _PARTS = (["test_install_guide.py"], ["test_faults.py", "test_modes.py", "test_release.py"])
