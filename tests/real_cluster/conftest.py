@@ -32,6 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A run takes long: why a test failed is told when it did."""
+    if report.failed and "real_cluster" in report.keywords:
+        print(f"\nFAILED {report.nodeid} ({report.when})\n{report.longreprtext[-3000:]}", flush=True)
+
+
 @pytest.fixture(scope="session")
 def stage() -> Iterator[Stage]:
     import helm_python
