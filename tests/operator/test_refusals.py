@@ -29,8 +29,9 @@ class Refusing:
         self.created.append(body["metadata"]["name"])
         raise ApiFailure(self.status, "exceeded quota: gpus")
 
-    async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> None:
+    async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> bool:
         self.deleted.append(names["name"])
+        return True
 
 
 def executor(server: Refusing) -> Executor:

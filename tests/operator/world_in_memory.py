@@ -498,6 +498,8 @@ class World:
                 if self.pods.get(pod.uid) == pod:  # else the resourceVersion does not match
                     self.pods[pod.uid] = replace(pod, worker=worker, incarnation=incarnation)
             case DeletePod():
+                assert item.why.startswith(f"pod {item.name}"), f"nobody is told why {item.name} goes"
+                assert ": " in item.why
                 self.deleted.append(item)
                 self._delete(item)
             case SavePlacement(placement):

@@ -136,7 +136,10 @@ class JobLoop:
             self._woken.clear()
             began = self.began = asyncio.get_running_loop().time()
             try:
-                delay = await self._reconcile()
+                try:
+                    delay = await self._reconcile()
+                finally:
+                    await self._tell_removed()
                 self._failures = 0
             except JobGone:
                 raise
@@ -156,6 +159,11 @@ class JobLoop:
             quiet = self._failures > 0 or not await self._news_within(delay)
             if quiet and delay >= self._around.config.resync_seconds:
                 self._known = False  # nothing happened for a while: look at everything again
+
+    async def _tell_removed(self) -> None:
+        removed = self._executor.removed()
+        if removed:
+            await self._events.post_removed(parse_job(self._raw), removed, self._around.clock())
 
     async def _news_within(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
