@@ -307,18 +307,20 @@ ENDS: dict[str, tuple[int, str, str]] = {
     "SIGSEGV": (139, "", ""),
     "own exception": (1, "UncaughtException", ""),
     "silent": (1, "", ""),
+    "vanished": (1, "Vanished", ""),
     "connection": (1, "CollectiveFailed", ""),
     "watchdog": (134, "CollectiveFailed", ""),
     "stopped": (143, "", ""),
 }
-STRONG, WEAK, STOPPED = ("OOMKilled", "SIGKILL", "SIGSEGV", "own exception"), ("connection", "watchdog"), ("stopped",)
+ORIGINS = ("OOMKilled", "SIGKILL", "SIGSEGV", "own exception", "silent", "vanished")
+ECHOES, STOPPED = ("connection", "watchdog"), ("stopped",)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    origin=st.sampled_from(STRONG),
+    origin=st.sampled_from(ORIGINS),
     worker=st.integers(0, 3),
-    others=st.lists(st.sampled_from(WEAK + STOPPED), min_size=3, max_size=3),
+    others=st.lists(st.sampled_from(ECHOES + STOPPED), min_size=3, max_size=3),
     times=st.lists(st.floats(-3, 3), min_size=4, max_size=4),
     seen=st.permutations(range(4)),
 )

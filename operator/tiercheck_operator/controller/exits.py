@@ -14,6 +14,7 @@ from tiercheck_operator.controller.suspicion import trainer_failed
 
 OOM_KILLED = "OOMKilled"
 COLLECTIVE_FAILED = "CollectiveFailed"
+VANISHED = "Vanished"
 CONTAINER_RESTARTED = "ContainerRestarted"
 _SIGKILL, _SIGTERM = 137, 143
 _ECHOES = {1, 134, _SIGTERM}
@@ -66,7 +67,7 @@ class _Evidence(IntEnum):
 def _evidence(trainer: TrainerReport, pod: PodView) -> _Evidence:
     if _from_outside(trainer, pod):
         return _Evidence.OWN
-    if trainer.failure is not None:
+    if trainer.failure is not None and trainer.failure.reason != VANISHED:
         return _Evidence.ECHO if trainer.failure.reason == COLLECTIVE_FAILED else _Evidence.OWN
     if trainer.exit_code == _SIGTERM:
         return _Evidence.STOPPED
