@@ -89,11 +89,12 @@ class Server:
             raise ApiFailure(409, "conflict")
         return self._stored(key, {**known, "status": _merged(known.get("status") or {}, body["status"])})
 
-    async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> None:
+    async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> bool:
         self.calls.append(f"DELETE {path}")
-        self.objects.pop(path.format(**names), None)
+        found = self.objects.pop(path.format(**names), None) is not None
         if "/pods/" in path:
             self.pod_deleted(names["name"])
+        return found or "/pods/" in path
 
     def _stored(self, key: str, body: dict[str, Any]) -> dict[str, Any]:
         self.version += 1

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck_operator.controller.actions import Notice
+from tiercheck_operator.controller.actions import DeletePod, Notice
 from tiercheck_operator.controller.observation import JobView
 from tiercheck_operator.controller.record import rfc3339
 from tiercheck_operator.kube import CORE, ApiFailure, Kube
@@ -30,6 +31,10 @@ _LONG_QUIET = 3600.0
 """Seconds in which the same Event about an object that is no job is posted once only: nothing happens to such objects while
 they wait for somebody to mend their templates."""
 _MESSAGE_LIMIT = 1024
+POD_REMOVED = "PodRemoved"
+"""Reason of the Event about each pod that we delete."""
+_PODS_AT_ONCE = 64
+"""Pods of one reconcile that get an Event of their own, beside the job's: a recovery does not wait for a thousand of them."""
 
 
 @dataclass
@@ -60,10 +65,26 @@ class EventPoster:
         for notice in notices:
             series = self._of(notice)
             series.count, series.last = series.count + 1, now
-            log.info("%s/%s: %s: %s", job.namespace, job.name, notice.reason, notice.message)
+            if notice.reason != POD_REMOVED:  # whoever did it has said it
+                log.info("%s/%s: %s: %s", job.namespace, job.name, notice.reason, notice.message)
         for series in list(self._series.values()):
             if series.count > series.told and now - series.written >= _PAUSE:
                 await self._write(job, series, now)
+
+    async def post_removed(self, job: JobView, removed: Sequence[DeletePod], now: float) -> None:
+        """Of pods that we have deleted: why, at the job and at the pods themselves."""
+        if not removed:
+            return
+        told = [Notice("Normal", POD_REMOVED, f"deleted{' by force' * pod.force} {pod.why}") for pod in removed]
+        await self.post(job, told, now)
+        pairs = list(zip(removed, told, strict=True))[:_PODS_AT_ONCE]
+        await asyncio.gather(*(self._write_at(_pod(job, pod), notice, now) for pod, notice in pairs))
+
+    async def _write_at(self, about: Mapping[str, str], notice: Notice, now: float) -> None:
+        try:
+            await self._kube.create(CORE + "/events", _event(about, notice, now), namespace=about["namespace"])
+        except ApiFailure as error:
+            log.warning("%s/%s: Event %s was not posted: %s", about["namespace"], about["name"], notice.reason, error)
 
     def _of(self, notice: Notice) -> _Series:
         key = (notice.type, notice.reason, notice.message)
@@ -126,6 +147,10 @@ class ObjectEvents:
             await self._kube.create(CORE + "/events", body, namespace=about["namespace"])
         except ApiFailure as error:
             log.warning("%s/%s: Event %s was not posted: %s", about["namespace"], about["name"], reason, error)
+
+
+def _pod(job: JobView, pod: DeletePod) -> Mapping[str, str]:
+    return {"apiVersion": "v1", "kind": "Pod", "namespace": job.namespace, "name": pod.name, "uid": pod.uid}
 
 
 def _reference(job: JobView) -> Mapping[str, str]:

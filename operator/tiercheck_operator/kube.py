@@ -142,13 +142,15 @@ class Kube:
         """JSON merge patch; a resourceVersion in `body` is a precondition. Raises ApiFailure."""
         return await self._call("PATCH", path.format(**names), body, MERGE_PATCH)
 
-    async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> None:
-        """With DeleteOptions; an object that is gone already is fine. Raises ApiFailure."""
+    async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> bool:
+        """With DeleteOptions. Whether there was such an object; one that is gone already is fine. Raises ApiFailure."""
         try:
             await self._call("DELETE", path.format(**names), {"apiVersion": "v1", "kind": "DeleteOptions", **options})
         except ApiFailure as error:
             if not error.not_found:
                 raise
+            return False
+        return True
 
     async def list_metadata(self, path: str, query: str = "", page: int = 500, **names: str) -> list[dict[str, Any]]:
         """`metadata` of every object, as of one moment, asked from the storage. Raises ApiFailure."""

@@ -12,8 +12,7 @@ from tiercheck.protocol.directive import Tier
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.observation import JobView
-from tiercheck_operator.controller.parsing import parse_time
-from tiercheck_operator.controller.record import JobRecord
+from tiercheck_operator.controller.record import JobRecord, parse_time
 
 _JOB = ["namespace", "job"]
 _PHASES = ("detect", "restore", "total")

@@ -15,6 +15,9 @@ from tiercheck.protocol.report import RankFailure, TrainerReport, TrainerState
 from tiercheck_sidecar.stall_watch import StallWatch
 
 CONTAINER_RESTARTED = "ContainerRestarted"
+_COLLECTIVE_FAILED = "CollectiveFailed"
+_VANISHED = "Vanished"
+_GONE = "the process was gone without a word, as one is that was killed"
 COME_BACK_SECONDS = 3.0
 """How long a launcher may be silent before its command counts as lost."""
 _SMOOTHING = 0.2
@@ -31,6 +34,8 @@ class TrainerWatch:
         self._silent_since: float | None = None
         self._not_finite: dict[int, int] = {}
         self._stall = StallWatch()
+        self._mute: int | None = None
+        """The rank that left first, if it said nothing before."""
 
     @property
     def report(self) -> TrainerReport:
@@ -49,6 +54,7 @@ class TrainerWatch:
         self._silent_since = None
         self._not_finite = {}
         self._stall = StallWatch()
+        self._mute = None
         if resumed:
             self._stall.started(now)
             self._report = TrainerReport(TrainerState.RUNNING)
@@ -84,6 +90,9 @@ class TrainerWatch:
         elif event.event == "exited":
             self._silent_since = None
             state = TrainerState.SUCCEEDED if event.exit_code == 0 else TrainerState.FAILED
+            failure = self._report.failure
+            if failure is None and self._mute is not None and state is TrainerState.FAILED:
+                failure = RankFailure(self._mute, _VANISHED, _GONE, 0)
             self._report = dataclasses.replace(
                 self._report,
                 state=state,
@@ -91,6 +100,7 @@ class TrainerWatch:
                 reason=event.reason,
                 message=event.message,
                 ended_at=now,
+                failure=failure,
             )
         elif event.event == "idle" and self._silent_since is not None:
             self._lost(now)
@@ -112,12 +122,17 @@ class TrainerWatch:
 
     def rank_left(self, rank: int, attempt: int) -> None:
         """Its connection is closed."""
-        if attempt == self.attempt:
-            self._stall.left(rank)
+        if attempt != self.attempt:
+            return
+        self._stall.left(rank)
+        if self._mute is None and self._report.failure is None and self._report.state is TrainerState.RUNNING:
+            self._mute = rank
 
     def progress(self, rank: int, step: int, step_seconds: float | None, now: float) -> None:
         """A rank reached `step`, or is still there after it."""
         report = self._report
+        if self._mute == rank:
+            self._mute = None  # it only had to connect anew
         self._stall.progress(rank, step, now)
         slowest = self._stall.slowest() or (None, None)
         average = report.step_seconds
@@ -134,9 +149,11 @@ class TrainerWatch:
         )
 
     def failing(self, failure: RankFailure) -> None:
-        """A rank is about to end. What breaks a collective explains the others' broken collectives."""
-        known = self._report.failure
-        if known is None or known.reason == "CollectiveFailed" != failure.reason:
+        """A rank is about to end. What breaks a collective explains the others' broken collectives, and so does a rank that is gone."""
+        known, echo = self._report.failure, failure.reason == _COLLECTIVE_FAILED
+        if echo and self._mute is not None:
+            return
+        if known is None or (known.reason == _COLLECTIVE_FAILED and not echo):
             self._report = dataclasses.replace(self._report, failure=failure)
 
     def not_finite(self, rank: int, steps: int) -> int:
@@ -147,11 +164,11 @@ class TrainerWatch:
         return steps - before if steps > before else 0
 
     def _lost(self, now: float) -> None:
-        self._silent_since = None
+        silent_since, self._silent_since = self._silent_since, None
         self._report = dataclasses.replace(
             self._report,
             state=TrainerState.FAILED,
             reason=CONTAINER_RESTARTED,
             message="the trainer container ended without saying so, and was restarted or is gone",
-            ended_at=now,
+            ended_at=now if silent_since is None else silent_since,
         )

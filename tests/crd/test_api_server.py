@@ -161,7 +161,7 @@ def full_status() -> dict[str, Any]:
             step=57,
             step_seconds=0.25,
             tiers={tier: TierRecord(step, NOW, 57 - step) for tier, step in (("local", 55), ("peer", 50), ("remote", 40))},
-            placement=PlacementRecord("hash", "rack", ("any one rack", "any one host"), 0),
+            placement=PlacementRecord("hash", "rack", ("any one rack", "any one host"), 0, complete=True),
             size=SizeRecord(3, 1.5),
             spares=SparesRecord(2, 1),
             recovery=Recovery("PodLost", "pod j-2-0 is gone", 1.5, 2.5, 3, "because", 40, 1, 3, 3.5, 4.5, 5.5),
@@ -198,6 +198,27 @@ def test_condition_without_a_reason_is_refused(api: Api) -> None:
     with pytest.raises(Refused) as refused:
         api.patch_status(name, {"conditions": [bad]})
     assert "reason" in refused.value.message
+
+
+def test_moments_in_the_status_are_times_that_a_person_can_read(api: Api) -> None:
+    """`kubectl describe` showed `Detected At: 1.795331992686e+09`."""
+    name = new_job(api)
+    api.patch_status(name, full_status())
+    told = api.read(name)["status"]
+    assert told["recovery"]["detectedAt"] == "1970-01-01T00:00:02.500Z"
+    assert told["size"]["roomSince"] == "1970-01-01T00:00:01.500Z"
+    with pytest.raises(Refused):
+        api.patch_status(name, {"recovery": {**told["recovery"], "detectedAt": "yesterday"}})
+
+
+def test_nothing_is_tolerated_in_the_list_before_copies_are_complete(api: Api) -> None:
+    name = new_job(api)
+    placed = PlacementRecord("hash", "rack", ("any one rack",), 0)
+    api.patch_status(name, render_record(JobRecord(attempt=1, phase="Starting", placement=placed)))
+    table = api.table()
+    columns = [column["name"] for column in table["columnDefinitions"]]
+    row = next(row["cells"] for row in table["rows"] if row["cells"][0] == name)
+    assert not dict(zip(columns, row, strict=True))["Tolerates"]
 
 
 def test_columns_tell_the_jobs_story_in_one_line(api: Api) -> None:

@@ -155,6 +155,8 @@ def test_controller_writes_no_field_that_would_be_pruned(name: str) -> None:
             facts=Facts(1, ("Evicted",), ("n",)),
             rule="r",
             tries=1,
+            reached=3,
+            noticed_at=1.5,
         ),
         size=SizeRecord(3, 1.5),
         spares=SparesRecord(2, 1),
@@ -166,6 +168,21 @@ def test_controller_writes_no_field_that_would_be_pruned(name: str) -> None:
         completed="2026-01-01T00:00:00Z",
     )
     assert unknown(render_record(record), SCHEMA["properties"][name], name) == []
+
+
+def test_every_moment_that_the_controller_writes_is_a_time_for_the_api() -> None:
+    """And a number only where it is a duration, a count or a size."""
+    moments = [path for path, kind in leaves(SCHEMA["properties"]["status"]) if kind.get("format") == "date-time"]
+    numbers = [path for path, kind in leaves(SCHEMA["properties"]["status"]) if kind.get("type") == "number"]
+    assert [path for path in numbers if not path.endswith("Seconds")] == []
+    for name in ("recovery.failedAt", "recovery.releasedAt", "size.roomSince", "lastRecovery.time", "startTime"):
+        assert name in moments
+
+
+def leaves(schema: dict[str, Any], path: str = "") -> list[tuple[str, dict[str, Any]]]:
+    inner = schema.get("properties") or {}
+    found = [leaf for name, each in inner.items() for leaf in leaves(each, f"{path}.{name}".lstrip("."))]
+    return found or [(path, schema)]
 
 
 def unknown(value: Any, schema: dict[str, Any], path: str) -> list[str]:

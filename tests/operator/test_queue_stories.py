@@ -175,8 +175,9 @@ class PodGroups:
     async def get(self, path: str, **names: str) -> dict[str, Any] | None:
         return self.known
 
-    async def delete(self, path: str, options: dict[str, Any], **names: str) -> None:
+    async def delete(self, path: str, options: dict[str, Any], **names: str) -> bool:
         self.known = None
+        return True
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tiercheck_operator.config import Config
 from tiercheck_operator.controller.failure_spec import ExitCodes, FailureRule, HangSpec, RuleAction
 from tiercheck_operator.controller.loop import merge_patch
 from tiercheck_operator.controller.observation import ContainerView
-from tiercheck_operator.controller.parsing import parse_job, parse_node, parse_pod, parse_time
+from tiercheck_operator.controller.parsing import parse_job, parse_node, parse_pod
 from tiercheck_operator.controller.record import (
     CheckpointRecord,
     Condition,
@@ -24,8 +24,10 @@ from tiercheck_operator.controller.record import (
     MemoryRecord,
     PlacementRecord,
     Recovery,
+    SizeRecord,
     TierRecord,
     parse_record,
+    parse_time,
     render_record,
     rfc3339,
 )
@@ -178,6 +180,8 @@ def test_status_means_the_same_after_a_round_trip() -> None:
             facts=Facts(7, ("Evicted",), ("n",)),
             rule="moved",
             tries=2,
+            reached=43,
+            noticed_at=11.0,
         ),
         last_recovery={"attempt": 6},
         started=rfc3339(0),
@@ -185,6 +189,50 @@ def test_status_means_the_same_after_a_round_trip() -> None:
     )
     assert parse_record(render_record(record)) == record
     assert record.restored_version == Version(40, 1)
+
+
+MOMENTS = ("failed_at", "detected_at", "decided_at", "restored_at", "released_at", "noticed_at")
+
+
+@given(st.lists(st.floats(1, 4e9), min_size=6, max_size=6), st.floats(1, 4e9))
+def test_moments_survive_the_api_to_the_millisecond(times: list[float], room: float) -> None:
+    written = dict(zip(MOMENTS, times, strict=True))
+    record = JobRecord(recovery=Recovery("NodeLost", "m", **written), size=SizeRecord(3, room))  # type: ignore[arg-type]
+    raw = render_record(record)
+    spelled = [raw["recovery"][name] for name in ("failedAt", "detectedAt", "releasedAt")] + [raw["size"]["roomSince"]]
+    assert all(text.endswith("Z") for text in spelled)
+    read = parse_record(raw)
+    assert read.recovery is not None
+    assert all(abs(getattr(read.recovery, name) - at) < 0.001 for name, at in written.items())
+    assert parse_record(render_record(read)) == read
+
+
+def test_status_of_an_operator_that_wrote_moments_as_numbers_is_understood() -> None:
+    """A recovery may be under way while the operator is upgraded."""
+    old = {
+        "attempt": 2,
+        "recovery": {"cause": "NodeLost", "message": "m", "failedAt": 10.5, "detectedAt": 11.25, "decidedAt": 12},
+        "size": {"workers": 3, "roomSince": 9.5},
+        "placement": {"hash": "h", "tolerates": ["any one rack"], "tolerance": "any one rack"},
+    }
+    record = parse_record(old)
+    assert record.recovery is not None
+    assert (record.recovery.failed_at, record.recovery.detected_at, record.recovery.decided_at) == (10.5, 11.25, 12.0)
+    assert record.size == SizeRecord(3, 9.5)
+    assert record.placement is not None
+    assert record.placement.survives == ("any one rack",)
+
+
+@pytest.mark.parametrize("complete", [True, False])
+@pytest.mark.parametrize("promised", [(), ("any one rack", "any one host")])
+def test_what_a_placement_promises_is_kept_whether_it_is_true_yet_or_not(
+    complete: bool, promised: tuple[str, ...]
+) -> None:
+    record = JobRecord(placement=PlacementRecord("h", "rack", promised, 0, complete=complete))
+    raw = render_record(record)["placement"]
+    assert raw["tolerates"] == (list(promised) if complete else [])
+    assert raw.get("tolerance") == ((", ".join(promised) or "nothing") if complete else None)
+    assert parse_record(render_record(record)) == record
 
 
 def test_status_that_is_not_there_yet_is_a_new_job() -> None:

@@ -29,8 +29,9 @@ class Refusing:
         self.created.append(body["metadata"]["name"])
         raise ApiFailure(self.status, "exceeded quota: gpus")
 
-    async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> None:
+    async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> bool:
         self.deleted.append(names["name"])
+        return True
 
 
 def executor(server: Refusing) -> Executor:
@@ -40,7 +41,10 @@ def executor(server: Refusing) -> Executor:
 
 async def test_a_large_job_does_not_ask_for_every_pod_once_one_was_refused() -> None:
     server = Refusing()
-    actions = [*(CreatePod(worker, 0, ()) for worker in range(500)), DeletePod("old", "u", force=False)]
+    actions = [
+        *(CreatePod(worker, 0, ()) for worker in range(500)),
+        DeletePod("old", "u", force=False, why="pod old: it is lost"),
+    ]
     with pytest.raises(ApiFailure, match="exceeded quota"):
         await executor(server).run(World().observe().job, actions, None)
     assert len(server.created) < 50

@@ -60,7 +60,7 @@ def worst(letter: str = "\N{GREEK SMALL LETTER OMEGA}") -> JobRecord:
         recovery=Recovery(
             "C" * 64, letter * 1000, START, START, BIG, letter * 1000, BIG, BIG, BIG, START, START, START,
             tuple(Version(BIG, BIG) for _ in range(16)),
-            Facts(255, tuple("R" * 64 for _ in range(16)), tuple("n" * 63 for _ in range(16))), "r" * 63, BIG,
+            Facts(255, tuple("R" * 64 for _ in range(16)), tuple("n" * 63 for _ in range(16))), "r" * 63, BIG, BIG, START,
         ),
         last_recovery=summary, recoveries=history,  # type: ignore[arg-type]
         started=rfc3339(START), completed=rfc3339(START),

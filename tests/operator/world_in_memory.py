@@ -116,6 +116,7 @@ class Sidecar:
     closed: bool = False
     """Its process is gone, its host is well."""
     serial: int = 0
+    flushed_for: int = 0
 
     def accept(self, directive: Directive) -> None:
         old = self.directive
@@ -152,8 +153,28 @@ class Sidecar:
             self.trainer = TrainerReport(TrainerState.RUNNING, started_at=self.world.now, step=None)
             self.world.position[self.pod] = step
             self._replay(version)
-        if directive.phase is Phase.FINISH:
-            self.world.finished(self.pod)
+        if (
+            directive.phase is Phase.FINISH or self.flushed_for
+        ):  # its launcher is gone: a later directive brings nobody back
+            self._flush()
+
+    def _flush(self) -> None:
+        """The training command stops after the step that it is at; what is owed to the remote tier is brought there, and all end."""
+        world = self.world
+        if self.trainer.state is TrainerState.RUNNING:
+            self.trainer = replace(self.trainer, state=TrainerState.FAILED, exit_code=143, ended_at=world.now)
+        self.flushed_for += 1
+        if self.flushed_for <= world.flush_seconds:
+            return
+        if (
+            world.flush_seconds
+            and world.job.spec.remote is not None
+            and world.committed is not None
+            and world.remote_up
+        ):
+            world.remote.add(world.committed)
+        if self.flushed_for > world.flush_seconds + bool(world.flush_seconds):
+            world.finished(self.pod)
 
     def _restore(self, directive: Directive) -> None:
         if directive.restore is None:
@@ -319,7 +340,10 @@ class Sidecar:
                 else (),
             ),
             watermarks=Watermarks(
-                world.committed, world.committed, max(world.remote, default=None), snapshot=world.committed
+                world.committed,
+                world.copied.get((directive.attempt, directive.placement)) if directive else None,
+                max(world.remote, default=None),
+                snapshot=world.committed,
             ),
             memory=MemoryReport(1, 0, 0),
             can_change_worker=self.world.new_sidecars,
@@ -368,6 +392,8 @@ class World:
         """What trainers say of their optimizers."""
         self.remote_up = True
         self.committed: Version | None = None
+        self.copied: dict[tuple[int, str], Version] = {}
+        """By attempt and placement, the newest version that all its holders have."""
         self.position: dict[str, int] = {}
         self.total_steps = steps
         self.step_seconds = 1.0
@@ -381,7 +407,14 @@ class World:
         self.stillborn_code = 1
         self.slow_trainers: set[int] = set()
         """Workers whose trainer container is not up yet."""
+        self.flush_seconds = 0
+        """How long sidecars bring what they owe to the remote tier, once told to finish; 0: they end at once, and owe nothing."""
         self.dying: dict[str, float] = {}
+        """When the pod (UID) that is being deleted will be gone."""
+        self.grace = 2.0
+        """Seconds that a pod takes to end when it is deleted."""
+        self.ends_as = "Failed"
+        """Phase of such a pod once its containers have ended, a moment before it is gone; Succeeded where launchers exit with 0."""
         self.dead_nodes: dict[str, float] = {}
         self.new_sidecars = True
         """Whether they can become other workers."""
@@ -465,6 +498,8 @@ class World:
                 if self.pods.get(pod.uid) == pod:  # else the resourceVersion does not match
                     self.pods[pod.uid] = replace(pod, worker=worker, incarnation=incarnation)
             case DeletePod():
+                assert item.why.startswith(f"pod {item.name}"), f"nobody is told why {item.name} goes"
+                assert ": " in item.why
                 self.deleted.append(item)
                 self._delete(item)
             case SavePlacement(placement):
@@ -513,17 +548,28 @@ class World:
         if action.force:
             self._gone(action.uid)
         elif not pod.deleting:
-            self.pods[action.uid] = replace(pod, deleting=True, deleted_at=self.now)
-            self.dying[action.uid] = self.now + 2
+            self.pods[action.uid] = replace(pod, given_up=action.given_up)
+            self.end_gracefully(action.uid)
+
+    def end_gracefully(self, uid: str, disruption: str = "") -> None:
+        """As `kubectl delete pod` does it: the containers end one after the other, the pod turns Failed, and then it is gone."""
+        self.pods[uid] = replace(self.pods[uid], deleting=True, deleted_at=self.now, disruption=disruption)
+        self.dying[uid] = self.now + self.grace
 
     def _gone(self, uid: str) -> None:
         for table in (self.pods, self.sidecars, self.reports, self.dying, self.position):
             table.pop(uid, None)
 
     def _kubelets(self) -> None:
-        for uid in [uid for uid, at in self.dying.items() if at <= self.now]:
-            if self.pods[uid].node not in self.dead_nodes:
+        for uid, at in list(self.dying.items()):
+            pod = self.pods[uid]
+            if pod.node in self.dead_nodes or at - 1 > self.now:
+                continue
+            if at <= self.now:
                 self._gone(uid)
+            elif pod.ip is not None and not pod.terminal:
+                self.pods[uid] = replace(pod, phase=self.ends_as)
+                self._vanish(uid)
         for name, at in self.dead_nodes.items():
             if name in self.nodes and at + self.node_grace <= self.now and not self.nodes[name].lost:
                 self.nodes[name] = replace(self.nodes[name], lost="node is not ready (NodeStatusUnknown)")
@@ -638,8 +684,7 @@ class World:
     def evict(self, uid: str) -> None:
         pod = self.pods.get(uid)
         if pod is not None and not pod.deleting:
-            self.pods[uid] = replace(pod, deleting=True, deleted_at=self.now, disruption="EvictionByEvictionAPI")
-            self.dying[uid] = self.now + 2
+            self.end_gracefully(uid, "EvictionByEvictionAPI")
 
     def crash(self, worker: int, code: int = 1, reason: str = "Crashed") -> bool:
         sidecar = self.live_sidecar(worker)
@@ -724,6 +769,9 @@ class World:
         self.made[version] = len(team)
         self._fold(team, version, Kind.SNAPSHOT)
         self.committed = version
+        for directive in {s.directive.placement: s.directive for s in team.values() if s.directive}.values():
+            if directive.holders or directive.parity:
+                self.copied[directive.attempt, directive.placement] = version
         self._free(team, version.step - (self.job.spec.snapshot_every or 4))
         remote = self.job.spec.remote
         if remote is not None and version.step % remote["everySteps"] == 0 and self.remote_up:

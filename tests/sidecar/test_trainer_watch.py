@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tiercheck.protocol.local import LauncherEvent
-from tiercheck.protocol.report import TrainerState
+from tiercheck.protocol.report import RankFailure, TrainerState
 from tiercheck_sidecar.trainer_watch import COME_BACK_SECONDS, TrainerWatch
 
 
@@ -68,3 +68,73 @@ def test_step_time_is_averaged_and_the_newest_step_of_any_rank_counts() -> None:
     watch.progress(1, 9, 2.0, 3.0)
     assert (watch.report.step, watch.report.first_step_at) == (10, 2.0)
     assert watch.report.step_seconds == 1.2
+
+
+def test_trainer_container_counts_as_ended_when_its_launcher_fell_silent_and_not_when_that_was_sure() -> None:
+    """What fell first is told by these times."""
+    watch = running()
+    watch.launcher_gone(5.0)
+    watch.tick(5.0 + COME_BACK_SECONDS)
+    assert watch.report.ended_at == 5.0
+
+
+RESET = "RuntimeError: Connection reset by peer"
+
+
+def ended(watch: TrainerWatch, code: int = 1) -> RankFailure | None:
+    watch.event(LauncherEvent("exited", 1, code, "Crashed"), 9.0)
+    return watch.report.failure
+
+
+def test_rank_that_was_gone_without_a_word_before_its_neighbours_complained_is_named() -> None:
+    """It was killed; torchrun ends with 1 because of it, and the others on the worker only saw their collective break."""
+    watch = running()
+    watch.rank_left(3, 1)
+    watch.failing(RankFailure(2, "CollectiveFailed", RESET, 1))
+    watch.rank_left(2, 1)
+    failure = ended(watch)
+    assert failure is not None
+    assert (failure.rank, failure.reason) == (3, "Vanished")
+    assert "killed" in failure.message
+
+
+def test_words_come_before_the_silence_of_those_that_torchrun_stopped_after_them() -> None:
+    for reason in ("CollectiveFailed", "UncaughtException"):
+        watch = running()
+        watch.failing(RankFailure(2, reason, "why", 1))
+        for rank in (2, 3, 0, 1):
+            watch.rank_left(rank, 1)
+        failure = ended(watch)
+        assert failure is not None
+        assert (failure.rank, failure.reason) == (2, reason)
+
+
+def test_own_exception_is_the_origin_although_another_rank_was_gone_before() -> None:
+    """That one may just have been done."""
+    watch = running()
+    watch.rank_left(3, 1)
+    watch.failing(RankFailure(2, "UncaughtException", "ValueError: bad sample", 1))
+    failure = ended(watch)
+    assert failure is not None
+    assert failure.rank == 2
+
+
+def test_rank_that_only_had_to_connect_anew_has_not_vanished() -> None:
+    watch = running()
+    watch.rank_left(0, 1)
+    watch.progress(0, 7, 0.5, 6.0)
+    watch.failing(RankFailure(0, "CollectiveFailed", RESET, 1))
+    failure = ended(watch)
+    assert failure is not None
+    assert failure.reason == "CollectiveFailed"
+
+
+def test_rank_that_ends_with_success_has_not_vanished_and_the_next_attempt_knows_of_nothing() -> None:
+    watch = running()
+    watch.rank_left(0, 1)
+    assert ended(watch, 0) is None
+    watch = running()
+    watch.rank_left(0, 1)
+    watch.begin_attempt(2, False, 20.0)
+    watch.event(LauncherEvent("exited", 2, 1, "Crashed"), 21.0)
+    assert watch.report.failure is None

@@ -66,7 +66,8 @@ class RankFailure:
 
     rank: int
     reason: str
-    """A CamelCase word: UncaughtException, Exited, OutOfGPUMemory, GPUFault, CollectiveFailed."""
+    """A CamelCase word: UncaughtException, Exited, OutOfGPUMemory, GPUFault, CollectiveFailed; or Vanished, by its sidecar, if it said
+    nothing."""
     message: str
     exit_code: int
 

@@ -78,6 +78,10 @@ class DeletePod:
     """Deleted only if it is still this one."""
     force: bool
     """Without waiting for its node, which is gone."""
+    why: str
+    """Which pod, a colon, and why it goes: for the log and for Events."""
+    given_up: str = ""
+    """What is noted on the pod before (`PodView.given_up`)."""
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,12 @@ from tiercheck_operator.controller.inventories import (
     remote_inventory,
     without_versions,
 )
+from tiercheck_operator.controller.kept_copies import found_again
 from tiercheck_operator.controller.membership import Membership
 from tiercheck_operator.controller.memory import largest_share, too_small
 from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.placing import Placed, Unplaceable, place_members
+from tiercheck_operator.controller.reached import newest_step
 from tiercheck_operator.controller.readiness import (
     Waiting,
     handing_over,
@@ -137,7 +139,7 @@ def _situation(
         remote=remote,
         distance=placed.distance,
         step_seconds=obs.job.status.step_seconds,
-        last_step=newest_step(obs.job.status, reports) or None,
+        last_step=newest_step(obs) or None,
         # Later attempts go on from where the job is; the wish was about its beginning.
         target_step=spec.restore_step if first else None,
         bad=bad_everywhere(reports),
@@ -173,7 +175,7 @@ def _next_status(
     status = obs.job.status
     step = outcome.version.step if isinstance(outcome, Recover) else 0
     cause = Cause.parse(recovery.cause)
-    before = newest_step(status, reports_of(obs, membership.members))
+    before = newest_step(obs)
     replayed_from = outcome.snapshot if isinstance(outcome, Recover) and outcome.snapshot != outcome.version else None
     accepted = history.after(
         number,
@@ -182,6 +184,7 @@ def _next_status(
         replayed_from.step if replayed_from is not None else 0,
     )
     members = members_digest(membership.members)
+    in_place = cause.in_place and members == status.members
     return replace(
         status,
         attempt=number,
@@ -193,11 +196,9 @@ def _next_status(
         crash_step=before if verdict.counts else status.crash_step,
         disruptions=status.disruptions + (not verdict.counts and not cause.planned),
         step=None if isinstance(outcome, StartFresh) else status.step or step or None,
-        placement=placed.record,
+        placement=found_again(status.placement, placed.record) if in_place else placed.record,
         # With pods lost, what memory held is no longer complete; the coordinator will say when it is again.
-        tiers=status.tiers
-        if cause.in_place and members == status.members
-        else {name: tier for name, tier in status.tiers.items() if name == "remote"},
+        tiers=status.tiers if in_place else {name: tier for name, tier in status.tiers.items() if name == "remote"},
         recovery=replace(
             recovery,
             attempt=number,
@@ -206,6 +207,7 @@ def _next_status(
             reason=_with_size(outcome.reason, obs),
             step=step,
             version_attempt=outcome.version.attempt if isinstance(outcome, Recover) else 0,
+            reached=before,
             lost_steps=max(0, before - step) if status.attempt else 0,
             decided_at=obs.now,
             restored_at=None,
@@ -230,14 +232,6 @@ def _with_size(reason: str, obs: Observation) -> str:
 def _with_rule(message: str, verdict: Verdict) -> str:
     said = f" (rule {verdict.rule} of failurePolicy.rules: {verdict.action.value})" if verdict.rule else ""
     return f"{message[: 1000 - len(said)]}{said}"
-
-
-def newest_step(status: JobRecord, reports: list[Report]) -> int:
-    """The newest step known to have been trained in the accepted history; 0: none."""
-    steps = [report.trainer.step for report in reports if report.attempt == status.attempt and report.trainer.step]
-    if status.recovery is not None and status.recovery.decided_at is not None:
-        steps.append(status.recovery.step + status.recovery.lost_steps)
-    return max([*steps, status.step or 0])
 
 
 def _counted(reports: list[Report]) -> bool:

@@ -161,6 +161,7 @@ def _summary(obs: Observation, recovery: Recovery, reports: Mapping[int, Report]
         if rank.tier is not None:
             tiers[rank.tier.value] += 1
     restored = recovery.restored_at or obs.now
+    noticed = recovery.noticed_at or recovery.detected_at
     return {
         "attempt": recovery.attempt,
         "cause": recovery.cause,
@@ -172,8 +173,8 @@ def _summary(obs: Observation, recovery: Recovery, reports: Mapping[int, Report]
         "rebuilt": sum(rank.rebuilt for rank in ranks),
         "step": recovery.step,
         "lostSteps": recovery.lost_steps,
-        "detectSeconds": round(max(0.0, recovery.detected_at - recovery.failed_at), 3),
-        "restoreSeconds": round(max(0.0, restored - recovery.detected_at), 3),
+        "detectSeconds": round(max(0.0, noticed - recovery.failed_at), 3),
+        "restoreSeconds": round(max(0.0, restored - noticed), 3),
         "totalSeconds": round(max(0.0, first_step - recovery.failed_at), 3),
         "time": rfc3339(obs.now),
     }

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Cause(str, Enum):
-    """`status.recovery.cause`. Later members explain earlier ones."""
+    """`status.recovery.cause`. Of what is seen at once, later members explain earlier ones; of what is seen later, see `explains`."""
 
     DIVERGED = "Diverged"
     """The sanity gate refused failurePolicy.rollbackAfterNonFinite steps in a row: the job goes back to the last good version."""
@@ -45,6 +45,22 @@ class Cause(str, Enum):
     @property
     def weight(self) -> int:
         return list(Cause).index(self)
+
+    def explains(self, earlier: Cause) -> bool:
+        """Whether `earlier`, which was seen first in the same failure, came from this. Otherwise this came from it, or has nothing
+        to do with it, and what was seen first stands: a node that is switched off after a drain was drained.
+        """
+        if earlier in (
+            Cause.NODE_LEAVING,
+            Cause.POD_DELETED,
+            Cause.GPU_FAULT,
+            Cause.POD_FAILED,
+            Cause.POD_EVICTED,
+        ):
+            return self is Cause.ALL_PODS_LOST
+        if earlier is Cause.SIDECAR_SILENT or earlier is Cause.NODE_SILENT:
+            return self.weight > earlier.weight and self not in (Cause.POD_FAILED, Cause.POD_EVICTED)
+        return self.weight > earlier.weight
 
     @property
     def planned(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.observation import Observation
-from tiercheck_operator.controller.parsing import parse_time
+from tiercheck_operator.controller.record import parse_time
 from tiercheck_operator.controller.status import Finding
 from tiercheck_operator.controller.suspend import resumed
 

@@ -32,6 +32,7 @@ from tiercheck_operator.controller.events import notices
 from tiercheck_operator.controller.failure_policy import GivenUp
 from tiercheck_operator.controller.finish import after_finish, finished
 from tiercheck_operator.controller.gang import gang_actions, gang_missing, gang_removal
+from tiercheck_operator.controller.kept_copies import all_copied, found_again, redescribed
 from tiercheck_operator.controller.leaving import told
 from tiercheck_operator.controller.membership import Membership, find_members, replacements
 from tiercheck_operator.controller.memory import equal_share, too_small
@@ -42,8 +43,8 @@ from tiercheck_operator.controller.record import JobRecord
 from tiercheck_operator.controller.replanning import replan
 from tiercheck_operator.controller.restart_count import forgiven
 from tiercheck_operator.controller.spares import keep_spares
-from tiercheck_operator.controller.status import Finding, Findings, derive_status, with_refusal
-from tiercheck_operator.controller.suspend import resumed, suspend
+from tiercheck_operator.controller.status import Finding, Findings, derive_status, finally_told, with_refusal
+from tiercheck_operator.controller.suspend import resumed, still_ending, suspend
 from tiercheck_operator.controller.suspicion import checks, next_look
 from tiercheck_operator.controller.trigger import find_trigger, update_recovery
 from tiercheck_operator.manifests.template import template_problem
@@ -60,8 +61,8 @@ def decide(obs: Observation) -> Decision:
         return Decision()
     if finished(job.status):
         again = started_again(obs)
-        return after_finish(obs) if again is None else _kept_running(again)
-    if job.spec.suspend:
+        return _over(obs) if again is None else _kept_running(again)
+    if job.spec.suspend or still_ending(obs):
         return _suspended(obs)
     problem = template_problem(job.spec.template) if job.spec.attach is None else ""
     if problem:
@@ -80,6 +81,11 @@ def refused(obs: Observation, decision: Decision, sentence: str) -> Decision:
     same = decision.status.attempt == obs.job.status.attempt
     status = with_refusal(obs, decision.status if same else obs.job.status, sentence)
     return Decision(status=status, notices=notices(obs.job.status, status))
+
+
+def _over(obs: Observation) -> Decision:
+    status = finally_told(obs, obs.job.status)
+    return replace(after_finish(obs), status=None if status == obs.job.status else status)
 
 
 def _suspended(obs: Observation) -> Decision:
@@ -176,7 +182,7 @@ def _attempt_driven(
             return _concluded(obs, status, Findings(unplaced=unplaced), before=before, wake=wake)
         saved = placed.saved(status.attempt, membership)
         before.append(SavePlacement(saved))
-        status = replace(status, placement=placed.record)
+        status = replace(status, placement=found_again(status.placement, placed.record))
         findings = Findings(placed=Finding(placed.reason, placed.message))
     status = advance(obs, status, members)
     reports = attempt_reports(obs, status, members)
@@ -189,8 +195,8 @@ def _attempt_driven(
             later.append(SavePlacement(moved.saved))
         elif moved.saved != saved:
             before.append(SavePlacement(moved.saved))
+        status = replace(status, placement=redescribed(status.placement, moved.record, saved, moved.saved))
         saved = moved.saved
-        status = replace(status, placement=moved.record or status.placement)
         findings = replace(findings, placed=moved.placed)
         later += moved.probes
         wake = sooner(wake, moved.wake)
@@ -205,7 +211,9 @@ def _attempt_driven(
         findings = replace(findings, completed=True)
         after = list(pushes(obs, status, members, saved, Phase.FINISH))
         return _concluded(obs, status, findings, reports=reports, before=before, after=after, wake=wake)
-    after = [*pushes(obs, status, members, saved, wanted_phase(status)), *checks(obs), *later]
+    directives = pushes(obs, status, members, saved, wanted_phase(status))
+    findings = replace(findings, copied=all_copied(reports, members, directives))
+    after = [*directives, *checks(obs), *later]
     wake = sooner(wake, next_look(obs))
     return _concluded(obs, status, findings, reports=reports, before=before, after=after, wake=wake)
 

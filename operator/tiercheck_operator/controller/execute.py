@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -27,7 +28,7 @@ from tiercheck_operator.controller.actions import (
     SavePlacement,
 )
 from tiercheck_operator.controller.belongings import Belongings
-from tiercheck_operator.controller.observation import JobView
+from tiercheck_operator.controller.observation import ANNOTATION_GIVEN_UP, JobView
 from tiercheck_operator.kube import CORE, JOBS, ApiFailure, Kube
 from tiercheck_operator.manifests.pod import build_pod, build_spare
 from tiercheck_operator.manifests.pulling import with_pull_settings
@@ -36,6 +37,8 @@ from tiercheck_operator.sidecars import JobSidecars, SidecarError
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 16
+_LONGEST_NOTE = 1024
+"""Characters of an annotation."""
 _PODS_STRICTLY = CORE + "/pods?fieldValidation=Strict"
 """A field of the template that the server does not know is refused with its name, not dropped in silence."""
 
@@ -45,6 +48,8 @@ class Executor:
 
     def __init__(self, kube: Kube, config: Config, belongings: Belongings) -> None:
         self._kube, self._config, self._belongings = kube, config, belongings
+        self._removed: list[DeletePod] = []
+        self._told: set[tuple[str, bool]] = set()
 
     async def run(self, job: JobView, actions: Iterable[Action], sidecars: JobSidecars | None) -> None:
         """What the job owns first, then deletions, then everything else; within each, all at once.
@@ -156,16 +161,29 @@ class Executor:
             log.info("%s/%s: pod %s is worker %d now", job.namespace, job.name, pod.name, action.worker)
 
     async def _delete_pod(self, job: JobView, action: DeletePod) -> None:
+        where = {"namespace": job.namespace, "name": action.name}
+        if action.given_up:
+            note = {"uid": action.uid, "annotations": {ANNOTATION_GIVEN_UP: action.given_up[:_LONGEST_NOTE]}}
+            with contextlib.suppress(ApiFailure):  # the cause is in the status as well; a pod is not kept for it
+                await self._kube.merge(CORE + "/pods/{name}", {"metadata": note}, **where)
         options = _only(action.uid, gracePeriodSeconds=0) if action.force else _only(action.uid)
         try:
-            await self._kube.delete(CORE + "/pods/{name}", options, namespace=job.namespace, name=action.name)
+            found = await self._kube.delete(CORE + "/pods/{name}", options, **where)
         except ApiFailure as error:
             if not error.conflict:  # another pod has the name by now
                 raise
-        else:
-            log.info(
-                "%s/%s: deleted pod %s%s", job.namespace, job.name, action.name, " by force" if action.force else ""
-            )
+            return
+        # Our view of the pods may be a moment old: what was asked for twice is told once.
+        if found and (action.uid, action.force) not in self._told:
+            self._told.add((action.uid, action.force))
+            self._removed.append(action)
+            by_force = " by force" if action.force else ""
+            log.info("%s/%s: deleted%s %s", job.namespace, job.name, by_force, action.why)
+
+    def removed(self) -> list[DeletePod]:
+        """The pods that were deleted since this was asked last."""
+        removed, self._removed = self._removed, []
+        return removed
 
 
 def _only(uid: str, **options: Any) -> dict[str, Any]:

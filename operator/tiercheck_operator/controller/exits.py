@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 from tiercheck.protocol.report import Report, TrainerReport
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.membership import Membership
+from tiercheck_operator.controller.moving import GPU_FAULT
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.record import Facts
 from tiercheck_operator.controller.suspicion import trainer_failed
 
 OOM_KILLED = "OOMKilled"
 COLLECTIVE_FAILED = "CollectiveFailed"
+VANISHED = "Vanished"
 CONTAINER_RESTARTED = "ContainerRestarted"
-_ECHOES = {1, 134, 143}
+_SIGKILL, _SIGTERM = 137, 143
+_ECHOES = {1, 134, _SIGTERM}
 """Exit codes that a rank has whose partner is gone: an exception, the abort of a collective's watchdog, SIGTERM."""
 _HINTS = {
     135: "A bus error is most often a full /dev/shm: mount an emptyDir with medium Memory there in spec.template.",
 }
 """What is worth knowing about an exit code."""
-_ECHO_SECONDS = 5.0
-"""Ends that are so close to the first one may be its cause as well: the nodes' clocks differ."""
+_SAME_TIME = 5.0
+"""Seconds between ends of which nobody knows which was the first: the nodes' clocks differ."""
 _CLOCK = 2.0
 """Seconds; a kubelet's times are whole seconds."""
 
 
 def failed_trainers(obs: Observation, membership: Membership) -> list[Report]:
-    """Reports of members whose trainer failed in the current attempt, the likely origin of the trouble in front.
-
-    That is the one that ended first, but for another that ended about then in a way in which an echo does not.
+    """Reports of members whose trainer failed in the current attempt, the likely origin of the trouble in front: by what speaks
+    against it, and among those with equal evidence by time.
     """
     reports = []
     for pod in membership.members.values():
@@ -35,23 +39,45 @@ def failed_trainers(obs: Observation, membership: Membership) -> list[Report]:
         if report is not None and trainer_failed(obs, pod):
             reports.append(report)
     ends = {report.worker: report.trainer.ended_at or obs.now for report in reports}
-    first = min(ends.values(), default=0.0)
+    evidence = {report.worker: _evidence(report.trainer, membership.members[report.worker]) for report in reports}
+    strongest = min(evidence.values(), default=_Evidence.STOPPED)
+    first = min((ends[worker] for worker, found in evidence.items() if found is strongest), default=0.0)
 
-    def order(report: Report) -> tuple[bool, float, int]:
+    def order(report: Report) -> tuple[int, bool, float, int]:
         ended, pod = ends[report.worker], membership.members[report.worker]
-        telling = ended <= first + _ECHO_SECONDS and _tells(report.trainer, pod)
-        return not telling, ended, report.worker
+        from_outside = ended <= first + _SAME_TIME and _from_outside(report.trainer, pod)
+        return evidence[report.worker], not from_outside, ended, report.worker
 
     return sorted(reports, key=order)
 
 
-def _tells(trainer: TrainerReport, pod: PodView) -> bool:
-    """Whether the end is one that an echo does not have."""
-    if oom_killed(trainer, pod):
-        return True
-    if trainer.failure is not None:
-        return trainer.failure.reason != COLLECTIVE_FAILED
-    return trainer.exit_code not in _ECHOES
+class _Evidence(IntEnum):
+    """What an end says about its being the origin. Less is stronger."""
+
+    OWN = 0
+    """Nothing that happened to another rank ends a process like this."""
+    MUTE = 1
+    """No rank said why: as when one is killed behind torchrun, which ends with 1 then."""
+    ECHO = 2
+    """The rank itself speaks of a peer's connection."""
+    STOPPED = 3
+    """Somebody told it to end."""
+
+
+def _evidence(trainer: TrainerReport, pod: PodView) -> _Evidence:
+    if _from_outside(trainer, pod):
+        return _Evidence.OWN
+    if trainer.failure is not None and trainer.failure.reason != VANISHED:
+        return _Evidence.ECHO if trainer.failure.reason == COLLECTIVE_FAILED else _Evidence.OWN
+    if trainer.exit_code == _SIGTERM:
+        return _Evidence.STOPPED
+    return _Evidence.MUTE if trainer.exit_code in _ECHOES else _Evidence.OWN
+
+
+def _from_outside(trainer: TrainerReport, pod: PodView) -> bool:
+    """Whether kernel, driver or kubelet ended it, whatever its ranks have said meanwhile."""
+    said = trainer.failure.reason if trainer.failure is not None else ""
+    return oom_killed(trainer, pod) or trainer.exit_code == _SIGKILL or said == GPU_FAULT
 
 
 def cause_of_exit(report: Report, pod: PodView) -> Cause:

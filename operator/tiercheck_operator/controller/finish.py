@@ -10,8 +10,7 @@ from tiercheck_operator.controller.barrier import pushes
 from tiercheck_operator.controller.identities import known_as
 from tiercheck_operator.controller.membership import removal
 from tiercheck_operator.controller.observation import Observation
-from tiercheck_operator.controller.parsing import parse_time
-from tiercheck_operator.controller.record import JobRecord
+from tiercheck_operator.controller.record import JobRecord, parse_time
 
 
 def finished(status: JobRecord) -> bool:
@@ -23,7 +22,8 @@ def after_finish(obs: Observation) -> Decision:
     status, now = obs.job.status, obs.now
     ended = parse_time(status.completed) or now
     live = [pod for pod in obs.pods if not pod.terminal]
-    before: list[Action] = [action for pod in obs.spares for action in removal(obs, pod)]
+    why = "the job has ended"
+    before: list[Action] = [action for pod in obs.spares for action in removal(obs, pod, why)]
     wake: float | None = None
     # A pod that was told to finish and does not is removed; after success it may still owe a version to the remote tier.
     limit = finishing_time(obs) if status.holds(conditions.COMPLETED) else obs.patience.suspend
@@ -33,7 +33,7 @@ def after_finish(obs: Observation) -> Decision:
         if obs.job.spec.attach is not None:
             continue  # its owner decides
         if lost or (now - ended > limit and not pod.deleting):
-            before.append(DeletePod(pod.name, pod.uid, force=lost))
+            before.append(DeletePod(pod.name, pod.uid, lost, f"pod {pod.name}: {why}, and it has not"))
         elif not pod.deleting:
             wake = max(1.0, ended + limit - now)
     members = known_as(obs, [pod for pod in live if pod.ip and not pod.deleting])

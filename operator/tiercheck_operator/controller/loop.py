@@ -21,7 +21,7 @@ from tiercheck_operator.controller.belongings import Belongings
 from tiercheck_operator.controller.decide import decide, refused
 from tiercheck_operator.controller.execute import Executor
 from tiercheck_operator.controller.finish import finished
-from tiercheck_operator.controller.observation import JobView, NodeView, Observation, PodView
+from tiercheck_operator.controller.observation import JobView, NodeView, Observation, PodView, WorkerReport
 from tiercheck_operator.controller.parsing import parse_job
 from tiercheck_operator.controller.record import render_record
 from tiercheck_operator.controller.sidecar_image import pinned
@@ -82,6 +82,8 @@ class JobLoop:
         self._executor = Executor(around.kube, around.config, self._belongings)
         self._events = EventPoster(around.kube)
         self._sidecars: JobSidecars | None = None
+        self._followed: Mapping[str, str] = {}
+        """Whom they listen to: IP address by pod UID."""
         self._wrote_progress = 0.0
         self._failures = 0
         """Reconciles in a row that failed."""
@@ -134,7 +136,10 @@ class JobLoop:
             self._woken.clear()
             began = self.began = asyncio.get_running_loop().time()
             try:
-                delay = await self._reconcile()
+                try:
+                    delay = await self._reconcile()
+                finally:
+                    await self._tell_removed()
                 self._failures = 0
             except JobGone:
                 raise
@@ -154,6 +159,11 @@ class JobLoop:
             quiet = self._failures > 0 or not await self._news_within(delay)
             if quiet and delay >= self._around.config.resync_seconds:
                 self._known = False  # nothing happened for a while: look at everything again
+
+    async def _tell_removed(self) -> None:
+        removed = self._executor.removed()
+        if removed:
+            await self._events.post_removed(parse_job(self._raw), removed, self._around.clock())
 
     async def _news_within(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -230,15 +240,19 @@ class JobLoop:
                 call_seconds=config.call_seconds,
                 clock=around.clock,
             )
+        heard: Mapping[str, WorkerReport] = {}
         if self._sidecars is not None:
-            self._sidecars.follow({pod.uid: pod.ip for pod in pods if pod.ip and not pod.terminal})
+            hosts = {pod.uid: pod.ip for pod in pods if pod.ip and not pod.terminal}
+            self._followed = {**self._unseen(job, pods), **hosts}
+            heard = self._sidecars.reports  # the last words of those that are followed no more are looked at once
+            self._sidecars.follow(self._followed)
         return Observation(
             now=around.clock(),
             job=job,
             pods=tuple(pod for pod in pods if not pod.is_spare),
             spares=tuple(pod for pod in pods if pod.is_spare),
             nodes=around.nodes(),
-            reports=self._sidecars.reports if self._sidecars is not None else {},
+            reports={**heard, **self._sidecars.reports} if self._sidecars is not None else {},
             placement=self._belongings.placement,
             patience=around.config.patience,
             shunned=around.suspects.shunned(around.clock()),
@@ -250,6 +264,16 @@ class JobLoop:
             budget_problem=self._belongings.budget_problem,
         )
 
+    def _unseen(self, job: JobView, pods: Iterable[PodView]) -> dict[str, str]:
+        """Sidecars of the attempt whose pods the API server has forgotten, as after a deletion by force: until the next attempt is decided
+        they may still train, and only they know how far.
+        """
+        recovery, placement = job.status.recovery, self._belongings.placement
+        if recovery is None or recovery.decided_at is not None or placement is None:
+            return {}
+        gone = {member.pod_uid for member in placement.members} - {pod.uid for pod in pods}
+        return {uid: host for uid, host in self._followed.items() if uid in gone}
+
     async def _write_status(self, job: JobView, raw: Mapping[str, Any], decision: Decision) -> float | None:
         """Raises ApiFailure if it could not be written; then nothing that depends on it may be done."""
         if decision.status is None:
@@ -258,7 +282,8 @@ class JobLoop:
         if old == new:
             return None
         now = self._around.clock()
-        if _without_progress(old) == _without_progress(new):
+        trains = new.get("phase") == "Running"  # what is said while pods end is said once
+        if trains and _without_progress(old) == _without_progress(new):
             left = self._wrote_progress + self._around.config.progress_seconds - now
             if left > 0:
                 return left

@@ -38,18 +38,23 @@ class Loss:
     """Set if the node itself is under suspicion."""
     at: float | None
     """Unix seconds, if known."""
+    why: str = ""
+    """The message without the pod."""
 
 
 @dataclass(frozen=True)
 class Membership:
     members: Mapping[int, PodView]
     losses: tuple[Loss, ...]
+    """Of members of the current attempt. A pod that was left or replaced before has nothing to do with what fails now."""
     suspects: frozenset[str]
     """Names of nodes that new pods and copies stay away from."""
     departures: Mapping[int, Departure] = field(default_factory=dict)
     """Workers that are about to leave their pod, which trains on meanwhile."""
     left: frozenset[str] = frozenset()
     """UIDs of pods that were just left: they go on until the next attempt is written."""
+    lost: Mapping[str, Loss] = field(default_factory=dict)
+    """By pod UID: of every pod that is no member any more."""
     beyond: tuple[PodView, ...] = ()
     """Members of the current attempt that the job, which goes on smaller, has no place for under their number: they get another one."""
 
@@ -65,32 +70,30 @@ class Membership:
 def find_members(obs: Observation) -> Membership:
     """Judge every pod of the job."""
     living: dict[int, list[PodView]] = {}
-    losses: list[Loss] = []
+    lost: dict[str, Loss] = {}
     beyond: list[PodView] = []
     current = set() if obs.placement is None else {saved.pod_uid for saved in obs.placement.members}
     doubted, move = doubts(obs), find_move(obs)
     for pod in sorted(obs.pods, key=lambda pod: (pod.worker, -pod.incarnation, -pod.created)):
         loss = judge(obs, pod, doubted) or (_moved(move) if move is not None and move.pod is pod else None)
-        if pod.worker >= obs.job.spec.workers:
-            if loss is not None and pod.uid in current:
-                losses.append(loss)
-            elif pod.uid in current and pod.node is not None:
-                beyond.append(pod)
-        elif loss is None:
+        if loss is not None:
+            lost[pod.uid] = loss
+        elif pod.worker < obs.job.spec.workers:
             living.setdefault(pod.worker, []).append(pod)
-        elif pod.worker not in living or pod.uid in current:
-            losses.append(loss)
+        elif pod.uid in current and pod.node is not None:
+            beyond.append(pod)
     assigned = assign(obs, living)
     members = assigned.members
-    losses.extend(_left(each) for each in assigned.departed)
-    losses.extend(_vanished(obs, members, losses))
+    losses = [*_of_attempt(lost, current, members), *(_left(each) for each in assigned.departed)]
+    losses += _vanished(obs, members, losses)
     unwell = {node.name for node in obs.nodes.values() if node.lost or node.leaving}
-    suspected = {loss.node for loss in losses if loss.node is not None}
+    suspected = {loss.node for loss in (*lost.values(), *losses) if loss.node is not None}
     begun = members_digest(members) == obs.job.status.members
     return Membership(
         members,
         tuple(losses),
         frozenset(unwell | suspected),
+        lost=lost,
         departures=assigned.departures,
         beyond=tuple(beyond),
         left=frozenset() if begun else frozenset(each.old.uid for each in assigned.departed),
@@ -111,7 +114,8 @@ def replacements(
         if pod is not None and not stuck(obs, pod) and (going is None or going.new is not None):
             continue
         if pod is not None and going is None:
-            actions.append(DeletePod(pod.name, pod.uid, force=False))
+            why = f"pod {pod.name} of worker {worker}: it found no node while it avoided some that are well again"
+            actions.append(DeletePod(pod.name, pod.uid, force=False, why=why))
         pause = _pause(obs, worker)
         if pause > 0:
             wait = pause if wait is None else min(wait, pause)
@@ -149,7 +153,7 @@ def judge(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -> Loss 
 
     def lost(cause: Cause, why: str, *, node: str | None = None, at: float | None = None) -> Loss:
         where = f" on node {pod.node}" if pod.node else ""
-        return Loss(pod.worker, cause, f"pod {pod.name} of worker {pod.worker}{where}: {why}", pod, node, at)
+        return Loss(pod.worker, cause, f"pod {pod.name} of worker {pod.worker}{where}: {why}", pod, node, at, why)
 
     if pod.node is not None:
         node = obs.nodes.get(pod.node)
@@ -157,31 +161,56 @@ def judge(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -> Loss 
             return lost(Cause.NODE_LOST, "the node is gone", node=pod.node)
         if node is not None and node.lost:
             return lost(Cause.NODE_LOST, node.lost, node=pod.node)
+    if pod.deleting:
+        # Asked before the phase: however a pod is ended, it is Failed or Succeeded for a moment before it is gone.
+        given_up = _given_up(pod)
+        if given_up is not None:
+            cause, why = given_up
+            return lost(cause, why, node=None if cause is Cause.SIDECAR_SILENT else pod.node, at=pod.deleted_at)
+        if pod.disruption:
+            return lost(Cause.POD_EVICTED, f"the pod was evicted ({pod.disruption})", at=pod.deleted_at)
+        return lost(Cause.POD_DELETED, "the pod was deleted", at=pod.deleted_at)
     if pod.phase == "Failed":
         cause = Cause.POD_EVICTED if pod.disruption in _DISRUPTIONS else Cause.POD_FAILED
         return lost(cause, f"the pod failed ({pod.disruption or 'no reason given'}) {pod.message}".strip())
     if pod.phase == "Succeeded":
         return lost(Cause.POD_FAILED, "the pod ended although the job had not")
-    if pod.deleting:
-        if pod.disruption in ("", "TerminationByKubelet"):
-            return lost(Cause.POD_DELETED, "the pod was deleted", at=pod.deleted_at)
-        return lost(Cause.POD_EVICTED, f"the pod was evicted ({pod.disruption})", at=pod.deleted_at)
     doubt = doubted.get(pod.uid)
     if doubt is not None:
         return lost(doubt.cause, doubt.why, node=pod.node if doubt.of_node else None, at=doubt.since)
     return None
 
 
+def _of_attempt(lost: Mapping[str, Loss], current: Collection[str], members: Collection[int]) -> list[Loss]:
+    """Of pods that the attempt began with. Where those are not known, of the newest pod of each worker that has no other."""
+    if current:
+        return [loss for uid, loss in lost.items() if uid in current]
+    newest: dict[int, Loss] = {}
+    for loss in lost.values():
+        newest.setdefault(loss.worker, loss)
+    return [loss for worker, loss in newest.items() if worker not in members]
+
+
+_GIVEN_UP = (Cause.SIDECAR_SILENT, Cause.NODE_SILENT, Cause.HUNG, Cause.GPU_FAULT)
+"""Why a pod is deleted of which Kubernetes thinks well."""
+
+
+def _given_up(pod: PodView) -> tuple[Cause, str] | None:
+    """Why we deleted the pod, if it is one that we gave up."""
+    cause, _, why = pod.given_up.partition(": ")
+    return next(((known, why) for known in _GIVEN_UP if known.value == cause), None)
+
+
 def _left(departure: Departure) -> Loss:
     old = departure.old
     why = f"pod {old.name} of worker {departure.worker}: {departure.why}"
-    return Loss(departure.worker, Cause.NODE_LEAVING, why, old, None, None)
+    return Loss(departure.worker, Cause.NODE_LEAVING, why, old, None, None, departure.why)
 
 
 def _moved(move: Move) -> Loss:
     pod = move.pod
     why = f"pod {pod.name} of worker {pod.worker} on node {pod.node}: {move.why}"
-    return Loss(pod.worker, move.cause, why, pod, pod.node, move.at)
+    return Loss(pod.worker, move.cause, why, pod, pod.node, move.at, move.why)
 
 
 def _node_missing(obs: Observation, pod: PodView) -> bool:
@@ -260,12 +289,19 @@ def _removals(obs: Observation, membership: Membership) -> list[Action]:
     for pod in obs.pods:
         if pod.uid in keep or (_pause(obs, pod.worker) > 0 and not pod.deleting):
             continue
-        actions += removal(obs, pod)
+        heir = membership.members.get(pod.worker)
+        goes_on = f"worker {pod.worker} goes on in pod {heir.name}" if heir is not None else "no worker needs it"
+        actions += removal(obs, pod, membership.lost.get(pod.uid) or goes_on)
     return actions
 
 
-def removal(obs: Observation, pod: PodView) -> list[Action]:
+def removal(obs: Observation, pod: PodView, why: Loss | str) -> list[Action]:
     """To delete a pod, if that has not been asked for: without waiting for its node if that is lost."""
     node = obs.nodes.get(pod.node) if pod.node else None
     gone = pod.node is not None and bool(obs.nodes) and (node is None or bool(node.lost))
-    return [DeletePod(pod.name, pod.uid, force=gone)] if gone or not pod.deleting else []
+    if pod.deleting and not gone:
+        return []
+    if isinstance(why, str):
+        return [DeletePod(pod.name, pod.uid, gone, f"pod {pod.name}: {why}")]
+    note = f"{why.cause.value}: {why.why}" if why.cause in _GIVEN_UP and not gone else ""
+    return [DeletePod(pod.name, pod.uid, gone, why.message, note)]

@@ -17,6 +17,8 @@ from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 ANNOTATION_AVOIDED = "tiercheck.io/avoided-nodes"
 """On pods: the nodes that the pod was told to stay away from, so that it can be freed from them when they are well."""
+ANNOTATION_GIVEN_UP = "tiercheck.io/given-up"
+"""On pods: `PodView.given_up`."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,8 @@ class PodView:
     spare: int | None = None
     """Its number, if it was made as a spare, whether it is one still or not."""
     resource_version: str = ""
+    given_up: str = ""
+    """A cause, a colon, and why we gave the pod up: noted on it when we deleted it, for its end will look like any other."""
 
     @property
     def terminal(self) -> bool:

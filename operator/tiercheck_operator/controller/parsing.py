@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +13,7 @@ from tiercheck_operator.controller.failure_spec import DEFAULT_RESET_SECONDS, pa
 from tiercheck_operator.controller.node_signs import NO_SETTINGS, NodeSigns
 from tiercheck_operator.controller.observation import (
     ANNOTATION_AVOIDED,
+    ANNOTATION_GIVEN_UP,
     Attach,
     ContainerView,
     JobSpec,
@@ -21,7 +21,7 @@ from tiercheck_operator.controller.observation import (
     NodeView,
     PodView,
 )
-from tiercheck_operator.controller.record import parse_record
+from tiercheck_operator.controller.record import parse_record, parse_time
 from tiercheck_operator.manifests.queueing import handed_on
 from tiercheck_operator.planning.quantity import parse_quantity
 
@@ -30,17 +30,6 @@ _LOST_TAINTS = {
     "node.kubernetes.io/not-ready",
     "node.kubernetes.io/out-of-service",
 }
-
-
-def parse_time(text: object) -> float | None:
-    """Unix seconds of an RFC 3339 time; None if it is none."""
-    if not isinstance(text, str):
-        return None
-    try:
-        moment = datetime.datetime.fromisoformat(text.replace("Z", "+00:00"))
-    except ValueError:
-        return None
-    return (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp()
 
 
 def parse_job(raw: Mapping[str, Any]) -> JobView:
@@ -194,6 +183,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         spare=spare,
         gates=gates,
         resource_version=str(metadata.get("resourceVersion") or ""),
+        given_up=str((metadata.get("annotations") or {}).get(ANNOTATION_GIVEN_UP) or ""),
         sidecar=_container(spec.get("initContainers"), status.get("initContainerStatuses"), names.SIDECAR_CONTAINER),
     )
 

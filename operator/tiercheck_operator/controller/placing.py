@@ -143,6 +143,7 @@ def _placed(outcome: Placement, topology: Topology, nodes: tuple[str, ...], leve
         tolerates=outcome.tolerates,
         unprotected_workers=len(outcome.unprotected),
         unprotected_reason=f"{named(outcome.unprotected)}: {outcome.reason}"[:_SENTENCE] if outcome.unprotected else "",
+        complete=not any(outcome.holders) and not outcome.groups,  # nothing is copied
     )
     reason, message = conditions.ALL_PLACED, outcome.reason or "every worker has a node and its copies have holders"
     # A label that the wanted spread does not look at is no reason to alarm anybody.

@@ -68,6 +68,10 @@ class Recovery:
     """Name of the rule that decided what the failure counts as; empty: none."""
     tries: int = 0
     """Attempts on the way back that ended before their first step."""
+    reached: int = 0
+    """The newest step that the ended attempt is known to have made; it is only heard of every few seconds."""
+    noticed_at: float | None = None
+    """When the first failure since the last step was noticed, if `detected_at` is of a later one."""
 
     @property
     def version(self) -> Version | None:
@@ -86,9 +90,17 @@ class PlacementRecord:
     hash: str
     spread_achieved: str
     tolerates: tuple[str, ...]
+    """Once copies are `complete`."""
     unprotected_workers: int
     unprotected_reason: str = ""
     """Which they are and why, in one sentence; empty if there are none."""
+    complete: bool = False
+    """Whether all of what the placement asks for lies where it should, of some version."""
+
+    @property
+    def survives(self) -> tuple[str, ...]:
+        """What may vanish now with nothing lost from memory."""
+        return self.tolerates if self.complete else ()
 
 
 @dataclass(frozen=True)
@@ -208,6 +220,23 @@ def rfc3339(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(int(seconds), datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def precise(seconds: float) -> str:
+    """The same to the millisecond, for moments between which seconds are measured."""
+    moment = datetime.datetime.fromtimestamp(round(seconds, 3), datetime.UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def parse_time(text: object) -> float | None:
+    """Unix seconds of an RFC 3339 time; None if it is none."""
+    if not isinstance(text, str):
+        return None
+    try:
+        moment = datetime.datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError:
+        return None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp()
+
+
 def parse_record(raw: Mapping[str, Any]) -> JobRecord:
     """Of `status` as the API gives it."""
     restarts, progress = raw.get("restarts") or {}, raw.get("progress") or {}
@@ -241,12 +270,13 @@ def parse_record(raw: Mapping[str, Any]) -> JobRecord:
         placement=None if not placement else PlacementRecord(
             hash=str(placement.get("hash") or ""),
             spread_achieved=str(placement.get("spreadAchieved") or ""),
-            tolerates=tuple(placement.get("tolerates") or ()),
+            tolerates=tuple(placement.get("toleratesOnceComplete") or placement.get("tolerates") or ()),
             unprotected_workers=int(placement.get("unprotectedWorkers") or 0),
             unprotected_reason=str(placement.get("unprotectedReason") or ""),
+            complete=bool(placement.get("tolerance")),
         ),
         size=None if not (size := raw.get("size")) else SizeRecord(
-            int(size.get("workers") or 0), _float(size.get("roomSince"))
+            int(size.get("workers") or 0), _moment(size.get("roomSince"))
         ),
         spares=None if not raw.get("spares") else SparesRecord(
             *(int(raw["spares"].get(name) or 0) for name in ("wanted", "ready"))
@@ -298,14 +328,15 @@ def render_record(record: JobRecord) -> dict[str, Any]:
         "placement": None if record.placement is None else _present({
             "hash": record.placement.hash,
             "spreadAchieved": record.placement.spread_achieved,
-            "tolerates": list(record.placement.tolerates),
-            "tolerance": ", ".join(record.placement.tolerates) or "nothing",
+            "tolerates": list(record.placement.survives),
+            "tolerance": (", ".join(record.placement.tolerates) or "nothing") if record.placement.complete else None,
+            "toleratesOnceComplete": None if record.placement.complete else list(record.placement.tolerates),
             "unprotectedWorkers": record.placement.unprotected_workers,
             "unprotectedReason": record.placement.unprotected_reason or None,
         }),
         "size": None if record.size is None else _present({
             "workers": record.size.workers,
-            "roomSince": _rounded(record.size.room_since, 3),
+            "roomSince": _spelled(record.size.room_since),
         }),
         "spares": None if record.spares is None else {"wanted": record.spares.wanted, "ready": record.spares.ready},
         "checkpoint": None if record.checkpoint is None else _present({
@@ -333,26 +364,28 @@ def render_record(record: JobRecord) -> dict[str, Any]:
 
 
 def _parse_recovery(raw: Mapping[str, Any]) -> Recovery:
-    detected = _float(raw.get("detectedAt")) or 0.0
+    detected = _moment(raw.get("detectedAt")) or 0.0
     return Recovery(
         cause=str(raw.get("cause") or "Unknown"),
         message=str(raw.get("message") or ""),
-        failed_at=_float(raw.get("failedAt")) or detected,
+        failed_at=_moment(raw.get("failedAt")) or detected,
         detected_at=detected,
         attempt=_int(raw.get("attempt")),
         reason=str(raw.get("reason") or ""),
         step=int(raw.get("step") or 0),
         version_attempt=int(raw.get("versionAttempt") or 0),
         lost_steps=int(raw.get("lostSteps") or 0),
-        decided_at=_float(raw.get("decidedAt")),
-        restored_at=_float(raw.get("restoredAt")),
-        released_at=_float(raw.get("releasedAt")),
+        decided_at=_moment(raw.get("decidedAt")),
+        restored_at=_moment(raw.get("restoredAt")),
+        released_at=_moment(raw.get("releasedAt")),
         failed_versions=tuple(
             Version(int(entry["step"]), int(entry["attempt"])) for entry in raw.get("failedVersions") or []
         ),
         facts=Facts(_int(raw.get("exitCode")), tuple(raw.get("reasons") or ()), tuple(raw.get("nodes") or ())),
         rule=str(raw.get("rule") or ""),
         tries=int(raw.get("tries") or 0),
+        reached=int(raw.get("reachedStep") or 0),
+        noticed_at=_moment(raw.get("noticedAt")),
     )
 
 
@@ -366,11 +399,13 @@ def _render_recovery(recovery: Recovery) -> dict[str, Any]:
             "step": recovery.step,
             "versionAttempt": recovery.version_attempt,
             "lostSteps": recovery.lost_steps,
-            "failedAt": _rounded(recovery.failed_at, 3),
-            "detectedAt": _rounded(recovery.detected_at, 3),
-            "decidedAt": _rounded(recovery.decided_at, 3),
-            "restoredAt": _rounded(recovery.restored_at, 3),
-            "releasedAt": _rounded(recovery.released_at, 3),
+            "reachedStep": recovery.reached or None,
+            "failedAt": _spelled(recovery.failed_at),
+            "noticedAt": _spelled(recovery.noticed_at),
+            "detectedAt": _spelled(recovery.detected_at),
+            "decidedAt": _spelled(recovery.decided_at),
+            "restoredAt": _spelled(recovery.restored_at),
+            "releasedAt": _spelled(recovery.released_at),
             "failedVersions": [{"step": v.step, "attempt": v.attempt} for v in recovery.failed_versions] or None,
             "exitCode": recovery.facts.exit_code,
             "reasons": list(recovery.facts.reasons) or None,
@@ -413,6 +448,15 @@ def _int(value: Any) -> int | None:
 
 def _float(value: Any) -> float | None:
     return None if value is None else float(value)
+
+
+def _moment(value: Any) -> float | None:
+    """Unix seconds. The first operators wrote them as numbers."""
+    return parse_time(value) if isinstance(value, str) else _float(value)
+
+
+def _spelled(moment: float | None) -> str | None:
+    return None if moment is None else precise(moment)
 
 
 def _rounded(value: float | None, digits: int) -> float | None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from tiercheck_operator.controller.observation import Observation, PodView
-from tiercheck_operator.controller.parsing import parse_time
-from tiercheck_operator.controller.record import JobRecord
+from tiercheck_operator.controller.record import JobRecord, parse_time
 
 _NEXT = (
     "Training goes on. What it held is verified again, and the next version is copied as usual; nothing is lost unless other pods are lost "

@@ -107,11 +107,13 @@ def keep_spares(obs: Observation, membership: Membership) -> Upkeep:
     left = [pod for pod in (*pool.ready, *pool.coming) if pod.uid not in used]
     actions: list[Action] = []
     for pod in pool.lost:
-        actions += removal(obs, pod)
+        actions += removal(obs, pod, judge(obs, pod, {}) or "this spare has not answered for too long")
     hindered = [pod for pod in left if stuck(obs, pod)]
     surplus = _surplus(pool, [pod for pod in left if pod not in hindered], obs.job.spec.spares)
-    for pod in (*hindered, *surplus):
-        actions += removal(obs, pod)
+    for pod in hindered:
+        actions += removal(obs, pod, "this spare found no node while it avoided some that are well again")
+    for pod in surplus:
+        actions += removal(obs, pod, "no more than so many spares are wanted")
     kept = len(left) - len(hindered) - len(surplus)
     missing = obs.job.spec.spares - kept
     taken = {each.worker for each in takeovers}

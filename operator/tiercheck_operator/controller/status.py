@@ -11,6 +11,8 @@ from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.budget import Budget, wanted_budget
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.full_size import size_standing
+from tiercheck_operator.controller.kept_copies import as_it_is
+from tiercheck_operator.controller.last_words import last_words
 from tiercheck_operator.controller.memory import equal_share, forecast, largest_share, measured
 from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.record import Condition, JobRecord, MemoryRecord, TierRecord, rfc3339
@@ -39,6 +41,8 @@ class Findings:
     """Set when the placement was made in this reconcile."""
     waiting: Finding | None = None
     """What the next attempt waits for."""
+    copied: bool = False
+    """Every copy that the placement asks for has been made, of some version."""
     suspended: bool = False
     suspending: bool = False
     completed: bool = False
@@ -57,7 +61,10 @@ def derive_status(
         started=_started(obs, record, findings),
         completed=record.completed or (rfc3339(obs.now) if findings.completed or findings.failed else None),
     )
+    record = replace(record, placement=as_it_is(record, copied=findings.copied))
     over = findings.completed or findings.failed is not None
+    if over or findings.suspended or findings.suspending:
+        record = last_words(obs, record)
     if over:
         record = replace(record, recovery=None)
     if over or findings.suspended:  # the memory went with the pods
@@ -95,6 +102,15 @@ def _started(obs: Observation, record: JobRecord, findings: Findings) -> str | N
     if findings.suspended or findings.suspending:
         return record.started
     return rfc3339(obs.now) if record.started is None or resumed(obs) is not None else record.started
+
+
+def finally_told(obs: Observation, record: JobRecord) -> JobRecord:
+    """Of a job that has ended: `record` with what its sidecars have said since."""
+    told = last_words(obs, record)
+    known = record.condition(conditions.PROTECTED)
+    if told == record or known is None or known.reason != conditions.ENDED:
+        return told
+    return replace(told, conditions=_merge(obs, told.conditions, [_unprotected(told, conditions.ENDED)]))
 
 
 def with_refusal(obs: Observation, record: JobRecord, sentence: str) -> JobRecord:
@@ -145,9 +161,12 @@ def _ended_protection(record: JobRecord, findings: Findings) -> Condition | None
     """Once the pods are gone, only the remote tier holds anything."""
     if not (findings.completed or findings.failed is not None or findings.suspended):
         return None
+    return _unprotected(record, conditions.SUSPEND_REQUESTED if findings.suspended else conditions.ENDED)
+
+
+def _unprotected(record: JobRecord, reason: str) -> Condition:
     remote = record.tiers.get("remote")
     kept = f"the remote tier holds step {remote.step}" if remote is not None else "there is no version in a remote tier"
-    reason = conditions.SUSPEND_REQUESTED if findings.suspended else conditions.ENDED
     return _condition(conditions.PROTECTED, False, Finding(reason, f"the pods and their memory are gone; {kept}"))
 
 
@@ -157,7 +176,7 @@ def _protected(obs: Observation, record: JobRecord, reports: Mapping[int, Report
     trouble = _trouble(obs, record, reports)
     if trouble is not None:
         return _condition(conditions.PROTECTED, False, trouble)
-    tolerance = ", ".join(record.placement.tolerates) if record.placement else ""
+    tolerance = ", ".join(record.placement.survives) if record.placement else ""
     return _condition(
         conditions.PROTECTED,
         True,

@@ -29,7 +29,8 @@ def suspend(obs: Observation) -> tuple[JobRecord, list[Action], list[Action]]:
     patience = finishing_time(obs) if status.attempt else 0.0
     late = obs.now - recovery.detected_at > patience
     idle = [*obs.spares, *(pod for pod in obs.pods if pod.node is None)]
-    before: list[Action] = [action for pod in idle for action in removal(obs, pod)]
+    why = "the job is suspended"
+    before: list[Action] = [action for pod in idle for action in removal(obs, pod, why)]
     if not left or late or not status.attempt:
         for pod in obs.pods:
             if pod in idle:
@@ -37,10 +38,19 @@ def suspend(obs: Observation) -> tuple[JobRecord, list[Action], list[Action]]:
             node = obs.nodes.get(pod.node) if pod.node else None
             lost = node is not None and bool(node.lost)
             if lost or not pod.deleting:
-                before.append(DeletePod(pod.name, pod.uid, force=lost))
+                before.append(DeletePod(pod.name, pod.uid, lost, f"pod {pod.name}: {why}"))
     members = known_as(obs, [pod for pod in left if pod.ip and not pod.deleting])
     after: list[Action] = list(pushes(obs, status, members, None, Phase.FINISH)) if members and status.attempt else []
     return status, before, after
+
+
+def still_ending(obs: Observation) -> bool:
+    """Whether there are pods that were told to finish: they end, whatever the spec says by now, and bring away what they owe. An attempt
+    that began with them would lose them.
+    """
+    status = obs.job.status
+    told = status.recovery is not None and Cause.parse(status.recovery.cause) is Cause.SUSPENDING
+    return told and bool(status.attempt and obs.all_pods) and obs.job.spec.attach is None
 
 
 def resumed(obs: Observation) -> Recovery | None:

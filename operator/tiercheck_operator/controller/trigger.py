@@ -15,6 +15,7 @@ from tiercheck_operator.controller.failure_rules import merged
 from tiercheck_operator.controller.hang import find_hang
 from tiercheck_operator.controller.membership import Loss, Membership
 from tiercheck_operator.controller.observation import Observation
+from tiercheck_operator.controller.reached import newest_step
 from tiercheck_operator.controller.record import NO_FACTS, Facts, Recovery
 
 _REMEMBERED = 16
@@ -117,6 +118,13 @@ def _diverged(obs: Observation, membership: Membership) -> Trigger | None:
 
 def update_recovery(obs: Observation, trigger: Trigger | None) -> Recovery | None:
     """The recovery under way, once `trigger` is taken into account. What is known of its beginning is kept."""
+    recovery = _updated(obs, trigger)
+    if recovery is None or recovery.decided_at is not None:
+        return recovery
+    return replace(recovery, reached=newest_step(obs))
+
+
+def _updated(obs: Observation, trigger: Trigger | None) -> Recovery | None:
     current, now = obs.job.status.recovery, obs.now
     if trigger is None:
         # Only a hang can pass by itself.
@@ -128,7 +136,7 @@ def update_recovery(obs: Observation, trigger: Trigger | None) -> Recovery | Non
         return fresh
     known = Cause.parse(current.cause)
     if current.decided_at is None:
-        if trigger.cause.weight > known.weight:
+        if trigger.cause.explains(known):
             # The facts of an echo say nothing about what explains it.
             return replace(
                 current,
@@ -137,9 +145,12 @@ def update_recovery(obs: Observation, trigger: Trigger | None) -> Recovery | Non
                 failed_at=min(current.failed_at, at),
                 facts=trigger.facts,
             )
+        if trigger.cause is known and known.in_place:
+            # Each answer of a sidecar may tell more of who fell first; when the attempt is decided, all have answered.
+            at = min(current.failed_at, at)
+            return replace(current, message=trigger.message, failed_at=at, facts=trigger.facts)
         if trigger.cause is known:
-            better = len(trigger.message) > len(current.message) or known is Cause.HUNG
-            longer = trigger.message if better else current.message
+            longer = max(current.message, trigger.message, key=len)
             return replace(current, message=longer, facts=merged(current.facts, trigger.facts))
         return current
     # Something else went wrong on the way back: the job has been down since the first failure.
@@ -147,7 +158,10 @@ def update_recovery(obs: Observation, trigger: Trigger | None) -> Recovery | Non
     if trigger.cause is Cause.RESTORE_FAILED and current.version is not None:
         failed = (*failed, current.version)[-_REMEMBERED:]
     fresh = replace(fresh, failed_versions=failed, tries=current.tries + 1)
-    return fresh if known.planned else replace(fresh, failed_at=min(current.failed_at, at))
+    if known.planned:
+        return fresh
+    noticed = current.noticed_at or current.detected_at
+    return replace(fresh, failed_at=min(current.failed_at, at), noticed_at=noticed)
 
 
 def _lost_members(obs: Observation, membership: Membership) -> Trigger:
