@@ -47,6 +47,9 @@ class Processes:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+            if number == signal.SIGCONT:
+                # nsenter stops with its child, and must be there to reap it.
+                os.kill(_parent(pid), number)
         if number in (signal.SIGKILL, signal.SIGTERM):
             wait_for(lambda: self.pid(name) is None, seconds, f"{name} to end")
 
@@ -86,6 +89,10 @@ def _started(pid: int) -> str:
     except OSError:
         return ""
     return "" if fields[0] in "ZX" else fields[19]
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _child(pid: int) -> int:
