@@ -80,8 +80,7 @@ class Testbed:
     def down(self) -> None:
         """Ends everything by its pid and removes what it left; a second call does no harm."""
         for node in self.nodes:
-            for name in (f"{node.name}-init", f"{node.name}-kernel"):
-                self.processes.kill(name)
+            node.kill_userland()
         for name in self.processes.names():
             self.processes.kill(name)
         cgroups.remove_all()

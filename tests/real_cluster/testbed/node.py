@@ -79,6 +79,8 @@ class Node:
 
     def kill_userland(self) -> None:
         """Every process of the node dies; its kernel lives on and answers with RST."""
+        for name in ("containerd", "kubelet"):
+            self._processes.wake_parent(f"{self.name}-{name}")
         self._processes.kill(f"{self.name}-init")
         wait_for(lambda: not cgroups.processes_of(self.number), 20, f"the pods of {self.name} to end")
         for name in ("containerd", "kubelet"):

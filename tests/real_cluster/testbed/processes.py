@@ -29,13 +29,13 @@ class Processes:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         pid = wait_for(lambda: _child(process.pid), 10, f"{name} to start") if inner else process.pid
-        (self._pids / name).write_text(f"{pid} {_started(pid)}")
+        (self._pids / name).write_text(f"{pid} {_started(pid)} {process.pid}")
         return pid
 
     def pid(self, name: str) -> int | None:
         """None: it does not run."""
         try:
-            pid, started = (self._pids / name).read_text().split()
+            pid, started, _ = (self._pids / name).read_text().split()
         except (OSError, ValueError):
             return None
         return int(pid) if _started(int(pid)) == started and started else None
@@ -47,11 +47,15 @@ class Processes:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-            if number == signal.SIGCONT:
-                # nsenter stops with its child, and must be there to reap it.
-                os.kill(_parent(pid), number)
+        if number != signal.SIGSTOP:
+            self.wake_parent(name)
         if number in (signal.SIGKILL, signal.SIGTERM):
             wait_for(lambda: self.pid(name) is None, seconds, f"{name} to end")
+
+    def wake_parent(self, name: str) -> None:
+        """nsenter stops with its child, and must be there to reap it: else its PID namespace never ends."""
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(int((self._pids / name).read_text().split()[2]), signal.SIGCONT)
 
     def names(self) -> list[str]:
         return sorted(path.name for path in self._pids.iterdir())
@@ -89,10 +93,6 @@ def _started(pid: int) -> str:
     except OSError:
         return ""
     return "" if fields[0] in "ZX" else fields[19]
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _child(pid: int) -> int:
