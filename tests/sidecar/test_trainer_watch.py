@@ -68,3 +68,11 @@ def test_step_time_is_averaged_and_the_newest_step_of_any_rank_counts() -> None:
     watch.progress(1, 9, 2.0, 3.0)
     assert (watch.report.step, watch.report.first_step_at) == (10, 2.0)
     assert watch.report.step_seconds == 1.2
+
+
+def test_launcher_that_goes_at_the_end_of_the_job_leaves_no_trainer_that_runs_and_none_that_failed() -> None:
+    watch = running()
+    watch.progress(0, 7, 0.5, 4.0)
+    watch.launcher_gone(5.0)
+    assert watch.tick(5.0 + COME_BACK_SECONDS, finishing=True)
+    assert (watch.report.state, watch.report.step) == (TrainerState.ABSENT, 7)

@@ -96,6 +96,8 @@ class World:
         """Workers whose sidecar is started as a spare, which learns who it is."""
         self.node_memory = False
         """Whether memory is the node's: each worker has a node of its own."""
+        self.grace: int | None = None
+        """Seconds between SIGTERM and SIGKILL that the sidecars are told."""
         self.pods = {worker: f"pod-{worker}" for worker in range(workers)}
         self.places = {worker: worker for worker in range(workers)}
         """By worker: which of the pods it is, by what that pod was born as."""
@@ -137,6 +139,8 @@ class World:
             names.ENV_RUN_DIR: str(self.run_dir(worker)),
             names.ENV_CREDENTIALS_DIR: str(self.root / "credentials"),
         }
+        if self.grace is not None:
+            env[names.ENV_GRACE_SECONDS] = str(self.grace)
         if self.node_memory:
             env[names.ENV_NODE_MEMORY_KEEP] = "3600"
         if self.remote:
@@ -196,9 +200,18 @@ class World:
         self._processes[worker].send_signal(signal.SIGCONT)
 
     def terminate(self, worker: int) -> int:
-        process = self._processes.pop(worker)
-        process.terminate()
-        return process.wait(DEADLINE)
+        self.ask_to_end(worker)
+        return self.end_of(worker)
+
+    def ask_to_end(self, worker: int) -> None:
+        self._processes[worker].terminate()
+
+    def has_ended(self, worker: int) -> bool:
+        return self._processes[worker].poll() is not None
+
+    def end_of(self, worker: int) -> int:
+        """Its exit code."""
+        return self._processes.pop(worker).wait(DEADLINE)
 
     def close(self) -> None:
         for process in self._processes.values():
