@@ -37,6 +37,7 @@ from tiercheck_sidecar.replicate import Replicator
 from tiercheck_sidecar.report import Reporter
 from tiercheck_sidecar.restore import Restorer
 from tiercheck_sidecar.restore_sources import RestoreSources
+from tiercheck_sidecar.throttling import EVERY, ThrottleWatch, read_cpu_stat
 from tiercheck_sidecar.tier_api import routes
 from tiercheck_sidecar.tiers import TierClient
 from tiercheck_sidecar.trainer_socket import TrainerSocket
@@ -132,6 +133,12 @@ class Sidecar:
             sweep_job(self.config.memory_dir, keep, time.time())
             self.board.wait_until(lambda: False, max(1.0, keep / 4))
 
+    def _watch_throttling(self) -> None:
+        watch = ThrottleWatch()
+        while not self.board.stopping:
+            self.board.problem("SidecarThrottled", watch.look(time.monotonic(), read_cpu_stat(self.config.cgroup_dir)))
+            self.board.wait_until(lambda: False, EVERY)
+
     @property
     def _over(self) -> bool:
         return self.board.directive is not None and self.board.directive.phase is Phase.FINISH
@@ -149,6 +156,7 @@ class Sidecar:
             ("tiers", self.tiers.run),
             ("sweep", self._sweep),
             ("pulse", self.pulse.run),
+            ("throttling", self._watch_throttling),
         ]
 
     def _identified(self, config: SidecarConfig) -> None:

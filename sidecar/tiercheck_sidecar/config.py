@@ -12,6 +12,10 @@ from pathlib import Path
 
 from tiercheck.protocol import names
 from tiercheck.protocol.report import SPARE
+from tiercheck_sidecar.throttling import CGROUP
+
+ENV_CGROUP_DIR = "TIERCHECK_CGROUP_DIR"
+"""Where the container's cgroup is to be seen; /sys/fs/cgroup if not set."""
 
 
 class ConfigError(ValueError):
@@ -45,6 +49,7 @@ class SidecarConfig:
     """The memory is the node's, not the pod's: seconds that what dead pods left there is kept. None: it is the pod's."""
     grace: int = 30
     """Seconds between SIGTERM and SIGKILL, by the pod's terminationGracePeriodSeconds."""
+    cgroup_dir: Path = CGROUP
     control_port: int = names.CONTROL_PORT
     exchange_port: int = names.EXCHANGE_PORT
     metrics_port: int = names.METRICS_PORT
@@ -99,6 +104,7 @@ class SidecarConfig:
             node_memory_keep=float(_number(env, names.ENV_NODE_MEMORY_KEEP))
             if env.get(names.ENV_NODE_MEMORY_KEEP)
             else None,
+            cgroup_dir=Path(env.get(ENV_CGROUP_DIR) or CGROUP),
             grace=_number(env, names.ENV_GRACE_SECONDS) if env.get(names.ENV_GRACE_SECONDS) else SidecarConfig.grace,
         )
 

@@ -95,6 +95,26 @@ def test_restricted_namespace_admits_our_pods_without_a_warning(
     assert (status, warnings) == (201, []), answer.get("message")
 
 
+BOUND = {"requests": {"cpu": "16", "memory": "64Gi"}, "limits": {"cpu": "16", "memory": "64Gi"}}
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["each container", "the pod as a whole"])
+@pytest.mark.parametrize("resources", [BOUND, {"limits": BOUND["limits"]}], ids=["both", "limits only"])
+def test_api_server_calls_a_guaranteed_pod_guaranteed_with_our_containers_in_it_too(
+    cluster: LocalCluster, resources: dict[str, Any], whole: bool
+) -> None:
+    template = job().spec.template["spec"]
+    bound = [{**entry, "resources": {} if whole else resources} for entry in template["containers"]]
+    spec = {**template, "containers": bound, **({"resources": resources} if whole else {})}
+    pod = build_pod(replace(job(), spec=replace(job().spec, template={"spec": spec})), 0, 0, (), "tiercheck-sidecar:1")
+    path = f"/api/v1/namespaces/{RESTRICTED}/pods?dryRun=All&fieldValidation=Strict"
+    status, answer, _ = post(cluster.kubeconfig, path, pod)
+    assert status == 201, answer.get("message")
+    if whole and "resources" not in answer["spec"]:
+        pytest.skip("this API server is older than resources of pods (1.34)")
+    assert answer["status"]["qosClass"] == "Guaranteed"
+
+
 def test_restricted_namespace_is_really_restricted(cluster: LocalCluster) -> None:
     pod = build_pod(CASES["no remote tier"], 1, 0, (), "tiercheck-sidecar:1")
     del pod["spec"]["containers"][0]["securityContext"]

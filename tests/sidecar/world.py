@@ -96,6 +96,8 @@ class World:
         """Workers whose sidecar is started as a spare, which learns who it is."""
         self.node_memory = False
         """Whether memory is the node's: each worker has a node of its own."""
+        self.cgroup: Path | None = None
+        """In place of the sidecars' own cgroup."""
         self.grace: int | None = None
         """Seconds between SIGTERM and SIGKILL that the sidecars are told."""
         self.pods = {worker: f"pod-{worker}" for worker in range(workers)}
@@ -141,6 +143,8 @@ class World:
         }
         if self.grace is not None:
             env[names.ENV_GRACE_SECONDS] = str(self.grace)
+        if self.cgroup is not None:
+            env["TIERCHECK_CGROUP_DIR"] = str(self.cgroup)
         if self.node_memory:
             env[names.ENV_NODE_MEMORY_KEEP] = "3600"
         if self.remote:

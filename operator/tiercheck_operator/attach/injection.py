@@ -17,13 +17,14 @@ from tiercheck_operator.controller.parsing import parse_job
 from tiercheck_operator.manifests.node_memory import NodeMemory
 from tiercheck_operator.manifests.pod import equip
 from tiercheck_operator.manifests.pulling import with_pull_settings
+from tiercheck_operator.manifests.resources import resources_problem
 
 _KNOWN_CONTAINERS = (names.TRAINER_CONTAINER, "pytorch", "node")
 """Where the command is if nothing is said: as in a TierCheckJob, in a PyTorchJob, in a TrainJob's runtimes."""
 _LONGEST_NAME = 40
 _DEFAULT_GRACE, _GRACE_WITH_REMOTE = 30, 300
 _PROCS = "PET_NPROC_PER_NODE"
-_FROM_POLICY = ("topology", "checkpoint", "tiers", "restore", "failurePolicy")
+_FROM_POLICY = ("topology", "checkpoint", "tiers", "restore", "failurePolicy", "sidecar")
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,8 @@ def inject(
     view = _view(job, attachment)
     spec = new["spec"]
     _check_names(spec)
+    if wrong := resources_problem(view.spec, spec):
+        raise Unattachable(wrong)
     if view.spec.remote is not None and spec.get("terminationGracePeriodSeconds", _DEFAULT_GRACE) == _DEFAULT_GRACE:
         # The API server's default is not the user's wish; the sidecar may still have to upload when the trainers have ended.
         spec["terminationGracePeriodSeconds"] = _GRACE_WITH_REMOTE

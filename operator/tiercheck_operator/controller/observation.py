@@ -111,6 +111,8 @@ class JobSpec:
     """Seconds; None: the operator's default."""
     node_memory: bool = False
     """`spec.tiers.local.medium` is NodeMemory."""
+    sidecar_resources: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """`spec.sidecar.resources`: requests and limits that the user gives the sidecar."""
     attach: Attach | None = None
     """None: the pods are made from the template."""
     parity: tuple[int, int] | None = None

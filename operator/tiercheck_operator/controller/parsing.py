@@ -107,6 +107,7 @@ def _spec(raw: Mapping[str, Any]) -> JobSpec:
         min_workers=_int((raw.get("elastic") or {}).get("minWorkers")),
         capacity_timeout=_float(policy.get("capacityTimeoutSeconds")),
         node_memory=local.get("medium") == "NodeMemory",
+        sidecar_resources=_resources((raw.get("sidecar") or {}).get("resources") or {}),
         parity=(int(parity["data"]), int(parity["parity"])) if parity else None,
         peer_bandwidth=_bytes(peer.get("bandwidth")),
         delta=DeltaMode((checkpoint.get("delta") or {}).get("mode") or DeltaMode.AUTO),
@@ -125,6 +126,15 @@ def _attach(raw: Mapping[str, Any] | None) -> Attach | None:
         return None
     owner = raw["owner"]
     return Attach(owner["apiVersion"], owner["kind"], owner["name"], owner["uid"], raw["container"])
+
+
+def _resources(raw: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """YAML gives whole cores as numbers. Raises ValueError."""
+    given = {kind: {name: str(text) for name, text in (raw.get(kind) or {}).items()} for kind in ("requests", "limits")}
+    for quantities in given.values():
+        for text in quantities.values():
+            parse_quantity(text)
+    return {kind: quantities for kind, quantities in given.items() if quantities}
 
 
 def _int(value: Any) -> int | None:

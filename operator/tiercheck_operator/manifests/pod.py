@@ -16,14 +16,13 @@ from tiercheck_operator.controller.observation import ANNOTATION_AVOIDED, JobVie
 from tiercheck_operator.manifests import owned, remote_settings
 from tiercheck_operator.manifests.gang import join_gang
 from tiercheck_operator.manifests.node_memory import NodeMemory, environment, memory_volume, node_volume, preparation
+from tiercheck_operator.manifests.resources import Resources, share_out
 from tiercheck_operator.planning.quantity import parse_quantity
 from tiercheck_operator.planning.topology import levels_from_spec, spread_level
 
 HOSTNAME = "kubernetes.io/hostname"
 GROUP = 65532
 """Shared by sidecar and trainer through fsGroup, so that both may write the memory volume whatever their users are."""
-_SIDECAR_OVERHEAD = 512 * 2**20
-"""Bytes of the sidecar's own process, on top of the memory volume that is charged to it."""
 _REMOTE_CREDENTIALS = "tiercheck-remote-credentials"
 _USERS_PATH = "TIERCHECK_USER_PYTHONPATH"
 _GRACE = 30
@@ -136,12 +135,15 @@ def equip(
 ) -> None:
     """Add to `spec`, a PodSpec, all that makes it the pod of a worker, whoever made it. `trainer`: the container to wrap;
     `image`: the sidecar's."""
-    kit = _Kit(image, node_memory)
+    kit, shares = _Kit(image, node_memory), share_out(job.spec, spec)
     spec["securityContext"] = _pod_security(spec)
+    if shares.pod is not None:
+        spec["resources"] = shares.pod
+    folder = preparation(job, kit.node_memory, kit.image, _security(spec), shares.init)
     spec["initContainers"] = [
-        _library(spec, kit.image),
-        *([preparation(job, kit.node_memory, kit.image, _security(spec))] if job.spec.node_memory else []),
-        _sidecar(job, worker, spec, kit),
+        _library(spec, kit.image, shares.init),
+        *([folder] if job.spec.node_memory else []),
+        _sidecar(job, worker, spec, kit, shares.sidecar),
         *(spec.get("initContainers") or []),
     ]
     spec["containers"] = [
@@ -152,23 +154,22 @@ def equip(
     spec.setdefault("topologySpreadConstraints", _soft_spread(job, spare=worker == names.SPARE_WORKER))
 
 
-def _library(spec: Mapping[str, Any], image: str) -> dict[str, Any]:
+def _library(spec: Mapping[str, Any], image: str, resources: Resources) -> dict[str, Any]:
     return {
         "name": names.LIBRARY_CONTAINER,
         "image": image,
         "command": ["python3", "-m", "tiercheck_sidecar.install_library", names.LIBRARY_DIR],
         "securityContext": _security(spec),
-        "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
+        "resources": copy.deepcopy(resources),
         "volumeMounts": [{"name": "tiercheck-library", "mountPath": names.LIBRARY_DIR}],
     }
 
 
-def _sidecar(job: JobView, worker: str, spec: Mapping[str, Any], kit: _Kit) -> dict[str, Any]:
-    size = parse_quantity(job.spec.size_limit)
+def _sidecar(job: JobView, worker: str, spec: Mapping[str, Any], kit: _Kit, resources: Resources) -> dict[str, Any]:
     env = [
         *_identity(job, worker),
         {"name": names.ENV_CREDENTIALS_DIR, "value": names.CREDENTIALS_DIR},
-        {"name": names.ENV_MEMORY_LIMIT, "value": str(size)},
+        {"name": names.ENV_MEMORY_LIMIT, "value": str(parse_quantity(job.spec.size_limit))},
         {"name": names.ENV_GRACE_SECONDS, "value": str(spec["terminationGracePeriodSeconds"])},
         *(environment(kit.node_memory) if job.spec.node_memory else []),
     ]
@@ -193,10 +194,7 @@ def _sidecar(job: JobView, worker: str, spec: Mapping[str, Any], kit: _Kit) -> d
             {"name": "exchange", "containerPort": names.EXCHANGE_PORT},
             {"name": "tc-metrics", "containerPort": names.METRICS_PORT},
         ],
-        "resources": {
-            "requests": {"cpu": "100m", "memory": str(size + _SIDECAR_OVERHEAD)},
-            "limits": {"memory": str(size + _SIDECAR_OVERHEAD)},
-        },
+        "resources": resources,
         "securityContext": _security(spec),
         "startupProbe": _probe("/healthz", period=1, failures=120),
         "livenessProbe": _probe("/healthz", period=10, failures=6),
