@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from tiercheck.protocol import names
 from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import SPARE
@@ -62,14 +63,14 @@ class Sidecar:
         self.reclaimer = Reclaimer(self.board, self.vault)
         self.identity = Identity(config.job_uid, config.worker, config.token, config.pod_ip)
         self.exchange = ExchangeServer(self.board, self.vault, self.identity, config.exchange_port)
-        self.replicator = Replicator(self.board, self.vault, self.identity, config.exchange_port)
+        self.replicator = Replicator(self.board, self.vault, self.identity, names.EXCHANGE_PORT)
         self.coordinator = Coordinator(self.board)
-        self.pulse = Pulse(self.board, self.identity, config.exchange_port)
+        self.pulse = Pulse(self.board, self.identity, names.EXCHANGE_PORT)
         self.offloader = Offloader(self.board, self.vault, self.coordinator)
-        reach = RestoreSources(self.board, self.vault, self.identity, config.exchange_port, self.offloader)
+        reach = RestoreSources(self.board, self.vault, self.identity, names.EXCHANGE_PORT, self.offloader)
         self.restorer = Restorer(self.board, self.vault, reach)
         self.socket = TrainerSocket(self.board, self.vault, reach)
-        self.parity = ParitySender(self.board, self.vault, self.identity, config.exchange_port, self.replicator.bucket)
+        self.parity = ParitySender(self.board, self.vault, self.identity, names.EXCHANGE_PORT, self.replicator.bucket)
         self.parity_holder = ParityHolder(self.board, self.vault)
         self.exchange.languages["parity"] = serving(self.board, self.vault, self.parity_holder)
         self.reporter.owes = self._owes

@@ -118,7 +118,7 @@ class TierClient:
             job_uid=directive.job_uid,
             attempt=directive.attempt,
             worker=directive.worker,
-            host=self._board.config.pod_ip,
+            host=self._board.config.address,
             placement=directive.placement,
             ranks=tuple(ranks),
             copies=tuple(

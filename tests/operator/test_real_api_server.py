@@ -115,6 +115,22 @@ def test_api_server_calls_a_guaranteed_pod_guaranteed_with_our_containers_in_it_
     assert answer["status"]["qosClass"] == "Guaranteed"
 
 
+def test_pod_in_its_nodes_network_is_accepted_where_that_is_allowed_and_refused_with_words_where_not(
+    cluster: LocalCluster,
+) -> None:
+    template = {**job().spec.template["spec"], "hostNetwork": True}
+    pod = build_pod(replace(job(), spec=replace(job().spec, template={"spec": template})), 0, 0, (), "s:1")
+    query = "dryRun=All&fieldValidation=Strict"
+    elsewhere = {**pod, "metadata": {**pod["metadata"], "namespace": "default"}}
+    status, answer, _ = post(cluster.kubeconfig, f"/api/v1/namespaces/default/pods?{query}", elsewhere)
+    assert status == 201, answer.get("message")
+    sidecar = next(entry for entry in answer["spec"]["initContainers"] if entry.get("ports"))
+    assert all(port["hostPort"] == port["containerPort"] for port in sidecar["ports"])
+    status, answer, _ = post(cluster.kubeconfig, f"/api/v1/namespaces/{RESTRICTED}/pods?{query}", pod)
+    assert status == 403
+    assert "host namespaces (hostNetwork=true)" in answer["message"]
+
+
 def test_restricted_namespace_is_really_restricted(cluster: LocalCluster) -> None:
     pod = build_pod(CASES["no remote tier"], 1, 0, (), "tiercheck-sidecar:1")
     del pod["spec"]["containers"][0]["securityContext"]

@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from tiercheck.protocol import names
+from tiercheck.protocol.address import join_address
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, RankSources, Restore, Source, Tier
 from tiercheck.protocol.encoding import to_json
@@ -100,6 +101,8 @@ class World:
         """In place of the sidecars' own cgroup."""
         self.grace: int | None = None
         """Seconds between SIGTERM and SIGKILL that the sidecars are told."""
+        self.on_one_host = False
+        """Whether all are in the network of one node: then they have one address, and ports of their own."""
         self.pods = {worker: f"pod-{worker}" for worker in range(workers)}
         self.places = {worker: worker for worker in range(workers)}
         """By worker: which of the pods it is, by what that pod was born as."""
@@ -117,10 +120,13 @@ class World:
     # Processes
 
     def host(self, worker: int) -> str:
-        return f"{self.network}.{self.places.get(worker, worker) + 1}"
+        return f"{self.network}.{1 if self.on_one_host else self.places.get(worker, worker) + 1}"
+
+    def first_port(self, worker: int) -> int:
+        return 12000 + 3 * self.places.get(worker, worker) if self.on_one_host else names.CONTROL_PORT
 
     def peer(self, worker: int) -> Peer:
-        return Peer(worker, self.host(worker))
+        return Peer(worker, join_address(self.host(worker), self.first_port(worker) if self.on_one_host else None))
 
     def memory_dir(self, worker: int) -> Path:
         return self.memory / f"worker-{self.places.get(worker, worker)}"
@@ -141,6 +147,8 @@ class World:
             names.ENV_RUN_DIR: str(self.run_dir(worker)),
             names.ENV_CREDENTIALS_DIR: str(self.root / "credentials"),
         }
+        if self.on_one_host:
+            env[names.ENV_FIRST_PORT] = str(self.first_port(worker))
         if self.grace is not None:
             env[names.ENV_GRACE_SECONDS] = str(self.grace)
         if self.cgroup is not None:
@@ -167,7 +175,7 @@ class World:
 
     def is_ready(self, worker: int) -> bool:
         assert self._processes[worker].poll() is None, self.logs(worker)
-        connection = http.client.HTTPConnection(self.host(worker), names.METRICS_PORT, timeout=5)
+        connection = http.client.HTTPConnection(self.host(worker), self.first_port(worker) + 2, timeout=5)
         try:
             connection.request("GET", "/readyz")
             return connection.getresponse().status == 200
@@ -231,7 +239,7 @@ class World:
     ) -> tuple[int, bytes]:
         """One call of the control API, as the operator makes it."""
         context = ssl.create_default_context(cafile=str(self.root / "credentials" / "ca.crt"))
-        raw = socket.create_connection((self.host(worker), names.CONTROL_PORT), timeout=10)
+        raw = socket.create_connection((self.host(worker), self.first_port(worker)), timeout=10)
         connection = http.client.HTTPConnection(self.host(worker), names.CONTROL_PORT)
         try:
             connection.sock = context.wrap_socket(raw, server_hostname=names.TLS_SERVER_NAME)

@@ -14,6 +14,7 @@ from tiercheck.protocol import names
 from tiercheck_operator.attach.owners import Owner, Seat, Unattachable
 from tiercheck_operator.controller.observation import JobView
 from tiercheck_operator.controller.parsing import parse_job
+from tiercheck_operator.manifests.host_network import worker_ports
 from tiercheck_operator.manifests.node_memory import NodeMemory
 from tiercheck_operator.manifests.pod import equip
 from tiercheck_operator.manifests.pulling import with_pull_settings
@@ -133,7 +134,8 @@ def inject(
         spec["terminationGracePeriodSeconds"] = _GRACE_WITH_REMOTE
     # A job keeps the sidecar that it began with, however often the operator is upgraded.
     image = view.status.sidecar_image or outfit.image
-    equip(view, str(seat.worker), spec, attachment.container, image, node_memory=outfit.node_memory)
+    ports = worker_ports(view.identity, seat.worker)
+    equip(view, str(seat.worker), spec, attachment.container, image, host_ports=ports, node_memory=outfit.node_memory)
     new = with_pull_settings(new, outfit.pull_policy, outfit.pull_secrets)
     metadata = new["metadata"]
     metadata["labels"] = {

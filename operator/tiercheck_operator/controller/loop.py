@@ -231,7 +231,7 @@ class JobLoop:
                 clock=around.clock,
             )
         if self._sidecars is not None:
-            self._sidecars.follow({pod.uid: pod.ip for pod in pods if pod.ip and not pod.terminal})
+            self._sidecars.follow({pod.uid: pod.address for pod in pods if pod.ip and not pod.terminal})
         return Observation(
             now=around.clock(),
             job=job,

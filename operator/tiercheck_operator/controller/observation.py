@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tiercheck.protocol.address import join_address
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import SPARE, Report
 from tiercheck_operator.controller.failure_spec import DEFAULT_HANG, DEFAULT_RESET_SECONDS, FailureRule, HangSpec
@@ -207,6 +208,13 @@ class PodView:
     spare: int | None = None
     """Its number, if it was made as a spare, whether it is one still or not."""
     resource_version: str = ""
+    first_port: int | None = None
+    """Of its sidecar's, where they are not the usual ones."""
+
+    @property
+    def address(self) -> str:
+        """By which its sidecar is reached; empty: it has none yet."""
+        return join_address(self.ip, self.first_port) if self.ip else ""
 
     @property
     def terminal(self) -> bool:

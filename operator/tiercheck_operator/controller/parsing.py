@@ -204,6 +204,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         spare=spare,
         gates=gates,
         resource_version=str(metadata.get("resourceVersion") or ""),
+        first_port=_first_port(spec),
         sidecar=_container(spec.get("initContainers"), status.get("initContainerStatuses"), names.SIDECAR_CONTAINER),
     )
 
@@ -228,6 +229,15 @@ def _container(specs: Any, statuses: Any, name: str) -> ContainerView:
         exit_code=_int(ended.get("exitCode")),
         memory_limit=str(((spec.get("resources") or {}).get("limits") or {}).get("memory") or ""),
     )
+
+
+def _first_port(spec: Mapping[str, Any]) -> int | None:
+    for container in spec.get("initContainers") or []:
+        if container.get("name") == names.SIDECAR_CONTAINER:
+            found = {entry.get("name"): entry.get("containerPort") for entry in container.get("ports") or []}
+            port = _int(found.get(names.CONTROL_PORT_NAME))
+            return None if port == names.CONTROL_PORT else port
+    return None
 
 
 def _sidecar_image(spec: Mapping[str, Any]) -> str:
