@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 
 from tiercheck.protocol import names
+from tiercheck.protocol.address import join_address, split_address
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report
@@ -35,6 +36,11 @@ _FIRST_RETRY = 0.2
 
 class SidecarError(Exception):
     """The sidecar did not answer, or not as one of ours; the message is a sentence."""
+
+
+def _url(address: str, path: str) -> str:
+    host, port = split_address(address)
+    return f"https://{join_address(host, names.CONTROL_PORT if port is None else port)}{path}"
 
 
 class JobSidecars:
@@ -70,7 +76,7 @@ class JobSidecars:
         return dict(self._reports)
 
     def follow(self, hosts: Mapping[str, str]) -> None:
-        """Listen to exactly these pods: UID to IP address."""
+        """Listen to exactly these pods: UID to address (`protocol.address`)."""
         for uid in [uid for uid, host in self._hosts.items() if hosts.get(uid) != host]:
             self._tasks.pop(uid).cancel()
             self._skew.forget(self._hosts[uid])
@@ -154,7 +160,7 @@ class JobSidecars:
     async def _request(
         self, method: str, host: str, path: str, *, body: bytes | None, query: Mapping[str, str], seconds: float
     ) -> Report:
-        url = f"https://{f'[{host}]' if ':' in host else host}:{names.CONTROL_PORT}{path}"
+        url = _url(host, path)
         limits = aiohttp.ClientTimeout(total=seconds, sock_connect=self._call)
         try:
             async with self._session.request(

@@ -167,9 +167,24 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
         {"checkpoint": {"sanityGate": "Off"}, "failurePolicy": {"rollbackAfterNonFinite": 5}},
         "rollbackAfterNonFinite needs checkpoint.sanityGate Finite",
     ),
+    (
+        {"tiers": {"local": {"sizeLimit": "64Gi"}}, "sidecar": {"resources": {"limits": {"memory": "64Gi"}}}},
+        "sidecar.resources.limits.memory must be at least tiers.local.sizeLimit and 512Mi",
+    ),
+    (
+        {"sidecar": {"resources": {"requests": {"memory": "1Gi"}}}},
+        "sidecar.resources.requests.memory must be at least tiers.local.sizeLimit and 512Mi",
+    ),
+    (
+        {"sidecar": {"resources": {"requests": {"cpu": "much"}}}},
+        "spec.sidecar.resources.requests.cpu in body should match",
+    ),
 ]
 
 ACCEPTED: list[tuple[str, Any]] = [
+    ("spec.sidecar", {"resources": {"requests": {"cpu": 2, "memory": "9Gi"}, "limits": {"cpu": "2500m"}}}),
+    ("spec.sidecar", {"resources": {"limits": {"cpu": "1", "ephemeral-storage": "1Gi"}}}),
+    ("spec.sidecar", {}),
     ("spec.checkpoint", {"delta": {"mode": "None"}, "sanityGate": "Off", "stateSize": "24Gi"}),
     ("spec.checkpoint.delta.mode", "Replay"),
     (f"{_TRAINER}.env", [{"name": "TIERCHECK_WARM", "value": "0"}]),
@@ -228,6 +243,7 @@ REFUSED_AS_CHANGE: list[tuple[str, Any, str]] = [
 """Changes of a job that is not suspended."""
 
 ACCEPTED_AS_CHANGE: list[tuple[str, Any]] = [
+    ("spec.sidecar", {"resources": {"requests": {"cpu": "500m"}}}),
     ("spec.disruptionBudget", {"mode": "Off"}),
     ("spec.spares", 2),
     ("spec.elastic", {"minWorkers": 2}),

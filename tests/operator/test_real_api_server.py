@@ -95,6 +95,42 @@ def test_restricted_namespace_admits_our_pods_without_a_warning(
     assert (status, warnings) == (201, []), answer.get("message")
 
 
+BOUND = {"requests": {"cpu": "16", "memory": "64Gi"}, "limits": {"cpu": "16", "memory": "64Gi"}}
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["each container", "the pod as a whole"])
+@pytest.mark.parametrize("resources", [BOUND, {"limits": BOUND["limits"]}], ids=["both", "limits only"])
+def test_api_server_calls_a_guaranteed_pod_guaranteed_with_our_containers_in_it_too(
+    cluster: LocalCluster, resources: dict[str, Any], whole: bool
+) -> None:
+    template = job().spec.template["spec"]
+    bound = [{**entry, "resources": {} if whole else resources} for entry in template["containers"]]
+    spec = {**template, "containers": bound, **({"resources": resources} if whole else {})}
+    pod = build_pod(replace(job(), spec=replace(job().spec, template={"spec": spec})), 0, 0, (), "tiercheck-sidecar:1")
+    path = f"/api/v1/namespaces/{RESTRICTED}/pods?dryRun=All&fieldValidation=Strict"
+    status, answer, _ = post(cluster.kubeconfig, path, pod)
+    assert status == 201, answer.get("message")
+    if whole and "resources" not in answer["spec"]:
+        pytest.skip("this API server is older than resources of pods (1.34)")
+    assert answer["status"]["qosClass"] == "Guaranteed"
+
+
+def test_pod_in_its_nodes_network_is_accepted_where_that_is_allowed_and_refused_with_words_where_not(
+    cluster: LocalCluster,
+) -> None:
+    template = {**job().spec.template["spec"], "hostNetwork": True}
+    pod = build_pod(replace(job(), spec=replace(job().spec, template={"spec": template})), 0, 0, (), "s:1")
+    query = "dryRun=All&fieldValidation=Strict"
+    elsewhere = {**pod, "metadata": {**pod["metadata"], "namespace": "default"}}
+    status, answer, _ = post(cluster.kubeconfig, f"/api/v1/namespaces/default/pods?{query}", elsewhere)
+    assert status == 201, answer.get("message")
+    sidecar = next(entry for entry in answer["spec"]["initContainers"] if entry.get("ports"))
+    assert all(port["hostPort"] == port["containerPort"] for port in sidecar["ports"])
+    status, answer, _ = post(cluster.kubeconfig, f"/api/v1/namespaces/{RESTRICTED}/pods?{query}", pod)
+    assert status == 403
+    assert "host namespaces (hostNetwork=true)" in answer["message"]
+
+
 def test_restricted_namespace_is_really_restricted(cluster: LocalCluster) -> None:
     pod = build_pod(CASES["no remote tier"], 1, 0, (), "tiercheck-sidecar:1")
     del pod["spec"]["containers"][0]["securityContext"]

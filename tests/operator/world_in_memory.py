@@ -18,6 +18,7 @@ from tiercheck.protocol.report import (
     Counters,
     Holding,
     MemoryReport,
+    Problem,
     Quarantined,
     RankRestore,
     RemoteReport,
@@ -112,6 +113,7 @@ class Sidecar:
     restore: RestoreReport = field(default_factory=lambda: RestoreReport(RestoreState.IDLE, None))
     trainer: TrainerReport = field(default_factory=lambda: TrainerReport(TrainerState.WAITING))
     quarantined: tuple[Quarantined, ...] = ()
+    problems: tuple[Problem, ...] = ()
     reachable: bool = True
     closed: bool = False
     """Its process is gone, its host is well."""
@@ -348,6 +350,7 @@ class Sidecar:
             memory=MemoryReport(1, 0, 0),
             can_change_worker=self.world.new_sidecars,
             quarantined=self.quarantined,
+            problems=self.problems,
             unreachable=world.missed_by(self),
             counters=Counters(deltas=self.captured_deltas),
             elementwise=world.elementwise,

@@ -23,6 +23,9 @@ SPARES_READY = "SparesReady"
 FULL_SIZE = "FullSize"
 """The job has as many workers as its spec asks for. Of jobs with spec.elastic."""
 
+THROTTLED = "Throttled"
+"""The kernel holds a sidecar back, because its CPU limit is used up. Of jobs that it has happened to."""
+
 EVICTABLE = "Evictable"
 """A worker may be evicted now; while it is False, the job's PodDisruptionBudget holds node drains up."""
 
@@ -106,6 +109,12 @@ SHRUNK = "Shrunk"
 """It goes on with fewer, because no node took the others for capacityTimeoutSeconds; the message says what it waits for."""
 GROWING = "Growing"
 """It goes on with fewer, and has room again: it grows soon, when few steps would be made twice."""
+
+# Throttled
+SIDECAR_THROTTLED = "SidecarThrottled"
+"""In a good part of the last minute; copies and restores are slow. The message has numbers."""
+NOT_THROTTLED = "NotThrottled"
+"""Not any more."""
 
 # Evictable
 ONE_AT_A_TIME = "OneAtATime"

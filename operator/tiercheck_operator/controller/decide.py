@@ -36,7 +36,7 @@ from tiercheck_operator.controller.kept_copies import all_copied, found_again, r
 from tiercheck_operator.controller.leaving import told
 from tiercheck_operator.controller.membership import Membership, find_members, replacements
 from tiercheck_operator.controller.memory import equal_share, too_small
-from tiercheck_operator.controller.observation import Observation, PodView
+from tiercheck_operator.controller.observation import JobSpec, Observation, PodView
 from tiercheck_operator.controller.placing import Unplaceable, place_members
 from tiercheck_operator.controller.readiness import waiting_for_pods
 from tiercheck_operator.controller.record import JobRecord
@@ -47,6 +47,7 @@ from tiercheck_operator.controller.status import Finding, Findings, derive_statu
 from tiercheck_operator.controller.suspend import resumed, still_ending, suspend
 from tiercheck_operator.controller.suspicion import checks, next_look
 from tiercheck_operator.controller.trigger import find_trigger, update_recovery
+from tiercheck_operator.manifests.resources import resources_problem
 from tiercheck_operator.manifests.template import template_problem
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
@@ -64,10 +65,9 @@ def decide(obs: Observation) -> Decision:
         return _over(obs) if again is None else _kept_running(again)
     if job.spec.suspend or still_ending(obs):
         return _suspended(obs)
-    problem = template_problem(job.spec.template) if job.spec.attach is None else ""
-    if problem:
-        unplaced = Findings(unplaced=Finding(conditions.INVALID_TEMPLATE, problem))
-        return _concluded(obs, job.status, unplaced)
+    refusal = _refusal(job.spec)
+    if refusal is not None:
+        return _concluded(obs, job.status, Findings(unplaced=refusal))
     return _kept_running(obs)
 
 
@@ -86,6 +86,17 @@ def refused(obs: Observation, decision: Decision, sentence: str) -> Decision:
 def _over(obs: Observation) -> Decision:
     status = finally_told(obs, obs.job.status)
     return replace(after_finish(obs), status=None if status == obs.job.status else status)
+
+
+def _refusal(spec: JobSpec) -> Finding | None:
+    """Why no pod can be made of the spec. What attached pods cannot be is said at their admission."""
+    if spec.attach is not None:
+        return None
+    wrong = template_problem(spec.template)
+    if wrong:
+        return Finding(conditions.INVALID_TEMPLATE, wrong)
+    wrong = resources_problem(spec, spec.template.get("spec") or {})
+    return Finding(conditions.INVALID_SPEC, wrong) if wrong else None
 
 
 def _suspended(obs: Observation) -> Decision:

@@ -242,7 +242,7 @@ class JobLoop:
             )
         heard: Mapping[str, WorkerReport] = {}
         if self._sidecars is not None:
-            hosts = {pod.uid: pod.ip for pod in pods if pod.ip and not pod.terminal}
+            hosts = {pod.uid: pod.address for pod in pods if pod.ip and not pod.terminal}
             self._followed = {**self._unseen(job, pods), **hosts}
             heard = self._sidecars.reports  # the last words of those that are followed no more are looked at once
             self._sidecars.follow(self._followed)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tiercheck.protocol.address import join_address
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import SPARE, Report
 from tiercheck_operator.controller.failure_spec import DEFAULT_HANG, DEFAULT_RESET_SECONDS, FailureRule, HangSpec
@@ -113,6 +114,8 @@ class JobSpec:
     """Seconds; None: the operator's default."""
     node_memory: bool = False
     """`spec.tiers.local.medium` is NodeMemory."""
+    sidecar_resources: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """`spec.sidecar.resources`: requests and limits that the user gives the sidecar."""
     attach: Attach | None = None
     """None: the pods are made from the template."""
     parity: tuple[int, int] | None = None
@@ -209,6 +212,13 @@ class PodView:
     resource_version: str = ""
     given_up: str = ""
     """A cause, a colon, and why we gave the pod up: noted on it when we deleted it, for its end will look like any other."""
+    first_port: int | None = None
+    """Of its sidecar's, where they are not the usual ones."""
+
+    @property
+    def address(self) -> str:
+        """By which its sidecar is reached; empty: it has none yet."""
+        return join_address(self.ip, self.first_port) if self.ip else ""
 
     @property
     def terminal(self) -> bool:

@@ -96,6 +96,7 @@ def _spec(raw: Mapping[str, Any]) -> JobSpec:
         min_workers=_int((raw.get("elastic") or {}).get("minWorkers")),
         capacity_timeout=_float(policy.get("capacityTimeoutSeconds")),
         node_memory=local.get("medium") == "NodeMemory",
+        sidecar_resources=_resources((raw.get("sidecar") or {}).get("resources") or {}),
         parity=(int(parity["data"]), int(parity["parity"])) if parity else None,
         peer_bandwidth=_bytes(peer.get("bandwidth")),
         delta=DeltaMode((checkpoint.get("delta") or {}).get("mode") or DeltaMode.AUTO),
@@ -114,6 +115,15 @@ def _attach(raw: Mapping[str, Any] | None) -> Attach | None:
         return None
     owner = raw["owner"]
     return Attach(owner["apiVersion"], owner["kind"], owner["name"], owner["uid"], raw["container"])
+
+
+def _resources(raw: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """YAML gives whole cores as numbers. Raises ValueError."""
+    given = {kind: {name: str(text) for name, text in (raw.get(kind) or {}).items()} for kind in ("requests", "limits")}
+    for quantities in given.values():
+        for text in quantities.values():
+            parse_quantity(text)
+    return {kind: quantities for kind, quantities in given.items() if quantities}
 
 
 def _int(value: Any) -> int | None:
@@ -184,6 +194,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         gates=gates,
         resource_version=str(metadata.get("resourceVersion") or ""),
         given_up=str((metadata.get("annotations") or {}).get(ANNOTATION_GIVEN_UP) or ""),
+        first_port=_first_port(spec),
         sidecar=_container(spec.get("initContainers"), status.get("initContainerStatuses"), names.SIDECAR_CONTAINER),
     )
 
@@ -208,6 +219,15 @@ def _container(specs: Any, statuses: Any, name: str) -> ContainerView:
         exit_code=_int(ended.get("exitCode")),
         memory_limit=str(((spec.get("resources") or {}).get("limits") or {}).get("memory") or ""),
     )
+
+
+def _first_port(spec: Mapping[str, Any]) -> int | None:
+    for container in spec.get("initContainers") or []:
+        if container.get("name") == names.SIDECAR_CONTAINER:
+            found = {entry.get("name"): entry.get("containerPort") for entry in container.get("ports") or []}
+            port = _int(found.get(names.CONTROL_PORT_NAME))
+            return None if port == names.CONTROL_PORT else port
+    return None
 
 
 def _sidecar_image(spec: Mapping[str, Any]) -> str:

@@ -77,6 +77,7 @@ def derive_status(
         _placed(obs, findings),
         _ended_protection(record, findings) or _protected(obs, record, reports),
         _deltas_active(record, findings),
+        _throttled(obs, {} if idle else reports),
         _spares_ready(obs, spares),
         _full_size(obs, record),
         *_restoring_and_running(record, findings),
@@ -187,8 +188,8 @@ def _protected(obs: Observation, record: JobRecord, reports: Mapping[int, Report
 def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> Finding | None:
     for worker in sorted(reports):
         for problem in reports[worker].problems:
-            if problem.reason == conditions.DELTAS_OFF:
-                continue  # copies are as good as ever; DeltasActive tells it
+            if problem.reason in (conditions.DELTAS_OFF, conditions.SIDECAR_THROTTLED):
+                continue  # copies are as good as ever; DeltasActive and Throttled tell it
             return Finding(problem.reason, f"worker {worker}: {problem.message}")
     ended = sidecar_ended(obs, record, reports)
     if ended:
@@ -251,6 +252,18 @@ def _deltas_active(record: JobRecord, findings: Findings) -> Condition | None:
     off = known.deltas_reason == TURNED_OFF
     reason = conditions.DELTAS_TURNED_OFF if off else conditions.DELTAS_OFF
     return _condition(conditions.DELTAS_ACTIVE, False, Finding(reason, known.deltas_reason))
+
+
+def _throttled(obs: Observation, reports: Mapping[int, Report]) -> Condition | None:
+    """Once there was something to say. `reports`: none when nothing is trained."""
+    for worker in sorted(reports):
+        for problem in reports[worker].problems:
+            if problem.reason == conditions.SIDECAR_THROTTLED:
+                found = Finding(conditions.SIDECAR_THROTTLED, f"worker {worker}: {problem.message}")
+                return _condition(conditions.THROTTLED, True, found)
+    if obs.job.status.condition(conditions.THROTTLED) is None:
+        return None
+    return _condition(conditions.THROTTLED, False, Finding(conditions.NOT_THROTTLED, "no sidecar is held back"))
 
 
 def _spares_ready(obs: Observation, standing: SparesStanding | None) -> Condition | None:

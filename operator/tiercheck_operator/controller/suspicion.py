@@ -89,7 +89,7 @@ def _running(obs: Observation) -> list[PodView]:
 
 
 def _witnesses(obs: Observation, running: list[PodView]) -> list[Witness]:
-    homes = {(pod.worker, pod.ip or ""): pod.uid for pod in running}
+    homes = {(pod.worker, pod.address): pod.uid for pod in running}
     return [_witness(obs, pod, homes) for pod in running]
 
 
