@@ -13,11 +13,13 @@
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS builder
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore PATH=/build/bin:$PATH
 WORKDIR /src
 COPY constraints.txt ./
-RUN python3 -m pip install --constraint constraints.txt hatchling
+# An environment of its own, as the Python of a distribution lets pip install nothing beside it.
+RUN python3 -m venv /build && python3 -m pip install --constraint constraints.txt hatchling
 COPY pyproject.toml README.md LICENSE ./
+COPY docs/troubleshooting.md docs/troubleshooting.md
 COPY tiercheck tiercheck
 COPY operator operator
 COPY sidecar sidecar

@@ -115,6 +115,8 @@ class Operator:
             registry=self._registry(),
             settings=self._settings(),
             standalone=True,
+            # Without it kopf asks for the user's name, and ours has no entry in /etc/passwd. Its type is not public.
+            identity=self._config.identity,  # type: ignore[arg-type]
             clusterwide=not self._config.namespaces,
             namespaces=list(self._config.namespaces),
             stop_flag=stop,
