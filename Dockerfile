@@ -69,4 +69,5 @@ COPY --from=trainer-packages /opt/tiercheck /opt/tiercheck
 COPY examples/train_gpt.py /workspace/train_gpt.py
 USER 65532:65532
 WORKDIR /workspace
-ENTRYPOINT ["python3", "/workspace/train_gpt.py"]
+# PID 1 ends by no signal that it does not catch, and a script that imports torch has no time to. Under the launcher this is not used.
+ENTRYPOINT ["sh", "-c", "trap 'exit 143' TERM; trap 'exit 130' INT; python3 /workspace/train_gpt.py \"$@\" & wait $!", "sh"]
