@@ -140,6 +140,19 @@ def test_deleted_job_leaves_nothing_even_while_the_operator_is_down(cluster: Loc
     cluster.start_operator()
 
 
+def test_operator_runs_as_a_user_without_an_entry_in_etc_passwd(tmp_path: Path) -> None:
+    """As in its image, where nobody knows user 65532."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import pwd\ndef nobody(uid): raise KeyError(f'getpwuid(): uid not found: {uid}')\npwd.getpwuid = nobody\n"
+    )
+    unnamed = {name: "" for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "HOME")}
+    with LocalCluster(tmp_path / "cluster", []) as fresh:
+        fresh.apply_crds(ROOT / "crds")
+        fresh.start_operator({**unnamed, "PYTHONPATH": str(tmp_path)})
+        fresh.apply(job("first"))
+        fresh.wait_for(lambda: len(owned(fresh, "first")) == 4, DEADLINE, "the job to be served")
+
+
 def test_probes_and_metrics_answer_and_sigterm_ends_the_process(cluster: LocalCluster) -> None:
     def page(path: str) -> str:
         try:
