@@ -10,12 +10,18 @@
 #   --build-arg PYTHON_IMAGE=python:3.12-slim-bookworm@sha256:...
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 
-# The base comes without the bytecode of the standard library, and our processes may not write it: each start would compile it.
+# The official base has no bytecode of the standard library, and our processes may write none: each start would compile it.
+FROM ${PYTHON_IMAGE} AS bytecode
+RUN lib=$(python3 -c 'import os; print(os.path.dirname(os.__file__))') && mkdir /bytecode && touch /before \
+ && python3 -m compileall -q -j 0 -x 'site-packages|dist-packages|lib2to3|idlelib|/tests?/' "$lib" \
+ && find "$lib" -name '*.pyc' -newer /before -exec cp --parents -t /bytecode {} +
+
+# What all three have in common. Nothing runs in it, so that it holds nothing of the machine that builds it.
 FROM ${PYTHON_IMAGE} AS python
-RUN python3 -m compileall -q -j 0 -x 'site-packages|dist-packages|lib2to3|idlelib|/tests?/' "$(python3 -c 'import os; print(os.path.dirname(os.__file__))')"
+COPY --from=bytecode /bytecode /
 
 # An environment of its own for what builds, as the Python of a distribution lets pip install nothing beside it.
-FROM python AS tools
+FROM ${PYTHON_IMAGE} AS tools
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /src
 COPY constraints.txt ./
