@@ -82,10 +82,11 @@ class Sidecar:
         """Until SIGTERM or SIGINT, or until new credentials ask for a new process. Raises OSError if an address or the memory volume cannot be used."""
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
         await self._serve(self._health(), self.config.metrics_port, secure=False)
         await asyncio.to_thread(self._open_memory)
+        # Not before: verifying a large memory takes long, nothing of it is owed to anyone, and it cannot be interrupted.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
         self.socket.start()
         self.exchange.start()
         for name, loop_body in self._loops():
