@@ -13,7 +13,7 @@ from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.failure_spec import ExitCodes, FailureRule, HangSpec, RuleAction
 from tiercheck_operator.controller.loop import merge_patch
-from tiercheck_operator.controller.observation import ContainerView
+from tiercheck_operator.controller.observation import ContainerState, ContainerView
 from tiercheck_operator.controller.parsing import parse_job, parse_node, parse_pod, parse_time
 from tiercheck_operator.controller.record import (
     CheckpointRecord,
@@ -93,10 +93,10 @@ def test_node_counts_as_lost_by_condition_or_taint_and_not_when_cordoned(node: d
 
 def test_containers_last_end_is_read_whether_it_runs_again_or_not() -> None:
     end = {"terminated": {"reason": "OOMKilled", "exitCode": 137, "finishedAt": "2026-01-01T00:00:10Z"}}
-    for status in (
-        {"state": {"running": {}}, "lastState": end},
-        {"state": end, "lastState": {}},
-        {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": end},
+    for state, status in (
+        (ContainerState.STARTING, {"state": {"running": {}}, "lastState": end}),
+        (ContainerState.ENDED, {"state": end, "lastState": {}}),
+        (ContainerState.HELD_BACK, {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": end}),
     ):
         raw = {
             "metadata": {"name": "p", "uid": "u", "labels": LABELS},
@@ -105,7 +105,7 @@ def test_containers_last_end_is_read_whether_it_runs_again_or_not() -> None:
         }
         pod = parse_pod(raw)
         assert pod is not None
-        assert pod.trainer == ContainerView(2, "OOMKilled", parse_time("2026-01-01T00:00:10Z"), 137, "64Gi")
+        assert pod.trainer == ContainerView(2, "OOMKilled", parse_time("2026-01-01T00:00:10Z"), 137, "64Gi", state)
         assert pod.trainer.oom_killed
         assert pod.sidecar == ContainerView()
 
