@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import signal
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -30,7 +31,7 @@ from tiercheck_operator.kube import ApiFailure, Kube, load_configuration
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.pages import Pages
 from tiercheck_operator.resync import Kind, Resync
-from tiercheck_operator.watched import ClusterView, Watched, version_of
+from tiercheck_operator.watched import ClusterView, Watched, dated, version_of
 
 log = logging.getLogger(__name__)
 
@@ -261,6 +262,8 @@ class Operator:
         async def pods_seen(body: kopf.Body, **_: Any) -> None:
             uid, version = _identity(body)
             pod = parse_pod(body)
+            if pod is not None:
+                pod = dated(pod, self._view.pods.get(uid), time.time())
             self._view.put_pod(uid, pod, version)
             if pod is not None:
                 self._wake(pod.job_uid)

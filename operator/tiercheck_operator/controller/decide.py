@@ -12,7 +12,7 @@ from dataclasses import replace
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Report
-from tiercheck_operator.controller import conditions
+from tiercheck_operator.controller import conditions, lost_nodes
 from tiercheck_operator.controller.actions import Action, Decision, EnsureCredentials, EnsureService, SavePlacement
 from tiercheck_operator.controller.attached import started_again, without_ended
 from tiercheck_operator.controller.attempt import Begun, begin_attempt
@@ -211,9 +211,9 @@ def _attempt_driven(
         findings = replace(findings, placed=moved.placed)
         later += moved.probes
         wake = sooner(wake, moved.wake)
-    moving = told(obs, membership.departures)
-    if moving is not None:
-        findings = replace(findings, placed=Finding(*moving))
+    for news in (lost_nodes.told(obs, members), told(obs, membership.departures)):
+        if news is not None:
+            findings = replace(findings, placed=Finding(*news))
     absent = waits_for_trainers(obs, status, reports)
     if absent:
         findings = replace(findings, waiting=_no_trainers(members, absent))

@@ -8,6 +8,7 @@ from tiercheck_operator.controller.actions import Action, Decision, DeleteJob, D
 from tiercheck_operator.controller.attached import exit_code
 from tiercheck_operator.controller.barrier import pushes
 from tiercheck_operator.controller.identities import known_as
+from tiercheck_operator.controller.lost_nodes import out_of_reach
 from tiercheck_operator.controller.membership import removal
 from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.record import JobRecord, parse_time
@@ -29,11 +30,11 @@ def after_finish(obs: Observation) -> Decision:
     limit = finishing_time(obs) if status.holds(conditions.COMPLETED) else obs.patience.suspend
     for pod in live:
         node = obs.nodes.get(pod.node) if pod.node else None
-        lost = node is not None and bool(node.lost)
+        lost, gone, late = node is not None and bool(node.lost), out_of_reach(obs, pod), now - ended > limit
         if obs.job.spec.attach is not None:
             continue  # its owner decides
-        if lost or (now - ended > limit and not pod.deleting):
-            before.append(DeletePod(pod.name, pod.uid, lost, f"pod {pod.name}: {why}, and it has not"))
+        if gone or (late and (lost or not pod.deleting)):
+            before.append(DeletePod(pod.name, pod.uid, gone or lost, f"pod {pod.name}: {why}, and it has not"))
         elif not pod.deleting:
             wake = max(1.0, ended + limit - now)
     members = known_as(obs, [pod for pod in live if pod.ip and not pod.deleting])

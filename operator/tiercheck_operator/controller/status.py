@@ -17,7 +17,7 @@ from tiercheck_operator.controller.memory import equal_share, forecast, largest_
 from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.record import Condition, JobRecord, MemoryRecord, TierRecord, rfc3339
 from tiercheck_operator.controller.saving import EVERY_STEP, TURNED_OFF, saved
-from tiercheck_operator.controller.sidecar_ends import sidecar_ended
+from tiercheck_operator.controller.sidecar_ends import sidecar_away, sidecar_ended
 from tiercheck_operator.controller.spares import SparesStanding, spares_standing
 from tiercheck_operator.controller.suspend import resumed
 from tiercheck_operator.manifests.node_memory import forbidden
@@ -186,6 +186,9 @@ def _protected(obs: Observation, record: JobRecord, reports: Mapping[int, Report
 
 
 def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> Finding | None:
+    away = sidecar_away(obs)
+    if away is not None:
+        return Finding(*away)  # it explains what others say of it
     for worker in sorted(reports):
         for problem in reports[worker].problems:
             if problem.reason in (conditions.DELTAS_OFF, conditions.SIDECAR_THROTTLED):
