@@ -580,7 +580,7 @@ class World:
     def _kubelets(self) -> None:
         for uid, at in list(self.dying.items()):
             pod = self.pods[uid]
-            if pod.node in self.dead_nodes or at - 1 > self.now:
+            if pod.node in self.dead_nodes or pod.node in self.stopped_kubelets or at - 1 > self.now:
                 continue
             if at <= self.now:
                 self._gone(uid)
