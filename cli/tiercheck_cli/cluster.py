@@ -10,11 +10,13 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 import kubernetes
+import urllib3
 from kubernetes.client.exceptions import ApiException
-from urllib3.exceptions import HTTPError
+from urllib3.exceptions import HTTPError, InsecureRequestWarning
 
 from tiercheck.protocol import names
 from tiercheck_cli.failure import NO_ACCESS, NOT_FOUND, USAGE, CannotDo
+from tiercheck_cli.terminal import remark
 from tiercheck_operator.planning.saved_placement import SavedPlacement, placement_name, read_placement_data
 
 Object = dict[str, Any]
@@ -34,6 +36,11 @@ class Cluster:
     def __init__(self, configuration: kubernetes.client.Configuration, namespace: str, timeout: float = 15.0) -> None:
         # One try of each call: a person who waits wants to know, not to wait three times as long.
         configuration.retries = False
+        if not configuration.verify_ssl and str(configuration.host).startswith("https"):
+            urllib3.disable_warnings(InsecureRequestWarning)  # two lines for each request
+            remark(
+                f"the certificate of {configuration.host} is not checked: the kubeconfig has insecure-skip-tls-verify"
+            )
         self._client = kubernetes.client.ApiClient(configuration)
         self._timeout = timeout
         self.namespace = namespace

@@ -6,7 +6,9 @@ import datetime
 
 
 def moment(text: object) -> float | None:
-    """Unix seconds of an RFC 3339 time; None if it is none."""
+    """Unix seconds of an RFC 3339 time, or of a number, as the first operators wrote some; None if it is neither."""
+    if isinstance(text, int | float):
+        return float(text)
     if not isinstance(text, str):
         return None
     try:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tiercheck.protocol.directive import Tier
 from tiercheck_cli.durations import moment
 
 TIERS = ("local", "peer", "remote")
@@ -36,6 +37,11 @@ class PastRecovery:
     def start(self) -> float:
         """From the state's being there to the first new step."""
         return max(0.0, self.total - self.detect - self.restore)
+
+    @property
+    def farthest(self) -> Tier | None:
+        """The tier that the worst-off rank needed; None: training began from scratch."""
+        return next((tier for tier in (Tier.REMOTE, Tier.PEER, Tier.LOCAL) if self.tiers.get(tier.value)), None)
 
     @property
     def sources(self) -> str:

@@ -12,13 +12,14 @@ from golden import matches, rendered
 
 from tiercheck.protocol.directive import Tier
 from tiercheck_cli.explain.answer import Answer, answer, scenario_of
+from tiercheck_cli.explain.estimate import Estimate, Failure, estimate
 from tiercheck_cli.explain.losses import losses
 from tiercheck_cli.explain.screen import what_if_screen, why
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.files import made_up_nodes, read_job
 from tiercheck_cli.layout import layout_of
 from tiercheck_cli.planned import planned
-from tiercheck_cli.recoveries import recoveries
+from tiercheck_cli.recoveries import PastRecovery, recoveries
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -51,7 +52,7 @@ def test_a_recovery_under_way_is_told_before_the_last_one() -> None:
     job["status"]["recovery"] = {
         "cause": "PodEvicted",
         "message": "pod gpt-large-1-0 was evicted",
-        "failedAt": recorded.NOW - 12,
+        "failedAt": recorded.at(12),
     }
     shown = rendered(why(job, recoveries(job), recorded.NOW, 80), 80)
     assert shown.startswith(
@@ -70,7 +71,7 @@ def test_a_lost_rack_comes_from_peers_and_loses_what_they_lag_behind() -> None:
     assert found.consequence.farthest is Tier.PEER
     assert (found.consequence.step, found.consequence.lost_steps) == (12479, 1)
     assert found.from_whom == {1: (0,), 5: (4,)}
-    assert (found.seconds, found.measured) == (47.3, "as after NodeLost in attempt 5")
+    assert found.without_training == Estimate(47.3, True, "as after NodeLost in attempt 5")
 
 
 @pytest.mark.parametrize("asked", ["worker=2", "pod=gpt-large-2-1", "node=node-2", "host=node-2"])
@@ -116,6 +117,78 @@ def test_a_job_that_is_only_a_file_is_asked_about_in_the_midst_of_its_life() -> 
     matches("explain-if-planned", rendered(what_if_screen(found, layout), 80))
     (one,) = losses(["rack=rack-2"], layout)
     assert "rebuilt from" in rendered(what_if_screen([answer(one, layout, scenario, step=None, past=())], layout), 80)
+
+
+# How long it would take.
+
+
+def past(*entries: tuple[str, str, float, float, float]) -> tuple[PastRecovery, ...]:
+    """Recoveries, newest first: cause, farthest tier, and seconds of their three parts."""
+    return tuple(
+        PastRecovery(
+            attempt=len(entries) - index + 1,
+            cause=cause,
+            message="",
+            reason="",
+            step=10,
+            lost_steps=0,
+            tiers={"local": 3, tier: 1},
+            deltas=0,
+            rebuilt=0,
+            detect=detect,
+            restore=restore,
+            total=detect + restore + start,
+            ended=None,
+        )
+        for index, (cause, tier, detect, restore, start) in enumerate(entries)
+    )
+
+
+@pytest.mark.parametrize("farthest", [None, Tier.LOCAL, Tier.PEER, Tier.REMOTE])
+@pytest.mark.parametrize("pods_lost", [True, False])
+@pytest.mark.parametrize("spare", [True, False])
+def test_job_that_never_came_back_gets_a_guess_of_what_real_recoveries_take_and_is_told_so(
+    farthest: Tier | None, pods_lost: bool, spare: bool
+) -> None:
+    """It said 5m45s where 15 to 60 s were measured."""
+    found = estimate((), Failure(farthest, pods_lost, spare))
+    assert 15 <= found.seconds <= 60
+    assert not found.measured
+    assert found.source.startswith("a guess")
+
+
+def test_recoveries_of_the_same_kind_answer_by_their_median() -> None:
+    known = past(
+        ("PodDeleted", "peer", 1, 9, 20), ("NodeSilent", "peer", 8, 10, 22), ("PodEvicted", "peer", 1, 60, 29),
+        ("TrainerCrash", "local", 0, 2, 15), ("AllPodsLost", "remote", 1, 30, 30),
+    )  # fmt: skip
+    assert estimate(known, Failure(Tier.PEER, pods_lost=True)) == Estimate(
+        40, True, "the median of its last 3 recoveries like that"
+    )
+    assert estimate(known, Failure(Tier.LOCAL, pods_lost=False)).seconds == 17
+    assert estimate(known, Failure(Tier.REMOTE, pods_lost=True)).source == "as after AllPodsLost in attempt 2"
+
+
+def test_what_never_happened_is_put_together_from_the_parts_of_what_did() -> None:
+    """Its script takes two minutes to its first step, whatever it comes back from."""
+    known = past(("TrainerCrash", "local", 0, 2, 120), ("OOMKilled", "local", 0, 2, 122))
+    found = estimate(known, Failure(Tier.PEER, pods_lost=True))
+    assert 121 < found.seconds < 150
+    assert (found.measured, found.source) == (
+        False,
+        "an estimate from the parts of its last 2 recoveries, none of which was like that",
+    )
+
+
+def test_resuming_a_job_says_nothing_about_how_fast_a_loss_is_noticed() -> None:
+    known = past(("Resumed", "remote", 0, 500, 20))
+    assert estimate(known, Failure(Tier.PEER, pods_lost=True)).seconds < 60
+    assert estimate(known, Failure(Tier.REMOTE, pods_lost=True)).seconds > 500
+
+
+def test_state_that_is_large_takes_its_time_on_the_way() -> None:
+    small, large = (estimate((), Failure(Tier.REMOTE, True, carry_seconds=seconds)).seconds for seconds in (0, 200))
+    assert large == small + 200
 
 
 @pytest.mark.parametrize(

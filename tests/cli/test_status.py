@@ -92,3 +92,12 @@ def test_names_in_square_brackets_are_shown_and_not_interpreted() -> None:
     job = recorded.job()
     job["status"]["conditions"] = [recorded.condition("Placed", "False", "Unschedulable", "0/8 [red]nodes[/red]", 200)]
     assert "0/8 [red]nodes[/red]" in rendered(screen(status_view(job, recorded.NOW), 80), 80)
+
+
+def test_job_whose_copies_are_not_made_yet_promises_nothing_and_says_what_it_will() -> None:
+    job = recorded.job()
+    placement = job["status"]["placement"]
+    del placement["tolerance"]
+    placement |= {"tolerates": [], "toleratesOnceComplete": ["any one rack", "any one host"]}
+    shown = rendered(screen(status_view(job, recorded.NOW), 80), 80)
+    assert "survives  nothing yet; once its copies are made, the loss of any one rack" in shown

@@ -57,9 +57,9 @@ def test_nothing_is_tolerated_from_the_loss_of_a_pod_until_its_copies_are_made_a
     world.tick()
     seen = set()
     while world.status.attempt < 2 or not any(attempt == 2 for attempt, _ in world.copied):
-        seen.add(survives(world))
+        seen.add((survives(world), world.status.holds("Protected")))
         world.tick()
-    assert seen == {()}
+    assert seen == {((), False)}
     world.tick()
     assert survives(world) == ("any one rack", "any one host")
 
@@ -83,6 +83,7 @@ def test_other_holders_are_counted_on_once_they_have_the_copies() -> None:
         assert survives(world) == ()
     while not world.copied:
         assert survives(world) == (), "there are holders, and they have nothing yet"
+        assert not world.status.holds("Protected")
         world.tick()
     world.tick()
     assert survives(world) == ("any one rack", "any one host")

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.protocol.directive import Tier
+from tiercheck_cli.explain.estimate import Estimate, Failure, estimate
 from tiercheck_cli.explain.losses import Loss
 from tiercheck_cli.layout import Layout
 from tiercheck_cli.recoveries import PastRecovery
+from tiercheck_cli.simulate.assumptions import PEER_BANDWIDTH, REMOTE_BANDWIDTH
 from tiercheck_operator.planning.recovery import RestoreSeconds
 from tiercheck_operator.planning.scenario import Held, RecoveryTimes, Saving, Scenario
 from tiercheck_operator.planning.what_if import Consequence, what_if
 
+_BANDWIDTH = {Tier.PEER: PEER_BANDWIDTH, Tier.REMOTE: REMOTE_BANDWIDTH}
+"""Bytes per second and worker."""
 _NO_DELTAS_EVERY, _DELTAS_EVERY = 50, 10
 """Steps between snapshots where neither the spec nor the status says."""
 
@@ -28,10 +32,7 @@ class Answer:
     """The newest step trained; None: the job is only a plan, taken in the midst of its life."""
     lost_seconds: float | None
     """Training that has to be done again; None: not known."""
-    seconds: float
-    """Without training."""
-    measured: str
-    """Whose time `seconds` is; empty: an estimate."""
+    without_training: Estimate
     from_whom: Mapping[int, tuple[int, ...]]
     """By worker that needs a peer: who would be left to give it its state."""
 
@@ -77,20 +78,17 @@ def answer(
 ) -> Answer:
     """`step`: the newest one; None: the job is only a plan. `past`: the job's recoveries, newest first."""
     found = what_if(scenario, loss.workers, step)
-    alike = [entry for entry in past if _farthest(entry) is found.farthest and found.farthest is not None]
+    spare = 0 < len(loss.workers) <= scenario.spares
+    size = (layout.wanted.state_size or 0) * layout.wanted.procs_per_worker
+    carry = size / _BANDWIDTH[found.farthest] if found.farthest in _BANDWIDTH else 0.0
     return Answer(
         loss=loss,
         consequence=found,
         step=step,
         lost_seconds=None if step is None else found.lost_steps * scenario.step_seconds,
-        seconds=alike[0].total if alike else found.seconds,
-        measured=f"as after {alike[0].cause} in attempt {alike[0].attempt}" if alike else "",
+        without_training=estimate(past, Failure(found.farthest, bool(loss.workers), spare, carry)),
         from_whom={worker: _left(worker, loss, layout) for worker in found.workers.get(Tier.PEER, ())},
     )
-
-
-def _farthest(entry: PastRecovery) -> Tier | None:
-    return next((tier for tier in (Tier.REMOTE, Tier.PEER, Tier.LOCAL) if entry.tiers.get(tier.value)), None)
 
 
 def _left(worker: int, loss: Loss, layout: Layout) -> tuple[int, ...]:

@@ -107,8 +107,9 @@ def _as_json(entry: Answer) -> dict[str, Any]:
         "ranks": {tier.value: count for tier, count in found.tiers.items()},
         "remoteNeeded": found.farthest is not None and found.farthest.value == "remote",
         "fromScratch": not found.tiers,
-        "seconds": entry.seconds,
-        "estimated": not entry.measured,
+        "seconds": round(entry.without_training.seconds, 3),
+        "estimated": not entry.without_training.measured,
+        "estimatedFrom": entry.without_training.source,
         "from": {str(worker): list(givers) for worker, givers in entry.from_whom.items()},
     }
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tiercheck.protocol.directive import Tier
-from tiercheck_cli.durations import age, clock, short
+from tiercheck_cli.durations import age, clock, moment, short
 from tiercheck_cli.explain.answer import Answer
 from tiercheck_cli.explain.losses import hit
 from tiercheck_cli.layout import Layout
@@ -47,7 +47,7 @@ def why(job: Mapping[str, Any], past: Sequence[PastRecovery], now: float, width:
 
 
 def _under_way(recovery: Mapping[str, Any], name: str, now: float) -> Group:
-    since = recovery.get("failedAt") or recovery.get("detectedAt")
+    since = moment(recovery.get("failedAt")) or moment(recovery.get("detectedAt"))
     lines = [Text.assemble((name, "bold"), " is on its way back now", f", for {short(now - since)}" if since else "")]
     lines.append(Text(f"  what failed   {recovery.get('message') or recovery.get('cause')}"))
     if recovery.get("reason"):
@@ -171,9 +171,13 @@ def what_if_screen(answers: Sequence[Answer], layout: Layout) -> Group:
             _back(entry),
             Text(f"{found.lost_steps:,}" if found.tiers else "all"),
             _tier(found.farthest),
-            Text(f"{'' if entry.measured else 'about '}{short(entry.seconds)}"),
+            Text(f"{'' if entry.without_training.measured else 'about '}{short(entry.without_training.seconds)}"),
         )
-    return Group(Text.assemble((layout.name, "bold"), _moment(answers[0])), Text(), table)
+    parts: list[RenderableType] = [Text.assemble((layout.name, "bold"), _moment(answers[0])), Text(), table]
+    guessed = next((entry.without_training.source for entry in answers if not entry.without_training.measured), "")
+    if guessed:
+        parts.append(Text(f"about: {guessed}", style="dim"))
+    return Group(*parts)
 
 
 def _full(entry: Answer, layout: Layout) -> Group:
@@ -209,8 +213,10 @@ def _full(entry: Answer, layout: Layout) -> Group:
         grid.add_row(
             "  remote tier", Text("needed", style="bold yellow") if needed else Text("not needed", style="green")
         )
-    source = entry.measured or "an estimate: this job has not come back from there yet"
-    grid.add_row("  time", Text.assemble(f"about {short(entry.seconds)} without training", (f"  ({source})", "dim")))
+    time = entry.without_training
+    grid.add_row(
+        "  time", Text.assemble(f"about {short(time.seconds)} without training", (f"  ({time.source})", "dim"))
+    )
     head = Text.assemble(
         (layout.name, "bold"), f"{_moment(entry)}, if ", (entry.loss.name, "bold yellow"),
         f" {'crashed' if not entry.loss.workers else 'died'} now", (f"  ({hit(entry.loss, layout)})", "dim"),

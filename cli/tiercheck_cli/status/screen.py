@@ -94,11 +94,8 @@ def _facts(view: StatusView) -> Table:
     grid.add_column(ratio=1)
     pace = f"   {short(view.step_seconds)} each" if view.step_seconds else ""
     grid.add_row("  step", Text.assemble((_number(view.step), "bold"), pace))
-    survives = "; ".join(view.tolerates) or "nothing" if view.spread or view.tolerates else "nothing is placed yet"
     spread = f"   (copies apart by {view.spread})" if view.spread and view.spread != "none" else ""
-    grid.add_row(
-        "  survives", Text.assemble((f"the loss of {survives}" if view.tolerates else survives), (spread, "dim"))
-    )
+    grid.add_row("  survives", Text.assemble(_survives(view), (spread, "dim")))
     if view.unprotected_workers:
         grid.add_row(
             "  unprotected", Text(f"{view.unprotected_workers} of {view.workers} workers", style="bold yellow")
@@ -116,6 +113,14 @@ def _facts(view: StatusView) -> Table:
             ),
         )
     return grid
+
+
+def _survives(view: StatusView) -> str:
+    if view.tolerates:
+        return f"the loss of {'; '.join(view.tolerates)}"
+    if view.tolerates_once_complete:
+        return f"nothing yet; once its copies are made, the loss of {'; '.join(view.tolerates_once_complete)}"
+    return "nothing" if view.spread else "nothing is placed yet"
 
 
 def _restarts(view: StatusView) -> Text:

@@ -83,6 +83,9 @@ class StatusView:
     snapshot_every: int | None
     deltas: str
     tolerates: tuple[str, ...]
+    """Now."""
+    tolerates_once_complete: tuple[str, ...]
+    """When the copies are made that are lacking; empty if none are."""
     spread: str
     unprotected_workers: int
     memory_needed: int | None
@@ -130,6 +133,7 @@ def status_view(
         snapshot_every=checkpoint.get("snapshotEverySteps"),
         deltas=str(checkpoint.get("deltas") or ""),
         tolerates=tuple(placement.get("tolerates") or ()),
+        tolerates_once_complete=tuple(placement.get("toleratesOnceComplete") or ()),
         spread=str(placement.get("spreadAchieved") or ""),
         unprotected_workers=int(placement.get("unprotectedWorkers") or 0),
         memory_needed=memory.get("neededBytes"),

@@ -10,6 +10,7 @@ from typing import Any
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import RankRestore
 from tiercheck_cli.report import WatermarkSample
+from tiercheck_local import clock
 from tiercheck_local.demo.failures import Failure, Stage
 from tiercheck_local.demo.recovery_watch import RecoveryWatch
 from tiercheck_local.demo.training_log import TrainingLog
@@ -146,8 +147,8 @@ class Story:
             failure=failure,
             target=target,
             injected_at=injected_at,
-            detected_at=float(recovery.in_flight.get("detectedAt", injected_at)),
-            restored_at=float(recovery.in_flight.get("restoredAt", resumed_at)),
+            detected_at=_moment(recovery.in_flight.get("detectedAt"), injected_at),
+            restored_at=_moment(recovery.in_flight.get("restoredAt"), resumed_at),
             resumed_at=resumed_at,
             attempt=attempt,
             step_before=before,
@@ -157,6 +158,11 @@ class Story:
             cause=str(finished.get("cause", "")),
             reason=str(finished.get("reason", "")),
         )
+
+
+def _moment(text: str | None, otherwise: float) -> float:
+    """Unix seconds."""
+    return clock.parse(text).timestamp() if text else otherwise
 
 
 def condition_is(status: Mapping[str, Any], kind: str) -> bool:

@@ -165,7 +165,7 @@ def judge(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -> Loss 
         given_up = _given_up(pod)
         if given_up is not None:
             cause, why = given_up
-            return lost(cause, why, node=None if cause is Cause.SIDECAR_SILENT else pod.node, at=pod.deleted_at)
+            return lost(cause, why, node=pod.node if cause in _OF_NODES else None, at=pod.deleted_at)
         if pod.disruption:
             return lost(Cause.POD_EVICTED, f"the pod was evicted ({pod.disruption})", at=pod.deleted_at)
         return lost(Cause.POD_DELETED, "the pod was deleted", at=pod.deleted_at)
@@ -191,8 +191,9 @@ def _of_attempt(lost: Mapping[str, Loss], current: Collection[str], members: Col
     return [loss for worker, loss in newest.items() if worker not in members]
 
 
-_GIVEN_UP = (Cause.SIDECAR_SILENT, Cause.NODE_SILENT, Cause.HUNG, Cause.GPU_FAULT)
-"""Why a pod is deleted of which Kubernetes thinks well."""
+_OF_NODES = (Cause.NODE_SILENT, Cause.HUNG, Cause.GPU_FAULT)
+_GIVEN_UP = (*_OF_NODES, Cause.SIDECAR_SILENT, Cause.POD_FAILED)
+"""Why a pod is deleted that nobody else has deleted. Those of nodes keep the node under suspicion until the pod is gone."""
 
 
 def _given_up(pod: PodView) -> tuple[Cause, str] | None:

@@ -173,7 +173,10 @@ def _unprotected(record: JobRecord, reason: str) -> Condition:
 
 def _protected(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> Condition | None:
     if not reports:
-        return obs.job.status.condition(conditions.PROTECTED)
+        known = obs.job.status.condition(conditions.PROTECTED)
+        if known is None or not known.status or _copies_made(obs, record):
+            return known
+        return _condition(conditions.PROTECTED, False, _COPIES_LACK)
     trouble = _trouble(obs, record, reports)
     if trouble is not None:
         return _condition(conditions.PROTECTED, False, trouble)
@@ -221,7 +224,16 @@ def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report])
         )
     if "peer" not in record.tiers:
         return Finding(conditions.WAITING_FOR_FIRST_VERSION, "no snapshot is complete on its holders yet")
-    return None
+    return None if _copies_made(obs, record) else _COPIES_LACK
+
+
+_COPIES_LACK = Finding(
+    conditions.WAITING_FOR_FIRST_VERSION, "copies are lacking: a pod was lost, or others are to hold them now"
+)
+
+
+def _copies_made(obs: Observation, record: JobRecord) -> bool:
+    return record.placement is None or record.placement.complete or not _placed_for_others(obs)
 
 
 def _placed_for_others(obs: Observation) -> bool:
