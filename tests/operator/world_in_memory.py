@@ -114,6 +114,9 @@ class Sidecar:
     trainer: TrainerReport = field(default_factory=lambda: TrainerReport(TrainerState.WAITING))
     quarantined: tuple[Quarantined, ...] = ()
     problems: tuple[Problem, ...] = ()
+    uploading: bool = False
+    """At the end of the job."""
+    settled: bool = False
     reachable: bool = True
     closed: bool = False
     """Its process is gone, its host is well."""
@@ -155,7 +158,9 @@ class Sidecar:
             self.world.position[self.pod] = step
             self._replay(version)
         if directive.phase is Phase.FINISH:
-            self.world.finished(self.pod)
+            self.settled = not self.uploading
+            if self.settled and not self.world.beside:
+                self.world.finished(self.pod)
 
     def _restore(self, directive: Directive) -> None:
         if directive.restore is None:
@@ -327,6 +332,7 @@ class Sidecar:
             can_change_worker=self.world.new_sidecars,
             quarantined=self.quarantined,
             problems=self.problems,
+            settled=self.settled,
             unreachable=world.missed_by(self),
             counters=Counters(deltas=self.captured_deltas),
             elementwise=world.elementwise,
@@ -340,6 +346,8 @@ class World:
         self, spec: JobSpec | None = None, racks: int = 2, nodes_per_rack: int = 2, steps: int = 10**6
     ) -> None:
         self.now = START
+        self.beside = False
+        """Whether a container of the user's runs on in each pod when the others have ended."""
         self.nodes = {
             f"n{rack}{index}": NodeView(
                 f"n{rack}{index}",

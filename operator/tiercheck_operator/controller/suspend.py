@@ -9,7 +9,7 @@ from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.actions import Action, DeletePod
 from tiercheck_operator.controller.barrier import pushes
 from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.finish import finishing_time
+from tiercheck_operator.controller.finish import finishing_time, has_settled
 from tiercheck_operator.controller.identities import known_as
 from tiercheck_operator.controller.membership import removal
 from tiercheck_operator.controller.observation import Observation
@@ -30,9 +30,10 @@ def suspend(obs: Observation) -> tuple[JobRecord, list[Action], list[Action]]:
     late = obs.now - recovery.detected_at > patience
     idle = [*obs.spares, *(pod for pod in obs.pods if pod.node is None)]
     before: list[Action] = [action for pod in idle for action in removal(obs, pod)]
-    if not left or late or not status.attempt:
+    all_go = not left or late or not status.attempt
+    if all_go or any(has_settled(obs, pod) for pod in left):
         for pod in obs.pods:
-            if pod in idle:
+            if pod in idle or not (all_go or has_settled(obs, pod)):
                 continue
             node = obs.nodes.get(pod.node) if pod.node else None
             lost = node is not None and bool(node.lost)
