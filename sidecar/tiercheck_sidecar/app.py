@@ -74,6 +74,7 @@ class Sidecar:
         self.parity_holder = ParityHolder(self.board, self.vault)
         self.exchange.languages["parity"] = serving(self.board, self.vault, self.parity_holder)
         self.reporter.owes = self._owes
+        self.reporter.settled = self._settled
         self.tiers = TierClient(self.board, self.vault, self._acknowledged, self.offloader)
         self._runners: list[web.AppRunner] = []
         self.board.on_identity = self._identified
@@ -190,13 +191,19 @@ class Sidecar:
         board, seen = self.board, -1
         seconds = self.config.flush_seconds
         end = time.monotonic() + seconds
-        while self._over and self.config.remote and not board.overtaken:
-            if self.coordinator.may_go if board.config.worker == 0 else may_go(self.tiers.end()):
-                return
+        while self._over and self.config.remote and not board.overtaken and not self._settled():
             if time.monotonic() >= end:
                 log.error("the last version did not reach the remote tier within %.0f s: %s", seconds, self._hold_up())
                 return
             seen = board.wait(seen, timeout=0.5)
+
+    def _settled(self) -> bool:
+        """Whether the job is over and this sidecar owes the remote tier nothing any more."""
+        if not self._over:
+            return False
+        if not self.config.remote:
+            return self.tiers.end().final
+        return self.coordinator.may_go if self.board.config.worker == 0 else may_go(self.tiers.end())
 
     def _hold_up(self) -> str:
         """Why it did not, and what to do."""

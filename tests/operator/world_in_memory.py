@@ -117,6 +117,9 @@ class Sidecar:
     trainer: TrainerReport = field(default_factory=lambda: TrainerReport(TrainerState.WAITING))
     quarantined: tuple[Quarantined, ...] = ()
     problems: tuple[Problem, ...] = ()
+    uploading: bool = False
+    """At the end of the job."""
+    settled: bool = False
     reachable: bool = True
     closed: bool = False
     """Its process is gone, its host is well."""
@@ -181,7 +184,9 @@ class Sidecar:
         ):
             world.remote.add(world.committed)
         if self.flushed_for > world.flush_seconds + bool(world.flush_seconds):
-            world.finished(self.pod)
+            self.settled = not self.uploading
+            if self.settled and not world.beside:
+                world.finished(self.pod)
 
     def _restore(self, directive: Directive) -> None:
         if directive.restore is None:
@@ -356,6 +361,7 @@ class Sidecar:
             can_change_worker=self.world.new_sidecars,
             quarantined=self.quarantined,
             problems=self.problems,
+            settled=self.settled,
             unreachable=world.missed_by(self),
             counters=Counters(deltas=self.captured_deltas),
             elementwise=world.elementwise,
@@ -369,6 +375,8 @@ class World:
         self, spec: JobSpec | None = None, racks: int = 2, nodes_per_rack: int = 2, steps: int = 10**6
     ) -> None:
         self.now = START
+        self.beside = False
+        """Whether a container of the user's runs on in each pod when the others have ended."""
         self.nodes = {
             f"n{rack}{index}": NodeView(
                 f"n{rack}{index}",

@@ -136,6 +136,24 @@ def test_worker_whose_pod_is_lost_while_the_job_ends_keeps_nobody(make_world: Ma
         assert world.end_of(worker) == 0, world.logs(worker)
 
 
+def test_controller_is_told_which_sidecars_owe_nothing_so_that_no_container_beside_them_keeps_the_pod(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(workers=2)
+    training(world)
+    trainers = launchers(world)
+    save_everywhere(world, 7)
+    assert not world.report(0).settled
+    finish(world)
+    trainers[0].close()
+    until(lambda: world.report(0).watermarks.remote is not None, "uploaded")
+    assert not world.report(1).settled, "its trainer runs"
+    trainers[1].close()
+    for worker in (0, 1):
+        until(lambda worker=worker: world.report(worker).settled, f"worker {worker} has settled")
+        assert not world.has_ended(worker), "nobody asked it to"
+
+
 def test_worker_that_owes_nothing_goes_at_once_if_the_coordinator_is_lost(make_world: MakeWorld) -> None:
     world = make_world(workers=2)
     store = training(world)

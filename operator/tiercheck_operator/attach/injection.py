@@ -19,6 +19,7 @@ from tiercheck_operator.manifests.node_memory import NodeMemory
 from tiercheck_operator.manifests.pod import equip
 from tiercheck_operator.manifests.pulling import with_pull_settings
 from tiercheck_operator.manifests.resources import resources_problem
+from tiercheck_operator.manifests.template import pod_problem
 
 _KNOWN_CONTAINERS = (names.TRAINER_CONTAINER, "pytorch", "node")
 """Where the command is if nothing is said: as in a TierCheckJob, in a PyTorchJob, in a TrainJob's runtimes."""
@@ -127,7 +128,7 @@ def inject(
     view = _view(job, attachment)
     spec = new["spec"]
     _check_names(spec)
-    if wrong := resources_problem(view.spec, spec):
+    if wrong := pod_problem(spec, attachment.container) or resources_problem(view.spec, spec):
         raise Unattachable(wrong)
     if view.spec.remote is not None and spec.get("terminationGracePeriodSeconds", _DEFAULT_GRACE) == _DEFAULT_GRACE:
         # The API server's default is not the user's wish; the sidecar may still have to upload when the trainers have ended.

@@ -36,7 +36,7 @@ from tiercheck_operator.controller.kept_copies import all_copied, found_again, r
 from tiercheck_operator.controller.leaving import told
 from tiercheck_operator.controller.membership import Membership, find_members, replacements
 from tiercheck_operator.controller.memory import equal_share, too_small
-from tiercheck_operator.controller.observation import JobSpec, Observation, PodView
+from tiercheck_operator.controller.observation import JobView, Observation, PodView
 from tiercheck_operator.controller.placing import Unplaceable, place_members
 from tiercheck_operator.controller.readiness import waiting_for_pods
 from tiercheck_operator.controller.record import JobRecord
@@ -48,7 +48,7 @@ from tiercheck_operator.controller.suspend import resumed, still_ending, suspend
 from tiercheck_operator.controller.suspicion import checks, next_look
 from tiercheck_operator.controller.trigger import find_trigger, update_recovery
 from tiercheck_operator.manifests.resources import resources_problem
-from tiercheck_operator.manifests.template import template_problem
+from tiercheck_operator.manifests.template import deadline_problem, pod_problem, template_problem
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 _LOOK_AGAIN = 10.0
@@ -65,7 +65,7 @@ def decide(obs: Observation) -> Decision:
         return _over(obs) if again is None else _kept_running(again)
     if job.spec.suspend or still_ending(obs):
         return _suspended(obs)
-    refusal = _refusal(job.spec)
+    refusal = _refusal(job)
     if refusal is not None:
         return _concluded(obs, job.status, Findings(unplaced=refusal))
     return _kept_running(obs)
@@ -88,14 +88,18 @@ def _over(obs: Observation) -> Decision:
     return replace(after_finish(obs), status=None if status == obs.job.status else status)
 
 
-def _refusal(spec: JobSpec) -> Finding | None:
+def _refusal(job: JobView) -> Finding | None:
     """Why no pod can be made of the spec. What attached pods cannot be is said at their admission."""
+    spec = job.spec
     if spec.attach is not None:
         return None
     wrong = template_problem(spec.template)
+    pod = spec.template.get("spec") or {}
+    if not wrong and not job.status.attempt:  # a job that has begun is better looked after than refused
+        wrong = pod_problem(pod, names.TRAINER_CONTAINER) or deadline_problem(spec.template)
     if wrong:
         return Finding(conditions.INVALID_TEMPLATE, wrong)
-    wrong = resources_problem(spec, spec.template.get("spec") or {})
+    wrong = "" if job.status.attempt else resources_problem(spec, pod)
     return Finding(conditions.INVALID_SPEC, wrong) if wrong else None
 
 

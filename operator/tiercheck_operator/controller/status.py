@@ -21,6 +21,7 @@ from tiercheck_operator.controller.sidecar_ends import sidecar_away, sidecar_end
 from tiercheck_operator.controller.spares import SparesStanding, spares_standing
 from tiercheck_operator.controller.suspend import resumed
 from tiercheck_operator.manifests.node_memory import forbidden
+from tiercheck_operator.manifests.resources import limits_advice
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,9 @@ def finally_told(obs: Observation, record: JobRecord) -> JobRecord:
 def with_refusal(obs: Observation, record: JobRecord, sentence: str) -> JobRecord:
     """`record` when the API server refused what it needs: a person has to read why."""
     advice = forbidden(obs.job, sentence)
-    finding = Finding(conditions.NODE_MEMORY_FORBIDDEN, advice) if advice else Finding(conditions.REFUSED, sentence)
+    rules = limits_advice(sentence)
+    refused = Finding(conditions.REFUSED, f"{sentence}. {rules}" if rules else sentence)
+    finding = Finding(conditions.NODE_MEMORY_FORBIDDEN, advice) if advice else refused
     wanted = _condition(conditions.PLACED, False, finding)
     phase = "Pending" if record.phase in ("", "Starting") else record.phase
     return replace(record, conditions=_merge(obs, record.conditions, [wanted]), phase=phase)

@@ -45,9 +45,11 @@ def share_out(job: JobSpec, pod: Mapping[str, Any]) -> Shares:
         sidecar = _sidecar(job, limited=False)
         init = {"requests": _INIT["requests"], "limits": {"memory": _INIT["limits"]["memory"]}}
         return Shares(sidecar, init, _with_ours(_completed(whole, pod), sidecar))
-    if is_guaranteed(pod):
-        return Shares(_sidecar(job, limited=True), {"requests": _INIT["limits"], "limits": _INIT["limits"]}, None)
-    return Shares(_sidecar(job, limited=False), _INIT, None)
+    bound = is_guaranteed(pod)
+    # A namespace that asks for limits may ask for a ratio to the requests as well.
+    init_bound = bound or "cpu" in job.sidecar_resources.get("limits", {})
+    init = {"requests": _INIT["limits"], "limits": _INIT["limits"]} if init_bound else _INIT
+    return Shares(_sidecar(job, limited=bound), init, None)
 
 
 def is_guaranteed(pod: Mapping[str, Any]) -> bool:
@@ -77,6 +79,25 @@ def resources_problem(job: JobSpec, pod: Mapping[str, Any]) -> str:
                 "would end the QoS class Guaranteed that all other containers of the pod have, and with it their exclusive cores; "
                 "give one of the two, or both the same"
             )
+    return ""
+
+
+def limits_advice(sentence: str) -> str:
+    """What to do if the API server refused a pod because of a LimitRange or a ResourceQuota; empty if that is not why."""
+    if (
+        "limits.cpu for:" in sentence
+        or "less than or equal to cpu limit" in sentence
+        or "cpu max limit to request" in sentence
+    ):
+        return (
+            "The namespace has rules for CPU limits, and TierCheck gives its sidecar none by itself: set "
+            "spec.sidecar.resources.limits.cpu, and limits.cpu of your own containers that have none"
+        )
+    if "memory" in sentence and ("exceeded quota" in sentence or "maximum memory usage" in sentence):
+        return (
+            "Beside what your containers ask for, each pod's sidecar asks for tiers.local.sizeLimit and 512Mi: lower sizeLimit, or have "
+            "the namespace's ResourceQuota or LimitRange raised"
+        )
     return ""
 
 
