@@ -20,15 +20,21 @@ RUN lib=$(python3 -c 'import os; print(os.path.dirname(os.__file__))') && mkdir 
 FROM ${PYTHON_IMAGE} AS python
 COPY --from=bytecode /bytecode /
 
-# An environment of its own for what builds, as the Python of a distribution lets pip install nothing beside it.
+# An environment of its own for what builds, as the Python of a distribution lets pip install nothing beside it. What is installed
+# is split from what is ours, so that a change of ours does not install everything again.
 FROM ${PYTHON_IMAGE} AS tools
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /src
-COPY constraints.txt ./
-RUN python3 -m venv /build && /build/bin/python3 -m pip install --constraint constraints.txt hatchling
+COPY constraints.txt pyproject.toml ./
+RUN python3 -m venv /build && /build/bin/python3 -m pip install --constraint constraints.txt hatchling \
+ && python3 -m venv --without-pip /opt/tiercheck \
+ && for part in operator sidecar; do \
+      python3 -c 'import sys, tomllib; print(*tomllib.load(sys.stdin.buffer)["project"]["optional-dependencies"][sys.argv[1]], sep="\n")' \
+        $part <pyproject.toml >/$part.txt; \
+    done
 
 FROM tools AS builder
-COPY pyproject.toml README.md LICENSE ./
+COPY README.md LICENSE ./
 COPY docs/troubleshooting.md docs/troubleshooting.md
 COPY tiercheck tiercheck
 COPY operator operator
@@ -37,20 +43,21 @@ COPY cli cli
 COPY local local
 RUN /build/bin/python3 -m hatchling build -t wheel -d /wheel
 
-FROM builder AS operator-packages
-RUN python3 -m venv --without-pip /opt/tiercheck \
- && /build/bin/python3 -m pip --python /opt/tiercheck/bin/python3 install --constraint constraints.txt "$(echo /wheel/*.whl)[operator]"
+FROM tools AS operator-packages
+RUN /build/bin/python3 -m pip --python /opt/tiercheck/bin/python3 install --constraint constraints.txt --requirement /operator.txt
+COPY --from=builder /wheel /wheel
+RUN /build/bin/python3 -m pip --python /opt/tiercheck/bin/python3 install --constraint constraints.txt --no-deps /wheel/*.whl
 
-FROM builder AS sidecar-packages
-RUN python3 -m venv --without-pip /opt/tiercheck \
- && /build/bin/python3 -m pip --python /opt/tiercheck/bin/python3 install --constraint constraints.txt "$(echo /wheel/*.whl)[sidecar]"
+FROM tools AS sidecar-packages
+RUN /build/bin/python3 -m pip --python /opt/tiercheck/bin/python3 install --constraint constraints.txt --requirement /sidecar.txt
+COPY --from=builder /wheel /wheel
+RUN /build/bin/python3 -m pip --python /opt/tiercheck/bin/python3 install --constraint constraints.txt --no-deps /wheel/*.whl
 
 # The default wheel of torch for Linux brings gigabytes of CUDA. For a CPU image, give PyTorch's own index of CPU wheels:
 #   --build-arg TORCH_INDEX=<URL of that index>
 FROM tools AS trainer-packages
 ARG TORCH_INDEX=""
-RUN python3 -m venv --without-pip /opt/tiercheck \
- && /build/bin/python3 -m pip --python /opt/tiercheck/bin/python3 install --constraint constraints.txt --no-deps ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} torch \
+RUN /build/bin/python3 -m pip --python /opt/tiercheck/bin/python3 install --constraint constraints.txt --no-deps ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} torch \
  && /build/bin/python3 -m pip --python /opt/tiercheck/bin/python3 install --constraint constraints.txt torch numpy
 
 FROM python AS operator

@@ -57,7 +57,8 @@ def images(request: pytest.FixtureRequest) -> Iterator[dict[str, Image]]:
 @pytest.fixture
 def start_pod(images: dict[str, Image], tmp_path: Path) -> Iterator[StartPod]:
     """A pod of this manifest, at a loopback address of its own; its containers are started by name."""
-    octet, pods = Octet(), []
+    octet = Octet()
+    pods: list[Pod] = []
 
     def start(manifest: dict[str, Any], **options: Any) -> Pod:
         number = len(pods) + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -90,12 +91,16 @@ class Container:
         return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
 
     def hears(self, number: int) -> bool:
-        """Whether the first process catches the signal; PID 1 does not even notice any other one."""
-        return bool(int(self.status().get("SigCgt", "0"), 16) >> (number - 1) & 1)
+        """Whether the first process catches the signal; PID 1 does not even notice any other one.
+
+        runc's own process, which becomes the first one, catches every signal: also SIGHUP, as nothing of ours does.
+        """
+        caught = int(self.status().get("SigCgt", "0"), 16)
+        return bool(caught >> (number - 1) & 1) and not caught >> (signal.SIGHUP - 1) & 1
 
     def kill(self, number: int = signal.SIGTERM) -> None:
         """As a runtime does: to the first process only."""
-        if not self.ended:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     def wait(self, seconds: float = DEADLINE) -> int:
@@ -105,11 +110,19 @@ class Container:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.name} runs after {seconds:.0f} s:\n{self.log}") from None
 
+    def ends_within(self, seconds: float) -> bool:
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def wait_for(self, condition: Callable[[], object], what: str) -> None:
-        """Until it holds. Raises AssertionError, also if the container ends before."""
+        """Until it holds. Raises AssertionError, also if the container fails before."""
         end = time.monotonic() + DEADLINE
         while not condition():
-            assert not self.ended, f"{self.name} ended with {self._process.returncode} before {what}:\n{self.log}"
+            ended = self._process.poll()
+            assert ended in (None, 0), f"{self.name} ended with {ended} before {what}:\n{self.log}"
             assert time.monotonic() < end, f"{self.name}: no {what}:\n{self.log}"
             time.sleep(0.01)
 

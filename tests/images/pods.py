@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import os
 from collections.abc import Mapping
@@ -36,14 +35,15 @@ class Image:
 
 @dataclass
 class Pod:
-    """`secrets`: name -> key -> content. `extra`: variables and mounts that Kubernetes adds by itself to every container."""
+    """Made from `manifest`, to which what an API server adds by itself is added here. `secrets`: name -> `data`."""
 
     manifest: dict[str, Any]
     ip: str
     folder: Path
     images: Mapping[str, Image]
-    secrets: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict)
+    secrets: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
+    """That every container finds in its environment."""
     account: Path | None = None
     """Folder with a service account's token."""
     hosts: str = "127.0.0.1 localhost\n"
@@ -121,9 +121,7 @@ class Pod:
 
     def _lookup(self, kind: str, name: str) -> dict[str, str] | None:
         """As the laptop cluster's node asks for Secrets: their content in base64."""
-        if kind != "Secret/binary" or name not in self.secrets:
-            return None
-        return {key: base64.b64encode(content).decode() for key, content in self.secrets[name].items()}
+        return dict(self.secrets[name]) if kind == "Secret/binary" and name in self.secrets else None
 
 
 def _hand_over(place: Path, volume: Object, group: int | None) -> None:

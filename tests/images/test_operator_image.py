@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,10 @@ from chart_under_test import NAMESPACE, of_kind, only
 from tests.cluster.jobs import Jobs
 from tests.images.building import ROOT
 from tests.images.conftest import StartPod
-from tests.images.container import Container
 from tests.images.tls_front import in_cluster
+from tests.images.worker import answers
 from tiercheck_local.cluster import LocalCluster
+from tiercheck_local.kubeconfig import load
 from tiercheck_local.nodespec import NodeSpec
 
 SOON = 5.0
@@ -40,20 +39,12 @@ def operators_pod() -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
 
 
-def ready(container: Container, address: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://{address}:8080/readyz", timeout=5):
-            return True
-    except (urllib.error.URLError, OSError):
-        return False
-
-
 def test_operator_brings_a_job_to_its_end(cluster: LocalCluster, start_pod: StartPod, tmp_path: Path) -> None:
     account = tmp_path / "account"
-    with in_cluster(cluster.kubeconfig, account, NAMESPACE) as variables:
+    with in_cluster(load(cluster.kubeconfig).server, account, NAMESPACE) as variables:
         pod = start_pod(operators_pod(), variables=variables, account=account)
         operator = pod.start("operator")
-        operator.wait_for(lambda: ready(operator, pod.ip), "readiness")
+        operator.wait_for(lambda: answers(f"{pod.ip}:8080", "/readyz"), "readiness")
         job = Jobs(cluster, tmp_path, {}).start(workers=2, steps=20)
         job.wait_condition("Completed")
         assert len(job.last_words()) == 2

@@ -12,14 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tiercheck_local.kubeconfig import load
 from tiercheck_operator.certificates import issue_pair
 
 
 @contextmanager
-def in_cluster(kubeconfig: Path, folder: Path, namespace: str) -> Iterator[dict[str, str]]:
+def in_cluster(api: str, folder: Path, namespace: str) -> Iterator[dict[str, str]]:
     """The variables that tell a pod where the API server is; `folder` becomes its service account's volume."""
-    target = urlsplit(load(kubeconfig).server)
+    target = urlsplit(api)
     pair = issue_pair("api", ["127.0.0.1"], datetime.timedelta(days=1))
     folder.mkdir()
     for name, content in (("ca.crt", pair.ca), ("token", b"nobody-looks"), ("namespace", namespace.encode())):
@@ -35,8 +34,8 @@ def in_cluster(kubeconfig: Path, folder: Path, namespace: str) -> Iterator[dict[
         try:
             server, requests = await asyncio.open_connection(target.hostname, target.port)
             await asyncio.gather(_copy(client, requests), _copy(server, answers))
-        except OSError:
-            answers.close()  # one of them went away
+        except (OSError, asyncio.CancelledError):
+            answers.close()  # one of them went away, or the test is over
 
     async def serve() -> None:
         stop = asyncio.Event()
