@@ -335,6 +335,17 @@ def test_nodes_that_are_all_not_ready_and_all_silent_are_not_given_up_because_it
     assert world.deleted == []
 
 
+def test_node_that_dies_before_the_first_attempt_holds_nobody_up() -> None:
+    world = World(make_spec(workers=2))
+    world.pulses, world.node_grace, world.start_seconds = True, 40, 5
+    for _ in range(3):
+        world.tick()
+    name = home(world, 1)
+    world.kill_node(name)
+    world.until("Running")
+    assert home(world, 1) != name
+
+
 def test_trainer_that_ended_on_a_node_without_a_kubelet_is_brought_back_elsewhere() -> None:
     world = trained()
     name = home(world, 3)
@@ -393,7 +404,7 @@ def test_container_that_its_kubelet_never_starts_again_is_noticed_and_its_pod_re
     world.crash(1, code=137, reason="ContainerRestarted")
     forgotten = replace(trainer_view(has_ended(world.now, "trainer")), since=world.now)
     world.pods[uid] = replace(world.pods[uid], trainer=forgotten)
-    world.train(20)
+    world.train(50)
     assert world.member(1) == uid, "another kubelet takes so long, too"
     for _ in range(seconds):
         world.tick()

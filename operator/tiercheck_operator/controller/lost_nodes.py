@@ -58,21 +58,19 @@ def told(obs: Observation, members: Mapping[int, PodView]) -> tuple[str, str] | 
 
 def _silent_too(obs: Observation, pod: PodView) -> bool:
     """For long enough, without a step of training, and while others answer: otherwise it is we who are cut off."""
-    known = obs.reports.get(pod.uid)
+    known, patience = obs.reports.get(pod.uid), obs.patience
     if known is None:
         return True  # it never had an address
     if known.silent_since is None:
         return False  # not asked yet
     seconds = obs.now - known.silent_since
-    part = in_attempt(obs, pod)
-    if known.answered_at is None and not part:
-        return seconds > obs.patience.accused
-    crew = [other for other in obs.pods if not other.terminal and not other.deleting and in_attempt(obs, other)]
-    answering = sum(answers(obs, other) for other in crew)
-    if not answering:
-        return False
-    limit = obs.patience.silent if 2 * answering < len(crew) else obs.patience.accused
-    return (min(seconds, training(obs).stepped) if part else seconds) > limit
+    living = [other for other in obs.pods if not other.terminal and not other.deleting]
+    if not in_attempt(obs, pod):  # it holds nothing
+        return seconds > (patience.accused if any(answers(obs, other) for other in living) else patience.silent)
+    members = [other for other in living if in_attempt(obs, other)]
+    answering = sum(answers(obs, other) for other in members)
+    limit = patience.silent if 2 * answering < len(members) else patience.accused
+    return answering > 0 and min(seconds, training(obs).stepped) > limit
 
 
 def _wants_a_kubelet(obs: Observation, pod: PodView) -> bool:
