@@ -255,6 +255,7 @@ def _removals(obs: Observation, membership: Membership) -> list[Action]:
 
 
 def removal(obs: Observation, pod: PodView) -> list[Action]:
-    """To delete a pod, if that has not been asked for: without waiting for its node if nobody is there to end it."""
+    """To delete a pod, if that has not been asked for: without waiting for its node if nobody is there to
+    end it."""
     gone = out_of_reach(obs, pod)
     return [DeletePod(pod.name, pod.uid, force=gone)] if gone or not pod.deleting else []
