@@ -77,7 +77,8 @@ class Faults:
             raise
 
     def hold_starts(self, container: str) -> None:
-        """From now on containers of that name run without their process until `let_start`: a busy node on which it takes long to listen."""
+        """From now on containers of that name run without their process until `let_start`: a busy node on
+        which it takes long to listen."""
         (self._cluster.directory / f"{HOLD}{container}").touch()
 
     def let_start(self, container: str) -> None:
@@ -152,7 +153,8 @@ class Faults:
         self._cluster.start_agent(name)
 
     def partition_node(self, name: str) -> None:
-        """Cut the node off from the API server, or stop its kubelet: its agent is silent, its pods go on (and reach each other still)."""
+        """Cut the node off from the API server, or stop its kubelet: its agent is silent, its pods go on
+        (and reach each other still)."""
         self._cluster.agent(name).send_signal(signal.SIGSTOP)
 
     def heal_node(self, name: str) -> None:

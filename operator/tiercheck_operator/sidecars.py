@@ -233,7 +233,8 @@ async def _knock(host: str) -> HostSign:
 
 
 def _stepped(before: Report | None, after: Report) -> bool:
-    """Whether its trainer has made a step between the two. A sidecar that was started again learns of old ones."""
+    """Whether its trainer has made a step between the two. A sidecar that was started again learns of old
+    ones."""
     if before is None or before.attempt != after.attempt or before.trainer.step is None:
         return False
     return (after.trainer.step or 0) > before.trainer.step

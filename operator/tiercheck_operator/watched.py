@@ -78,7 +78,8 @@ class Watched(Generic[V]):
 
 
 def dated(pod: PodView, known: PodView | None, now: float) -> PodView:
-    """`pod` with when its kubelet's last word about each container was first heard. Nodes' clocks may be wrong; ours is one."""
+    """`pod` with when its kubelet's last word about each container was first heard. Nodes' clocks may be
+    wrong; ours is one."""
     return replace(
         pod,
         trainer=_dated(pod.trainer, known.trainer if known is not None else None, now),

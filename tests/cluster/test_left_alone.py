@@ -1,4 +1,5 @@
-"""Healthy training is left alone by the real operator, whatever becomes of sidecars and kubelets; what is dead is still left."""
+"""Healthy training is left alone by the real operator, whatever becomes of sidecars and kubelets; what is
+dead is still left."""
 
 from __future__ import annotations
 
@@ -109,7 +110,8 @@ def test_replacement_whose_sidecar_takes_long_to_listen_is_waited_for(jobs: Jobs
 
 @pytest.fixture
 def trusting(tmp_path: Path) -> Iterator[tuple[LocalCluster, Jobs]]:
-    """A cluster that believes in a node for as long as Kubernetes does, with an operator and jobs of its own."""
+    """A cluster that believes in a node for as long as Kubernetes does, with an operator and jobs of its
+    own."""
     nodes = NodeSpec.load(ROOT / "examples" / "clusters" / "two-racks.yaml")
     with LocalCluster(tmp_path / "cluster", nodes, lease_grace=60.0) as cluster:
         cluster.apply_crds(ROOT / "crds")

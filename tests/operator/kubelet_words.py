@@ -1,9 +1,9 @@
 """What real kubelets (1.36) and the node controller write about a pod of ours and its node.
 
 Decisions are tested on that, through the parser. Above all on what differs from what one might expect:
-`state.running` is there a second after a container was made, `started` only once its startup probe has passed;
-of a container that fails again within ten minutes the kubelet says for how long it holds it back; of what happens
-after a kubelet has died nothing is said at all.
+`state.running` is there a second after a container was made, `started` only once its startup probe has
+passed; of a container that fails again within ten minutes the kubelet says for how long it holds it back;
+of what happens after a kubelet has died nothing is said at all.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def trainer_view(status: Raw, policy: str = "OnFailure") -> ContainerView:
 def node(
     name: str, labels: Mapping[str, str], unready: str = "", kubelet: str = "v1.36.1", out_of_service: bool = False
 ) -> NodeView:
-    """`unready`: the status of its condition Ready, Unknown or False. The node controller adds the taint; pods tolerate
-    it for 300 s unless their template says otherwise."""
+    """`unready`: the status of its condition Ready, Unknown or False. The node controller adds the taint;
+    pods tolerate it for 300 s unless their template says otherwise."""
     taints = []
     if unready:
         key = "node.kubernetes.io/unreachable" if unready == "Unknown" else "node.kubernetes.io/not-ready"

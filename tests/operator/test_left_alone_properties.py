@@ -1,4 +1,5 @@
-"""Over everything that kubelets, nodes and networks may say: whom decisions never delete, and whom they still do."""
+"""Over everything that kubelets, nodes and networks may say: whom decisions never delete, and whom they
+still do."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def silences(draw: st.DrawFn, known: WorkerReport) -> WorkerReport:
 
 @st.composite
 def scenes(draw: st.DrawFn, stepped: st.SearchStrategy[float]) -> Observation:
-    """Any sidecars silent but one, heard or not heard by peers, with any words of their kubelets; `stepped`: seconds since the last step."""
+    """Any sidecars silent but one, heard or not heard by peers, with any words of their kubelets;
+    `stepped`: seconds since the last step."""
     obs = trains()
     quiet = draw(st.sets(st.integers(0, WORKERS - 1), max_size=WORKERS - 1))
     pods = tuple(replace(pod, sidecar=draw(sidecars())) for pod in obs.pods)

@@ -1,4 +1,5 @@
-"""What a job's owner is promised: who trains is left alone, whatever is said of sidecars, kubelets and nodes."""
+"""What a job's owner is promised: who trains is left alone, whatever is said of sidecars, kubelets and
+nodes."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def assert_trains_on(world: World, seconds: int) -> None:
 
 
 def test_replacement_whose_sidecar_still_starts_is_waited_for() -> None:
-    """On a busy node python takes longer than the 10 s after which a silent sidecar is given up while training stands still."""
+    """On a busy node python takes longer than the 10 s after which a silent sidecar is given up while
+    training stands still."""
     world = trained()
     world.start_seconds = 25
     world.crash(0)  # the others' collectives broke, as they do when a pod is evicted
@@ -159,7 +161,8 @@ def test_sidecar_that_answers_nobody_is_told_and_left_alone_although_its_kubelet
 
 
 def test_sidecar_that_nobody_reaches_is_left_alone_as_long_as_training_makes_steps() -> None:
-    """Its kubelet says that it is well, and no call gets through: the network of the pods is away, that of the trainers is not."""
+    """Its kubelet says that it is well, and no call gets through: the network of the pods is away, that of
+    the trainers is not."""
     world = trained()
     world.fabric = True
     node_3 = home(world, 3)
@@ -220,7 +223,8 @@ def test_crash_while_the_only_copy_is_held_back_for_minutes_waits_for_it() -> No
 
 
 def test_word_of_the_kubelet_that_comes_before_the_first_answer_is_no_reason_to_give_up() -> None:
-    """`started` may be told before our next call gets through: the back-off before that is not held against it."""
+    """`started` may be told before our next call gets through: the back-off before that is not held against
+    it."""
     world = trained()
     uid = world.member(1)
     world.kill_sidecar(uid)
@@ -335,6 +339,17 @@ def test_nodes_that_are_all_not_ready_and_all_silent_are_not_given_up_because_it
     assert world.deleted == []
 
 
+def test_node_that_dies_before_the_first_attempt_holds_nobody_up() -> None:
+    world = World(make_spec(workers=2))
+    world.pulses, world.node_grace, world.start_seconds = True, 40, 5
+    for _ in range(3):
+        world.tick()
+    name = home(world, 1)
+    world.kill_node(name)
+    world.until("Running")
+    assert home(world, 1) != name
+
+
 def test_trainer_that_ended_on_a_node_without_a_kubelet_is_brought_back_elsewhere() -> None:
     world = trained()
     name = home(world, 3)
@@ -385,7 +400,8 @@ def test_sidecar_that_was_killed_with_training_is_not_taken_for_a_dead_node() ->
 def test_container_that_its_kubelet_never_starts_again_is_noticed_and_its_pod_replaced(
     version: str, seconds: int
 ) -> None:
-    """kubernetes/kubernetes#136969: after a restart of the kubelet, trainers that end stay ended beside a sidecar that runs."""
+    """kubernetes/kubernetes#136969: after a restart of the kubelet, trainers that end stay ended beside a
+    sidecar that runs."""
     world = trained()
     uid, name = world.member(1), home(world, 1)
     world.nodes[name] = node(name, world.nodes[name].labels, kubelet=version)
@@ -393,7 +409,7 @@ def test_container_that_its_kubelet_never_starts_again_is_noticed_and_its_pod_re
     world.crash(1, code=137, reason="ContainerRestarted")
     forgotten = replace(trainer_view(has_ended(world.now, "trainer")), since=world.now)
     world.pods[uid] = replace(world.pods[uid], trainer=forgotten)
-    world.train(20)
+    world.train(50)
     assert world.member(1) == uid, "another kubelet takes so long, too"
     for _ in range(seconds):
         world.tick()

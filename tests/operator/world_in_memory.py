@@ -717,7 +717,8 @@ class World:
         self.dead_nodes.setdefault(name, self.now)
 
     def kill_processes(self, name: str) -> None:
-        """Everything on the node dies, the kubelet too, and its kernel goes on: connections break at once, and so does training."""
+        """Everything on the node dies, the kubelet too, and its kernel goes on: connections break at once,
+        and so does training."""
         self.kill_node(name)
         self.refusing.add(name)
         here = {uid for uid, pod in self.pods.items() if pod.node == name}

@@ -1,7 +1,7 @@
 """How long a kubelet waits before it starts a container again: pure.
 
-At once after the first end, then 10 s, 20 s, 40 s and so on up to five minutes; a life of ten minutes makes the next
-end the first again.
+At once after the first end, then 10 s, 20 s, 40 s and so on up to five minutes; a life of ten minutes makes
+the next end the first again.
 """
 
 from __future__ import annotations

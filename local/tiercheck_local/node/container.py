@@ -25,7 +25,8 @@ NO_IMAGE = "no-such-image"
 """An image with this in its name cannot be pulled."""
 
 HOLD = "hold-"
-"""Prefix, before the name of a container, of the file that holds back the processes of all containers of that name."""
+"""Prefix, before the name of a container, of the file that holds back the processes of all containers of
+that name."""
 
 OUT_OF_MEMORY = ".oom-killed"
 """Suffix, in place of the log's, of the file that says that the kernel ends the container for want of memory."""
@@ -55,7 +56,8 @@ class Recipe:
 
 
 class Container:
-    """A call of `changed` is made after every change of state. `pod`: what the kubelet calls its pod in messages."""
+    """A call of `changed` is made after every change of state. `pod`: what the kubelet calls its pod in
+    messages."""
 
     def __init__(
         self,

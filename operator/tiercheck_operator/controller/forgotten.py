@@ -13,7 +13,7 @@ from tiercheck.protocol.report import TrainerState
 from tiercheck_operator.controller.observation import ContainerState, Observation, PodView
 
 _FAULTY = re.compile(r"v?1\.35\.[0-3](?!\d)")
-_FAULTY_LIMIT = 30.0
+_FAULTY_LIMIT = 60.0
 """Seconds. A kubelet that only waits says so: the container is in CrashLoopBackOff then."""
 _LIMIT = 600.0
 """The same with any other kubelet, whose reason nobody knows: an image may be pulled anew."""

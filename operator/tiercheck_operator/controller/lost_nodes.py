@@ -1,9 +1,10 @@
 """When a node that Kubernetes does not trust is lost to a pod: not while its sidecar answers, or it trains.
 
-NotReady says that the node's kubelet and the API server do not hear each other, and pods outlive that: their
-kubelet may be stopped, or the API server may be away for all nodes at once. Kubernetes waits five minutes before
-it ends such pods, and in an outage of all nodes for ever. Its eviction is obeyed when it comes; before that, a
-pod is given up only if it is silent towards us too, while others answer: never all at once.
+NotReady says that the node's kubelet and the API server do not hear each other, and pods outlive that:
+their kubelet may be stopped, or the API server may be away for all nodes at once. Kubernetes waits five
+minutes before it ends such pods, and in an outage of all nodes for ever. Its eviction is obeyed when it
+comes; before that, a pod is given up only if it is silent towards us too, while others answer: never all at
+once.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def out_of_reach(obs: Observation, pod: PodView) -> bool:
 
 
 def told(obs: Observation, members: Mapping[int, PodView]) -> tuple[str, str] | None:
-    """Reason and message for the condition Placed; None: all nodes are ready, and nothing has to be taken back."""
+    """Reason and message for the condition Placed; None: all nodes are ready, and nothing has to be taken
+    back."""
     unready = {name for name, node in obs.nodes.items() if node.lost}
     found = [pod for _, pod in sorted(members.items()) if pod.node in unready]
     if found:
@@ -57,26 +59,26 @@ def told(obs: Observation, members: Mapping[int, PodView]) -> tuple[str, str] | 
 
 
 def _silent_too(obs: Observation, pod: PodView) -> bool:
-    """For long enough, without a step of training, and while others answer: otherwise it is we who are cut off."""
-    known = obs.reports.get(pod.uid)
+    """For long enough, without a step of training, and while others answer: otherwise it is we who are cut
+    off."""
+    known, patience = obs.reports.get(pod.uid), obs.patience
     if known is None:
         return True  # it never had an address
     if known.silent_since is None:
         return False  # not asked yet
     seconds = obs.now - known.silent_since
-    part = in_attempt(obs, pod)
-    if known.answered_at is None and not part:
-        return seconds > obs.patience.accused
-    crew = [other for other in obs.pods if not other.terminal and not other.deleting and in_attempt(obs, other)]
-    answering = sum(answers(obs, other) for other in crew)
-    if not answering:
-        return False
-    limit = obs.patience.silent if 2 * answering < len(crew) else obs.patience.accused
-    return (min(seconds, training(obs).stepped) if part else seconds) > limit
+    living = [other for other in obs.pods if not other.terminal and not other.deleting]
+    if not in_attempt(obs, pod):  # it holds nothing
+        return seconds > (patience.accused if any(answers(obs, other) for other in living) else patience.silent)
+    members = [other for other in living if in_attempt(obs, other)]
+    answering = sum(answers(obs, other) for other in members)
+    limit = patience.silent if 2 * answering < len(members) else patience.accused
+    return answering > 0 and min(seconds, training(obs).stepped) > limit
 
 
 def _wants_a_kubelet(obs: Observation, pod: PodView) -> bool:
-    """The job is held up because the pod's trainer container has ended: only a kubelet could start it again."""
+    """The job is held up because the pod's trainer container has ended: only a kubelet could start it
+    again."""
     recovery, report = obs.job.status.recovery, obs.report(pod)
     if recovery is None or recovery.decided_at is None or recovery.released_at is not None or report is None:
         return False

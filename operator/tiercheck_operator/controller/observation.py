@@ -265,7 +265,8 @@ class NodeView:
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
     lost: str = ""
-    """Why Kubernetes does not trust the node; empty: it does. Whether its pods are lost, `lost_nodes` says."""
+    """Why Kubernetes does not trust the node; empty: it does. Whether its pods are lost, `lost_nodes`
+    says."""
     out_of_service: bool = False
     """An admin says that it is down for good."""
     kubelet: str = ""

@@ -50,8 +50,8 @@ def in_attempt(obs: Observation, pod: PodView) -> bool:
 
 
 def restart_due(obs: Observation, pod: PodView) -> float | None:
-    """Seconds until its kubelet starts its sidecar again, negative if it should be back by now; None: no kubelet
-    says that it is away."""
+    """Seconds until its kubelet starts its sidecar again, negative if it should be back by now; None: no
+    kubelet says that it is away."""
     sidecar, node = pod.sidecar, obs.nodes.get(pod.node or "")
     if not sidecar.restarting or (node is not None and node.lost):
         return None

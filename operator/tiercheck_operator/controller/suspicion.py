@@ -53,8 +53,9 @@ def doubts(obs: Observation) -> dict[str, Doubt]:
 
 
 def checks(obs: Observation) -> list[Probe]:
-    """Ask those whom peers cannot reach at once: a long poll under way would notice their death seconds later. While
-    anybody is silent, also ask one who answers whether training makes steps, which are no news."""
+    """Ask those whom peers cannot reach at once: a long poll under way would notice their death seconds
+    later. While anybody is silent, also ask one who answers whether training makes steps, which are no
+    news."""
     running = _running(obs)
     witnesses = _witnesses(obs, running)
     named = {entry.pod for witness in witnesses for entry in witness.accuses}
@@ -125,8 +126,8 @@ def _there(obs: Observation, uid: str) -> bool:
 
 
 def _held(obs: Observation, pod: PodView) -> float | None:
-    """As `restart_due`. A pod whose memory nobody else has is worth any wait that its kubelet names. One that was never
-    in an attempt holds nothing, and another one in its place would fare no better."""
+    """As `restart_due`. A pod whose memory nobody else has is worth any wait that its kubelet names. One
+    that was never in an attempt holds nothing, and another one in its place would fare no better."""
     due = restart_due(obs, pod)
     if due is None or (in_attempt(obs, pod) and (obs.job.spec.copies or obs.job.spec.parity is not None)):
         return due

@@ -3,19 +3,22 @@
 Acting early is safe because the attempt fences whoever is left behind; acting wrongly only costs a restart. So the rule asks for
 two independent observers where seconds count, and for none where nothing else can explain what is seen:
 
-1. A pod that does not answer the controller is given up after `accused` seconds if a pod that does answer hears
-   nothing from its host either, and nothing comes back from there to the controller; after `suspect` if its host
-   answers peers but its sidecar does not, or if training broke elsewhere; after `silent` in any case. If no pod
-   answers at all, it is the controller that is cut off, and nobody is given up. If more than half are silent, only
-   `silent` counts: so much memory is not thrown away for a switch that is being restarted.
-2. Pods that answer the controller are given up only if one node explains every broken connection among those who
-   answer, its connections to at least two other nodes are broken, one of these says so itself, most pods are
-   elsewhere, and all that has lasted for `isolated` seconds. So no confused peer moves anybody, itself or others,
-   and of a network that fell apart at most one side is given up: the one that cannot be heard, or one node.
-3. A step of training takes every rank, so whoever makes one vouches for all: seconds count from the last step that
-   was heard of. Who is silent while training goes on is left alone.
-4. A kubelet that says that a sidecar has ended, or starts again, lives, and so does the pod. It is given up only if
-   training waits for it, and the kubelet will not start it for longer than `held` seconds, or is late by `overdue`.
+1. A pod that does not answer the controller is given up after `accused` seconds if a pod that does answer
+   hears nothing from its host either, and nothing comes back from there to the controller; after `suspect`
+   if its host answers peers but its sidecar does not, or if training broke elsewhere; after `silent` in any
+   case. If no pod answers at all, it is the controller that is cut off, and nobody is given up. If more
+   than half are silent, only `silent` counts: so much memory is not thrown away for a switch that is being
+   restarted.
+2. Pods that answer the controller are given up only if one node explains every broken connection among
+   those who answer, its connections to at least two other nodes are broken, one of these says so itself,
+   most pods are elsewhere, and all that has lasted for `isolated` seconds. So no confused peer moves
+   anybody, itself or others, and of a network that fell apart at most one side is given up: the one that
+   cannot be heard, or one node.
+3. A step of training takes every rank, so whoever makes one vouches for all: seconds count from the last
+   step that was heard of. Who is silent while training goes on is left alone.
+4. A kubelet that says that a sidecar has ended, or starts again, lives, and so does the pod. It is given up
+   only if training waits for it, and the kubelet will not start it for longer than `held` seconds, or is
+   late by `overdue`.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ class Witness:
     host_answers: bool = False
     """While it is silent: something came back from its host all the same."""
     held: float | None = None
-    """While it is silent: seconds until its kubelet, which knows of it, starts it again; negative if that is late."""
+    """While it is silent: seconds until its kubelet, which knows of it, starts it again; negative if that
+    is late."""
     takes_part: bool = True
     """It is a member of the attempt: each step takes it."""
     failed: bool = False

@@ -87,7 +87,8 @@ def test_pod_still_bound_to_a_revived_node_starts_again_with_empty_memory(bench:
 
 
 def test_container_that_is_slow_to_start_runs_and_has_not_started(bench: Bench) -> None:
-    """As a kubelet shows it: running at once, started with its startup probe, and nothing after it runs before."""
+    """As a kubelet shows it: running at once, started with its startup probe, and nothing after it runs
+    before."""
     probe = {"exec": {"command": ["test", "-e", "/memory/up"]}, "periodSeconds": 1, "failureThreshold": 60}
     bench.faults.hold_starts("sidecar")
     name = bench.run(
