@@ -39,6 +39,8 @@ _KIND_EVERY = 2.0
 """Seconds between two looks for our kind while it is not installed."""
 _LAST_WRITES = 5.0
 """Seconds for what was sent last to arrive, before the lease is given back."""
+_LAST_WATCHES = 0.5
+"""Seconds for the watches to be closed. Then nothing is owed any more, and kopf may still be trying to reach a server in vain."""
 _BEAT = 0.25
 """Seconds between two signs of life of the event loop."""
 
@@ -101,7 +103,10 @@ class Operator:
             # Hand over first, so that another replica goes on while our watches are being closed.
             await self._hand_over()
             quiet.set()
-            await watching
+            background.append(watching)
+            done, _ = await asyncio.wait({watching}, timeout=_LAST_WATCHES)
+            for task in done:
+                task.result()
         finally:
             await self._hand_over()
             for task in background:

@@ -1,6 +1,7 @@
 """Builds the three images as a user does, with `make images`, over a base that is made here from Debian's packages.
 
 Everything lies in one folder: buildah's store, with its layers for the next time, and the log of the build.
+`python -m tests.images.building FOLDER` leaves the images in FOLDER, in files that `ctr images import` takes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 ROOT = Path(__file__).parents[2]
+CACHE = ROOT / ".images"
 SUITE = "bookworm"
 BASE = f"localhost/tiercheck-python:{SUITE}"
 """Stands for the official image of Python, which is in a registry that not everybody reaches."""
@@ -142,6 +144,16 @@ def build_images(store: Store, say: Say) -> None:
         _logged(["make", "--directory", str(copy), "images", *variables], log, store.environment)
 
 
+def write_archives(store: Store, folder: Path, targets: Sequence[str] = TARGETS) -> None:
+    """`make images-archive`: one file for each image, for `ctr images import`."""
+    variables = ["BUILDER=buildah", f"OUT={folder}", f"IMAGES={' '.join(targets)}"]
+    _logged(
+        ["make", "--directory", str(ROOT), "images-archive", *variables],
+        store.folder / "archive.log",
+        store.environment,
+    )
+
+
 def copy_tree(target: Path) -> None:
     """Every file of the work tree that git does not ignore, with its time, by which layers are found again."""
     listed = _output(["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"])
@@ -184,3 +196,14 @@ def _logged(command: Sequence[str], log: Path, environment: dict[str, str] | Non
 
 def _output(command: Sequence[str]) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def main() -> None:
+    store = Store(CACHE)
+    make_base(store, print)
+    build_images(store, print)
+    write_archives(store, Path(sys.argv[1]).absolute())
+
+
+if __name__ == "__main__":
+    main()

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 
-from tests.images.building import ROOT, TARGETS, Store, build_images, image_name, make_base
+from tests.images.building import CACHE, TARGETS, Store, build_images, image_name, make_base
 from tests.images.pods import Image, Pod
 from tiercheck.about import __version__
 from tiercheck_local.addresses import Octet
 
 sys.path.append(str(Path(__file__).parents[1] / "chart"))  # the chart as Helm renders it
 
-CACHE = ROOT / ".images"
 NEEDED = ("buildah", "debootstrap", "runc", "make", "git")
 
 StartPod = Callable[..., Pod]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import os
 from collections.abc import Mapping
@@ -120,8 +121,11 @@ class Pod:
         return mounts if self.account is None else [*mounts, Mount(self.account, SERVICE_ACCOUNT, read_only=True)]
 
     def _lookup(self, kind: str, name: str) -> dict[str, str] | None:
-        """As the laptop cluster's node asks for Secrets: their content in base64."""
-        return dict(self.secrets[name]) if kind == "Secret/binary" and name in self.secrets else None
+        """As the laptop cluster's node asks for Secrets: as text, or in base64."""
+        data = self.secrets.get(name) if kind.startswith("Secret") else None
+        if data is None or kind.endswith("/binary"):
+            return None if data is None else dict(data)
+        return {key: base64.b64decode(value).decode() for key, value in data.items()}
 
 
 def _hand_over(place: Path, volume: Object, group: int | None) -> None:

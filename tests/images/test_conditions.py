@@ -1,15 +1,18 @@
-"""Pods here are as strict as in a namespace of the restricted standard: else the other tests would prove nothing."""
+"""What is in the images, and that pods here are as strict as in a namespace of the restricted standard."""
 
 from __future__ import annotations
 
+import json
 import subprocess
+import tarfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 from chart_under_test import only
 
-from tests.images.building import BASE, Store, image_name
-from tests.images.conftest import CACHE, StartPod
+from tests.images.building import BASE, CACHE, Store, image_name, write_archives
+from tests.images.conftest import StartPod
 from tests.images.pods import Image
 from tiercheck.about import __version__
 
@@ -63,3 +66,36 @@ def test_nothing_is_compiled_anew_at_each_start(images: dict[str, Image], target
     for folder in (standard, standard / "asyncio", *packages.glob("tiercheck*"), *packages.glob("aiohttp")):
         compiled = {path.name.split(".")[0] for path in folder.glob("__pycache__/*.pyc")}
         assert {path.stem for path in folder.glob("*.py")} <= compiled | {"__phello__"}, folder
+
+
+@pytest.mark.usefixtures("images")
+def test_archive_has_the_name_by_which_the_chart_asks_for_the_image(tmp_path: Path) -> None:
+    """`ctr images import` takes the name from it."""
+    write_archives(Store(CACHE), tmp_path, ["sidecar"])
+    with tarfile.open(tmp_path / "sidecar.tar") as archive:
+        manifest = archive.extractfile("manifest.json")
+        assert manifest is not None
+        (image,) = json.load(manifest)
+    env = only("Deployment")["spec"]["template"]["spec"]["containers"][0]["env"]
+    (asked,) = (entry["value"] for entry in env if entry["name"] == "TIERCHECK_SIDECAR_IMAGE")
+    assert image["RepoTags"] == [f"docker.io/library/{asked}"]
+
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+package = importlib.import_module(sys.argv[1])
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+"""
+
+
+@pytest.mark.parametrize("target", ["operator", "sidecar"])
+def test_image_has_all_that_its_program_imports(start_pod: StartPod, target: str) -> None:
+    """Libraries of the system included, and with nobody at home."""
+    manifest = template()
+    container = manifest["spec"]["containers"][0]
+    container["image"] = f"tiercheck-{target}:{__version__}"
+    container["command"] = ["python3", "-c", IMPORT_ALL, f"tiercheck_{target}"]
+    started = start_pod(manifest).start("operator")
+    assert started.wait() == 0, started.log

@@ -6,6 +6,7 @@ import dataclasses
 import http.client
 import socket
 import ssl
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -33,9 +34,18 @@ _RESTRICTED = {
 
 
 class Worker:
-    """The only one of examples/smallest.yaml, with `arguments` for its script and `spec` over its spec."""
+    """The only one of examples/smallest.yaml, with `arguments` for its script and `spec` over its spec.
 
-    def __init__(self, start_pod: StartPod, arguments: list[str], **spec: Any) -> None:
+    `secrets`: further ones of its namespace, name -> `data`.
+    """
+
+    def __init__(
+        self,
+        start_pod: StartPod,
+        arguments: list[str],
+        secrets: Mapping[str, Mapping[str, str]] | None = None,
+        **spec: Any,
+    ) -> None:
         manifest = yaml.safe_load((ROOT / "examples" / "smallest.yaml").read_text())
         manifest["metadata"].update(namespace="default", uid="0-1-2-3", generation=1, resourceVersion="1")
         manifest["spec"].update(workers=1, **spec)
@@ -50,7 +60,7 @@ class Worker:
         self.credentials = issue(self.job.identity)
         secret = build_secret(self.job, self.credentials)
         pod = build_pod(self.job, 0, 0, [], f"tiercheck-sidecar:{tag_of(trainer['image'])}")
-        self.pod: Pod = start_pod(pod, secrets={secret["metadata"]["name"]: secret["data"]})
+        self.pod: Pod = start_pod(pod, secrets={secret["metadata"]["name"]: secret["data"], **(secrets or {})})
 
     def train(self) -> tuple[Container, Container]:
         """Its sidecar and its trainer, released for the first attempt, after the library was installed."""
