@@ -31,7 +31,7 @@ help:
 	@echo "make chart      write anew what the Helm chart has from elsewhere, and its snapshots"
 	@echo "make images     the three images, with docker, podman or buildah; REGISTRY=, TAG=, PYTHON_IMAGE=, TORCH_INDEX=, BUILD_ARGS="
 	@echo "make images-push, make images-archive OUT=folder  to a registry (REGISTRY=), or into files that \`ctr images import\` takes"
-	@echo "make images-test  builds the images and starts each as a pod would (needs root and Debian's packages; 4 minutes, later 2)"
+	@echo "make images-test  builds the images and starts each as a pod would (needs root and Debian's packages; 5 minutes, later 3)"
 	@echo "make radosgw-test  the remote tier against Debian's radosgw (needs root to install it)"
 	@echo "make real-cluster-test  every failure on a cluster of real kubelets (needs root and KUBE_BIN; about an hour)"
 	@echo "make bench      every benchmark, beside limits and peers, into docs/benchmarks (about 20 minutes); BENCH_FLAGS=--quick tries it"

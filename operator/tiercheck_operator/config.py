@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from tiercheck.about import __version__
 from tiercheck_operator.controller.node_signs import NO_SETTINGS, NodeSigns, parse_signs
 from tiercheck_operator.controller.observation import Patience
 from tiercheck_operator.election.candidate import Terms
@@ -36,7 +37,7 @@ class Config:
     """Namespaces to serve; empty: the whole cluster."""
     metrics_host: str = "0.0.0.0"
     metrics_port: int = 8080
-    sidecar_image: str = "tiercheck-sidecar:latest"
+    sidecar_image: str = f"tiercheck-sidecar:{__version__}"
     """Image of the sidecar and of the init container that copies the library."""
     sidecar_pull_policy: str = ""
     """Of these two: Always, IfNotPresent, Never; empty: the cluster's default."""

@@ -11,6 +11,9 @@ import pytest
 from dockerfile import Stage, copied, let_through, lineage, stages
 from wheels import build_wheel
 
+from tiercheck.about import __version__
+from tiercheck_operator.config import Config
+
 ROOT = Path(__file__).parents[2]
 IMAGES = ["operator", "sidecar", "example-trainer"]
 
@@ -98,6 +101,20 @@ def test_environments_and_history_stay_out_of_the_build() -> None:
         "tiercheck/__pycache__/about.cpython-311.pyc",
     ):
         assert not let_through(ROOT, path)
+
+
+def test_manifests_and_examples_name_our_images_with_their_version() -> None:
+    """Without a tag Kubernetes pulls at every start, also what was put onto the node by hand."""
+    places = [
+        ROOT / "charts" / "tiercheck" / "Chart.yaml",
+        *(ROOT / "deploy").glob("*.yaml"),
+        *(ROOT / "examples").rglob("*.yaml"),
+    ]
+    lines = [line for path in places for line in path.read_text().splitlines() if "image:" in line or "# IMAGE" in line]
+    named = [name for line in lines for name in re.findall(r"tiercheck-[\w.:-]+", line)]
+    assert len(named) >= 8
+    assert {name.partition(":")[2] for name in named} == {__version__}, named
+    assert Config().sidecar_image == f"tiercheck-sidecar:{__version__}"
 
 
 @pytest.mark.parametrize("image", ["operator", "sidecar"])
