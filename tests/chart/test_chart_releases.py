@@ -63,6 +63,17 @@ def test_uninstalling_leaves_the_definition_and_the_jobs_and_nothing_else(
     assert exists(cluster, f"{JOBS.format('training')}/kept")
 
 
+def test_uninstalling_leaves_nothing_of_what_the_operator_made_for_itself(
+    cluster: LocalCluster, helm_config: Any, tmp_path: Path
+) -> None:
+    lease = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{ACCOUNT}"
+    install(helm_config, cluster)
+    with operator(cluster, tmp_path):
+        cluster.wait_for(lambda: exists(cluster, lease), DEADLINE, "an operator to lead")
+    helm_config.uninstall(RELEASE)
+    cluster.wait_for(lambda: not exists(cluster, lease), DEADLINE, "the lease to go with its Deployment")
+
+
 def test_uninstalling_without_keep_takes_definition_and_jobs_along(cluster: LocalCluster, helm_config: Any) -> None:
     install(helm_config, cluster, {"crds": {"keep": False}})
     cluster.apply(job("taken", "training", suspend=True))

@@ -22,8 +22,10 @@ UNSEEN = {
     ("", "events", "patch"),
 }
 """Rights that the operator needs without the story showing it."""
-LEASE = {("coordination.k8s.io", "leases", verb) for verb in ("get", "create", "update")}
-"""In the operator's own namespace only."""
+LEASE = {("coordination.k8s.io", "leases", verb) for verb in ("get", "create", "update")} | {
+    ("apps", "deployments", "get")
+}
+"""In the operator's own namespace only. Its Deployment is what the lease belongs to."""
 
 
 def rights(cluster: LocalCluster, account: str, namespace: str, tmp_path: Path) -> set[tuple[str, str, str]]:
@@ -40,8 +42,9 @@ def rights(cluster: LocalCluster, account: str, namespace: str, tmp_path: Path) 
         assert code == 201, answer
         assert not answer["status"]["incomplete"]
         rules = answer["status"]["resourceRules"]
-        named = [(rule["resources"], rule["resourceNames"]) for rule in rules if rule.get("resourceNames")]
-        assert named in ([], [(["leases"], [ACCOUNT])]), "rights to single objects: only to the lease"
+        named = sorted((rule["resources"], rule["resourceNames"]) for rule in rules if rule.get("resourceNames"))
+        single = [(["deployments"], [ACCOUNT]), (["leases"], [ACCOUNT])]
+        assert named in ([], single), "rights to single objects: only to the lease and the Deployment that owns it"
         return granted([{"rules": rules}])
 
     cluster.apply(

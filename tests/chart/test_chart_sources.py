@@ -286,7 +286,7 @@ def test_replicas_of_one_deployment_share_a_lease_that_they_may_hold() -> None:
         assert (namespace, name) == (deployment["metadata"]["namespace"], deployment["metadata"]["name"])
         (role,) = [role for role in operators_roles_in(namespace, values_of(case)) if role["metadata"]["name"] == name]
         named = [rule["resourceNames"] for rule in role["rules"] if rule.get("resourceNames")]
-        assert named == [[name]]
+        assert named == [[name], [name]], "the lease, and the Deployment that it belongs to"
         assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
 
 

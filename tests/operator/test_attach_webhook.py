@@ -22,6 +22,7 @@ from tiercheck_operator.attach.admission import Admission
 from tiercheck_operator.attach.injection import Outfit
 from tiercheck_operator.attach.trust import Bundle, Trust, renewed
 from tiercheck_operator.attach.webhook import PATH, Webhook
+from tiercheck_operator.belonging import DEPLOYMENT
 from tiercheck_operator.kube import ApiFailure
 
 NOW = datetime.datetime(2027, 1, 1, tzinfo=datetime.UTC)
@@ -80,6 +81,18 @@ async def test_first_replica_makes_the_certificate_and_the_second_takes_it() -> 
     assert not announced
     assert cluster.authorities == first.authorities
     assert await trust(cluster).establish(NOW) == (first, True)
+
+
+async def test_certificate_belongs_to_the_operators_deployment_and_still_does_when_it_was_renewed() -> None:
+    """So Kubernetes removes it when the operator is uninstalled."""
+    cluster = Cluster()
+    deployment = DEPLOYMENT.format(namespace="tiercheck-system", name="op")
+    cluster.objects[deployment] = {"metadata": {"name": "op", "uid": "u-7"}}
+    of_it = Trust(cluster, ("tiercheck-system", "tls"), "attach", ["a"], deployment=("tiercheck-system", "op"))
+    owner = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "op", "uid": "u-7"}
+    for days in (0, 61):
+        await of_it.establish(NOW + days * DAY)
+        assert cluster.objects[SECRET]["metadata"]["ownerReferences"] == [owner]
 
 
 async def test_of_two_replicas_that_begin_at_once_one_gives_way() -> None:

@@ -26,8 +26,13 @@ class LeaseServer:
 
     stored: dict[str, Any] | None = None
     version: int = 0
+    deployment: dict[str, Any] | None = None
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        if "/deployments/" in path:
+            if self.deployment is None:
+                raise ApiFailure(404, "not found")
+            return self.deployment
         if method == "GET":
             if self.stored is None:
                 raise ApiFailure(404, "not found")
@@ -91,6 +96,21 @@ class Replica:
 def holder(server: LeaseServer) -> str:
     assert server.stored is not None
     return parse_lease(server.stored).holder
+
+
+def test_lease_belongs_to_the_deployment_of_its_name_if_there_is_one() -> None:
+    """So Kubernetes removes it when the operator is uninstalled."""
+    server = LeaseServer(deployment={"metadata": {"name": "lease", "uid": "u-7"}})
+    replica = Replica(server, "a")
+    for moment in range(3):
+        replica.round(moment)
+    assert server.stored is not None
+    owner = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "lease", "uid": "u-7"}
+    assert server.stored["metadata"]["ownerReferences"] == [owner]
+    by_hand = LeaseServer()
+    Replica(by_hand, "a").round(0.0)
+    assert by_hand.stored is not None
+    assert "ownerReferences" not in by_hand.stored["metadata"]
 
 
 def test_first_replica_leads_and_the_second_one_waits() -> None:

@@ -67,12 +67,20 @@ async def _control(client: Client, grace: float) -> None:
             garbage.wake()
             disruption.wake()
 
+        def renewed(kind: str, _: Object) -> None:
+            if kind != "MODIFIED":  # as every node does with its own all the time
+                garbage.wake()
+
         pods = Cache(client, PODS, changed, on_sync=synced)
         nodes = Cache(client, NODES, changed, on_sync=synced)
         scheduler = Scheduler(client, pods, nodes)
         lifecycle = NodeLifecycle(client, nodes, pods, grace)
         leases = Cache(client, LEASES, lifecycle.lease_changed, namespace=LEASE_NAMESPACE)
-        others = {kind: Cache(client, kind, dependent_changed, on_sync=synced) for kind in DEPENDENTS if kind != PODS}
+        others = {
+            kind: Cache(client, kind, renewed if kind == LEASES else dependent_changed, on_sync=synced)
+            for kind in DEPENDENTS
+            if kind != PODS
+        }
         disruption = Disruption(client, pods, others[DISRUPTION_BUDGETS])
         garbage.watch({PODS: pods, **others}, nodes)
         for cache in (pods, nodes, leases, *others.values()):

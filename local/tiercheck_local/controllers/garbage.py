@@ -1,6 +1,6 @@
 """Deletes what has lost its owner, and pods that no node will ever remove.
 
-Dependents are Pods, Services, Secrets, ConfigMaps and PodDisruptionBudgets. An owner's kind is watched from when the first dependent names it.
+Dependents are Pods, Services, Secrets, ConfigMaps, PodDisruptionBudgets and Leases. An owner's kind is watched from when the first dependent names it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tiercheck_local.cache import Cache
 from tiercheck_local.client import (
     CONFIG_MAPS,
     DISRUPTION_BUDGETS,
+    LEASES,
     NODES,
     PODS,
     SECRETS,
@@ -28,7 +29,7 @@ from tiercheck_local.client import (
 
 log = logging.getLogger(__name__)
 
-DEPENDENTS = (PODS, SERVICES, SECRETS, CONFIG_MAPS, DISRUPTION_BUDGETS)
+DEPENDENTS = (PODS, SERVICES, SECRETS, CONFIG_MAPS, DISRUPTION_BUDGETS, LEASES)
 _FOREGROUND, _ORPHAN = "foregroundDeletion", "orphan"
 
 

@@ -35,7 +35,7 @@ class AttachService:
         self._left_out: LeftOut | None = None
         if config.webhook is not None:
             settings = config.webhook
-            trust = Trust(always, settings.secret, settings.configuration, settings.hosts)
+            trust = Trust(always, settings.secret, settings.configuration, settings.hosts, deployment=config.lease)
             outfit = Outfit(
                 config.sidecar_image, config.sidecar_pull_policy, config.sidecar_pull_secrets, config.node_memory
             )

@@ -17,6 +17,7 @@ from typing import Any
 
 from cryptography import x509
 
+from tiercheck_operator.belonging import DEPLOYMENT, owned_by
 from tiercheck_operator.certificates import issue_pair
 from tiercheck_operator.kube import CORE, ApiFailure, Kube
 
@@ -63,10 +64,21 @@ def _plain(host: str) -> str:
 
 
 class Trust:
-    """For one replica. `secret`: namespace and name; `configuration`: the MutatingWebhookConfiguration; `hosts`: our names."""
+    """For one replica. `secret`: namespace and name; `configuration`: the MutatingWebhookConfiguration; `hosts`: our names;
+    `deployment`: the operator's, namespace and name.
+    """
 
-    def __init__(self, kube: Kube, secret: tuple[str, str], configuration: str, hosts: Sequence[str]) -> None:
+    def __init__(
+        self,
+        kube: Kube,
+        secret: tuple[str, str],
+        configuration: str,
+        hosts: Sequence[str],
+        *,
+        deployment: tuple[str, str] | None = None,
+    ) -> None:
         self._kube, self._secret, self._configuration, self._hosts = kube, secret, configuration, hosts
+        self._deployment = deployment
 
     async def establish(self, now: datetime.datetime) -> tuple[Bundle, bool]:
         """The bundle to show, and whether the API server has had time to hear of its authority. Raises ApiFailure."""
@@ -77,14 +89,27 @@ class Trust:
         if wanted is not None:
             body = _secret(namespace, name, wanted)
             if raw is None:
+                body["metadata"] |= await self._belonging()
                 await self._kube.create(_SECRETS, body, namespace=namespace)
             else:
                 # With the version that was read: of two replicas one fails here, and takes the other's next time.
-                body["metadata"]["resourceVersion"] = raw["metadata"]["resourceVersion"]
+                kept = ("resourceVersion", "ownerReferences")
+                body["metadata"] |= {key: raw["metadata"][key] for key in kept if key in raw["metadata"]}
                 await self._kube.replace(_SECRETS + "/{name}", body, namespace=namespace, name=name)
         bundle = wanted or current
         assert bundle is not None
         return bundle, await self._announced(bundle)
+
+    async def _belonging(self) -> dict[str, Any]:
+        if self._deployment is None:
+            return {}
+        namespace, name = self._deployment
+        try:
+            return owned_by(await self._kube.get(DEPLOYMENT, namespace=namespace, name=name))
+        except ApiFailure as error:
+            if error.refused:
+                return {}
+            raise
 
     async def _announced(self, bundle: Bundle) -> bool:
         """Whether the configuration named the bundle's authorities already; it does afterwards."""

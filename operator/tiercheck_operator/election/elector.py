@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from tiercheck_operator.belonging import DEPLOYMENT, owned_by
 from tiercheck_operator.election.candidate import Candidate, Move, Terms
 from tiercheck_operator.election.lease import LEASES, build_lease, parse_lease
 from tiercheck_operator.kube import ApiFailure
@@ -127,16 +128,33 @@ class Elector(threading.Thread):
             raise
 
     def _write(self, holder: str) -> None:
+        belonging = self._belonging() if self._raw is None else None
         sent = self._clock()
         now = datetime.datetime.now(datetime.UTC)
         body = build_lease(
-            self._lease, self._namespace, self._raw, holder=holder, duration=self._terms.duration, now=now
+            self._lease,
+            self._namespace,
+            self._raw,
+            holder=holder,
+            duration=self._terms.duration,
+            now=now,
+            belonging=belonging,
         )
         if self._raw is None:
             self._raw = self._api.call("POST", self._path, body)
         else:
             self._raw = self._api.call("PUT", self._path + "/" + self._lease, body)
         self._candidate.wrote(parse_lease(self._raw), sent)
+
+    def _belonging(self) -> dict[str, Any]:
+        """Of a lease that is made now: the Deployment has its name."""
+        try:
+            found = self._api.call("GET", DEPLOYMENT.format(namespace=self._namespace, name=self._lease))
+        except ApiFailure as error:
+            if error.not_found or error.refused:
+                return {}
+            raise
+        return owned_by(found)
 
     def _note_holder(self) -> None:
         holder = parse_lease(self._raw).holder if self._raw is not None else ""

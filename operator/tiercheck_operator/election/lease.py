@@ -24,18 +24,24 @@ def parse_lease(raw: Mapping[str, Any]) -> Record:
 
 
 def build_lease(
-    name: str, namespace: str, before: Mapping[str, Any] | None, *, holder: str, duration: float, now: datetime.datetime
+    name: str,
+    namespace: str,
+    before: Mapping[str, Any] | None,
+    *,
+    holder: str,
+    duration: float,
+    now: datetime.datetime,
+    belonging: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The lease held by `holder` (empty: released), in place of `before`, whose resourceVersion is the precondition.
 
-    `now` is only for people, and to make each renewal differ from the last one.
+    `now` is only for people, and to make each renewal differ from the last one. `belonging`: metadata of a new one.
     """
     old = (before or {}).get("spec") or {}
     same = before is not None and holder == (old.get("holderIdentity") or "")
     stamp = now.astimezone(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
     metadata: dict[str, Any] = {"name": name, "namespace": namespace}
-    if before is not None:
-        metadata = {**metadata, **before["metadata"]}
+    metadata |= (belonging or {}) if before is None else before["metadata"]
     transitions = int(old.get("leaseTransitions") or 0)
     return {
         "apiVersion": "coordination.k8s.io/v1",

@@ -53,4 +53,9 @@
   resources: [leases]
   resourceNames: [{{ include "tiercheck.operator" . }}]
   verbs: [get, update]
+# What the operator makes for itself belongs to its Deployment, and goes with it.
+- apiGroups: [apps]
+  resources: [deployments]
+  resourceNames: [{{ include "tiercheck.operator" . }}]
+  verbs: [get]
 {{- end }}
