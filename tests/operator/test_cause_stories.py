@@ -229,13 +229,14 @@ def test_whatever_old_pods_are_terminating_they_are_blamed_for_nothing(left: lis
             world._gone(world.member(len(left) + 1))
         case "node":
             node = home(world, len(left) + 1)
+            world.kill_node(node)
             world.nodes[node] = replace(world.nodes[node], lost="node is not ready (NodeStatusUnknown)")
     summary = recovered(world, world.status.attempt + 1)
     assert not [name for name in old if name in summary["message"]], summary["message"]
-    assert summary["detectSeconds"] < 5
+    assert summary["detectSeconds"] < 10
     assert summary["totalSeconds"] <= world.now - struck
-    wanted = {"all": "AllPodsLost", "crash": "TrainerCrash", "deleted": "PodDeleted", "node": "NodeLost"}
-    assert summary["cause"] == wanted[then]
+    wanted = {"all": "AllPodsLost", "crash": "TrainerCrash", "deleted": "PodDeleted", "node": "NodeLost NodeSilent"}
+    assert summary["cause"] in wanted[then].split()
 
 
 def test_second_failure_on_the_way_back_does_not_make_the_first_one_look_noticed_late() -> None:
