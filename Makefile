@@ -7,7 +7,19 @@ READY := $(VENV)/.ready
 # Files of tests run beside each other, as most of them wait a lot; PYTEST_FLAGS="-n 0" runs one after the other.
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: help setup demo test test-extended lint types contracts chart bench radosgw-test clean
+# The images, under the names that chart and examples give them. BUILD_ARGS="NAME=value ..." are arguments of the Dockerfile,
+# BUILD_FLAGS whatever else the builder shall be told.
+REGISTRY ?= docker.io/library
+TAG ?= $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' tiercheck/about.py)
+OUT ?= dist
+IMAGES := operator sidecar example-trainer
+# The first that answers: docker may be here without its engine.
+BUILDER ?= $(shell for one in docker podman buildah; do $$one info >/dev/null 2>&1 && echo $$one && break; done)
+arguments = $(foreach one,$(BUILD_ARGS) $(and $(PYTHON_IMAGE),PYTHON_IMAGE=$(PYTHON_IMAGE)) $(and $(TORCH_INDEX),TORCH_INDEX=$(TORCH_INDEX)),--build-arg $(one))
+each_image = @set -e; test -n "$(BUILDER)" || { echo "neither docker nor podman nor buildah works here" >&2; exit 1; }; \
+	for target in $(IMAGES); do name=$(REGISTRY)/tiercheck-$$target:$(TAG); echo "== $$name"; $(1); done
+
+.PHONY: help setup demo test test-extended lint types contracts chart bench radosgw-test real-cluster-test real-cluster-up real-cluster-down images images-push images-archive images-test clean
 
 help:
 	@echo "make demo       a job on a laptop cluster, hit by every size of failure (about 3 minutes)"
@@ -17,7 +29,11 @@ help:
 	@echo "make types      mypy: strict on the pure parts"
 	@echo "make contracts  import-linter: who may import whom"
 	@echo "make chart      write anew what the Helm chart has from elsewhere, and its snapshots"
+	@echo "make images     the three images, with docker, podman or buildah; REGISTRY=, TAG=, PYTHON_IMAGE=, TORCH_INDEX=, BUILD_ARGS="
+	@echo "make images-push, make images-archive OUT=folder  to a registry (REGISTRY=), or into files that \`ctr images import\` takes"
+	@echo "make images-test  builds the images and starts each as a pod would (needs root and Debian's packages; 4 minutes, later 2)"
 	@echo "make radosgw-test  the remote tier against Debian's radosgw (needs root to install it)"
+	@echo "make real-cluster-test  every failure on a cluster of real kubelets (needs root and KUBE_BIN; about an hour)"
 	@echo "make bench      every benchmark, beside limits and peers, into docs/benchmarks (about 20 minutes); BENCH_FLAGS=--quick tries it"
 
 setup: $(READY)
@@ -33,10 +49,10 @@ demo: $(READY)
 	$(BIN)/python -m tiercheck_local.demo $(DEMO_FLAGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not extended" $(SIDE_BY_SIDE) $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m "not extended and not images" $(SIDE_BY_SIDE) $(PYTEST_FLAGS)
 
 test-extended: $(READY)
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m "not images" $(SIDE_BY_SIDE) $(PYTEST_FLAGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
@@ -60,5 +76,33 @@ radosgw-test: $(READY)
 	command -v radosgw && command -v ceph-mon && command -v ceph-osd || { apt-get update -q && apt-get install -qy --no-install-recommends radosgw ceph-mon ceph-osd; }
 	$(BIN)/python tests/sidecar/remote/radosgw.py $(BIN)/python -m pytest tests/sidecar/remote -k radosgw $(PYTEST_FLAGS)
 
+images:
+	$(call each_image,BUILDAH_LAYERS=true $(BUILDER) build $(BUILD_FLAGS) $(arguments) --target $$target --tag $$name .)
+
+images-push:
+	$(call each_image,$(BUILDER) push $$name)
+
+images-archive:
+	@mkdir -p $(OUT)
+	$(call each_image,file=$(OUT)/$$target.tar; rm -f $$file; $(if $(filter docker,$(notdir $(firstword $(BUILDER)))),$(BUILDER) save --output $$file $$name,$(BUILDER) push --quiet $$name docker-archive:$$file:$$name))
+
+# In namespaces of their own, so that no mount and no process outlives them. What is built is kept in .images for the next time.
+images-test: $(READY)
+	command -v buildah && command -v debootstrap && command -v runc || { apt-get update -q && apt-get install -qy --no-install-recommends buildah debootstrap runc; }
+	unshare --mount --pid --fork --kill-child --mount-proc $(BIN)/python -m pytest tests/images -m images -n 0 --verbose --durations 5 $(PYTEST_FLAGS)
+
+# A cluster of real kubelets on this machine, up and down again; says so and does nothing where it cannot be. IMAGES is where
+# `make images-archive` left the three archives.
+REAL_CLUSTER := PYTHONPATH=tests/real_cluster $(BIN)/python -m testbed
+
+real-cluster-test: $(READY)
+	$(BIN)/python tests/real_cluster/whole.py $(PYTEST_FLAGS)
+
+real-cluster-up: $(READY)
+	$(REAL_CLUSTER) up
+
+real-cluster-down: $(READY)
+	$(REAL_CLUSTER) down
+
 clean:
-	rm -rf $(VENV) .bench demo-report .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .bench .images demo-report .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -33,7 +33,7 @@ from tiercheck.protocol.report import (
 from tiercheck.protocol.version import Version
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.loop import JobLoop, Surroundings
-from tiercheck_operator.controller.observation import NodeView, PodView, WorkerReport
+from tiercheck_operator.controller.observation import ContainerState, NodeView, PodView, WorkerReport
 from tiercheck_operator.controller.parsing import parse_pod
 from tiercheck_operator.kube import ApiFailure, Kube
 from tiercheck_operator.metrics import Metrics
@@ -197,7 +197,8 @@ class BenchJob:
         number = len(self.pods)
         node = self._nodes[(pod.worker // _WORKERS_PER_NODE) % len(self._nodes)]
         address = f"10.{number >> 16}.{(number >> 8) & 255}.{number & 255}"
-        self.pods[pod.name] = replace(pod, node=node, ip=address, phase="Running", sidecar_started=True)
+        up = replace(pod.sidecar, state=ContainerState.UP)
+        self.pods[pod.name] = replace(pod, node=node, ip=address, phase="Running", sidecar=up)
 
     def first_report(self, uid: str) -> Report:
         pod = next(pod for pod in self.pods.values() if pod.uid == uid)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 JOBS = ROOT / "crds" / "tiercheckjobs.yaml"
 POLICIES = ROOT / "crds" / "tiercheckpolicies.yaml"
 
-SHARED = ("topology", "checkpoint", "tiers", "restore", "failurePolicy")
+SHARED = ("topology", "checkpoint", "tiers", "restore", "failurePolicy", "sidecar")
 """Fields of a job's spec that a policy has as well, word for word."""
 _NOT_A_POLICYS = ("workers", "oldSelf", "self.template", "self.attach", "self.suspend", "self.spares", "self.elastic")
 """Rules of a job's spec that name one of these say nothing about a policy; the job that is made of it is checked by them."""

@@ -26,6 +26,7 @@ from tiercheck_local.client import CRDS, NODES, PODS, ApiFailure, Object
 from tiercheck_local.controllers.node_lifecycle import ready_status
 from tiercheck_local.controlplane import ControlPlane, open_control_plane
 from tiercheck_local.faults import Faults
+from tiercheck_local.node.back_off import FIRST
 from tiercheck_local.nodespec import NodeSpec
 
 T = TypeVar("T")
@@ -37,7 +38,8 @@ class LocalCluster:
     """Use as a context manager, or `start` and `stop`, from the main thread.
 
     `control_plane`: "embedded", "real" or "existing". `image_paths`: folders of this machine that stand for paths inside images.
-    `lease_grace`: seconds after which a silent node is unreachable. `cuttable`: links may be cut (`Faults.cut_links`), which every
+    `lease_grace`: seconds after which a silent node is unreachable. `back_off`: for how long a container that ended twice is held back,
+    in seconds. `cuttable`: links may be cut (`Faults.cut_links`), which every
     Python process in the cluster pays for with a thread.
     """
 
@@ -49,6 +51,7 @@ class LocalCluster:
         *,
         image_paths: Mapping[str, str] | None = None,
         lease_grace: float = 2.0,
+        back_off: float = FIRST,
         cuttable: bool = False,
     ) -> None:
         self.directory = directory.absolute()
@@ -59,6 +62,7 @@ class LocalCluster:
         self.metrics_address = ""
         """host:port of the operator's metrics, once it was started."""
         self._kind, self._image_paths, self._lease_grace = control_plane, dict(image_paths or {}), lease_grace
+        self._back_off = back_off
         self.cuts = self.directory / "cut-links" if cuttable else None
         """The file that names the links that are cut."""
         self._numbers = {node.name: number for number, node in enumerate(nodes, start=1)}
@@ -155,7 +159,7 @@ class LocalCluster:
             "--name", name, "--kubeconfig", str(self.kubeconfig), "--directory", str(self.directory),
             "--address-prefix", f"127.{self._octet.value}.{self._numbers[name]}", "--labels", _pairs(node.labels),
             "--pods", str(node.pods), "--resources", _pairs(node.resources), "--image-paths", _pairs(self._image_paths),
-            "--cluster", self.id, "--memory", str(memory), "--scratch", str(scratch), "--lifeline",
+            "--back-off", str(self._back_off), "--cluster", self.id, "--memory", str(memory), "--scratch", str(scratch), "--lifeline",
             *(["--cuts", str(self.cuts)] if self.cuts is not None else []),
         ]  # fmt: skip
         self._agents[name] = self._start(f"node-{name}", ["-m", "tiercheck_local.node", *arguments], lifeline=True)

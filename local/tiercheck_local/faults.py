@@ -15,7 +15,7 @@ from tiercheck.warm import IDLE_NAME
 from tiercheck_local import links, markers
 from tiercheck_local.client import NODES, PODS, ApiFailure, Object
 from tiercheck_local.node.agent import LOSE_EVERY_POD
-from tiercheck_local.node.container import OUT_OF_MEMORY
+from tiercheck_local.node.container import HOLD, OUT_OF_MEMORY
 from tiercheck_local.nodespec import RACK
 
 if TYPE_CHECKING:
@@ -75,6 +75,15 @@ class Faults:
         except NothingToHit:
             mark.unlink()
             raise
+
+    def hold_starts(self, container: str) -> None:
+        """From now on containers of that name run without their process until `let_start`: a busy node on
+        which it takes long to listen."""
+        (self._cluster.directory / f"{HOLD}{container}").touch()
+
+    def let_start(self, container: str) -> None:
+        """End of `hold_starts`, if it has begun."""
+        (self._cluster.directory / f"{HOLD}{container}").unlink(missing_ok=True)
 
     # Pods.
 
@@ -144,7 +153,8 @@ class Faults:
         self._cluster.start_agent(name)
 
     def partition_node(self, name: str) -> None:
-        """Cut the node off from the API server: its agent is silent, its pods go on (and reach each other still)."""
+        """Cut the node off from the API server, or stop its kubelet: its agent is silent, its pods go on
+        (and reach each other still)."""
         self._cluster.agent(name).send_signal(signal.SIGSTOP)
 
     def heal_node(self, name: str) -> None:

@@ -1,11 +1,17 @@
 """`python3 -m tiercheck_operator`: the operator's process."""
 
-import asyncio
+import os
+import signal
 import sys
 
-from tiercheck_operator.app import main
-
 if __name__ == "__main__":
+    # PID 1 of a container ends by no signal that it does not catch. The event loop takes over when something has begun.
+    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+
+    import asyncio
+
+    from tiercheck_operator.app import main
+
     try:
         asyncio.run(main())
     except ValueError as error:

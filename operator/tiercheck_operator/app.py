@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import signal
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -30,7 +31,7 @@ from tiercheck_operator.kube import ApiFailure, Kube, load_configuration
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.pages import Pages
 from tiercheck_operator.resync import Kind, Resync
-from tiercheck_operator.watched import ClusterView, Watched, version_of
+from tiercheck_operator.watched import ClusterView, Watched, dated, version_of
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ _KIND_EVERY = 2.0
 """Seconds between two looks for our kind while it is not installed."""
 _LAST_WRITES = 5.0
 """Seconds for what was sent last to arrive, before the lease is given back."""
+_LAST_WATCHES = 0.5
+"""Seconds for the watches to be closed. Then nothing is owed any more, and kopf may still be trying to reach a server in vain."""
 _BEAT = 0.25
 """Seconds between two signs of life of the event loop."""
 
@@ -83,7 +86,7 @@ class Operator:
         )
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set, or a watch is lost for good (then the process ends, to be started again)."""
+        """Until `stop` is set, or a watch is lost for good (then the process ends, to be started again). A signal sets it."""
         pages = Pages(self._metrics.text, self._trouble, self._ready)
         await pages.start(self._config.metrics_host, self._config.metrics_port)
         self._attach.start()
@@ -93,14 +96,17 @@ class Operator:
             if self._config.namespaces and not await self._served(stop):
                 return
             background.append(asyncio.create_task(self._elected()))
-            watching = asyncio.create_task(self._watch(quiet))
+            watching = asyncio.create_task(self._watch(quiet, stop))
             stopping = asyncio.create_task(stop.wait())
             await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
             # Hand over first, so that another replica goes on while our watches are being closed.
             await self._hand_over()
             quiet.set()
-            await watching
+            background.append(watching)
+            done, _ = await asyncio.wait({watching}, timeout=_LAST_WATCHES)
+            for task in done:
+                task.result()
         finally:
             await self._hand_over()
             for task in background:
@@ -110,16 +116,23 @@ class Operator:
             await pages.stop()
             self._kube.close()
 
-    async def _watch(self, stop: asyncio.Event) -> None:
-        await kopf.operator(
+    async def _watch(self, quiet: asyncio.Event, stop: asyncio.Event) -> None:
+        """Until `quiet` is set, or a watch is lost for good."""
+        others = asyncio.all_tasks()
+        tasks = await kopf.spawn_tasks(
             registry=self._registry(),
             settings=self._settings(),
+            # Without it kopf asks for the user's name, and ours has no entry in /etc/passwd. Its type is not public.
+            identity=self._config.identity,  # type: ignore[arg-type]
             standalone=True,
             clusterwide=not self._config.namespaces,
             namespaces=list(self._config.namespaces),
-            stop_flag=stop,
+            stop_flag=quiet,
             ready_flag=self._watching,
         )
+        # kopf has taken the signals. They are ours: it would close the watches, which takes it five seconds, and only then hand over.
+        end_by_signal(stop)
+        await kopf.run_tasks(tasks, ignored=others)
 
     async def _served(self, stop: asyncio.Event) -> bool:
         """Wait until the server knows our kind, which kopf looks for only once then; False: told to stop before."""
@@ -254,6 +267,8 @@ class Operator:
         async def pods_seen(body: kopf.Body, **_: Any) -> None:
             uid, version = _identity(body)
             pod = parse_pod(body)
+            if pod is not None:
+                pod = dated(pod, self._view.pods.get(uid), time.time())
             self._view.put_pod(uid, pod, version)
             if pod is not None:
                 self._wake(pod.job_uid)
@@ -357,13 +372,17 @@ def _connection(configuration: kubernetes.client.Configuration) -> kopf.Connecti
     )
 
 
+def end_by_signal(stop: asyncio.Event) -> None:
+    """SIGTERM and SIGINT set `stop`."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
+
 async def main() -> None:
     """Run until SIGTERM or SIGINT. Raises ValueError on a setting that cannot be understood."""
     config = Config.from_env(os.environ)
     logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("kopf").setLevel(max(logging.WARNING, logging.getLevelName(config.log_level)))
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    end_by_signal(stop)
     await Operator(config, load_configuration()).run(stop)

@@ -41,6 +41,9 @@ class Metrics:
         self._workers = gauge(
             "workers", "Workers of the job: wanted by its spec, and those that it has now.", [*_JOB, "state"]
         )
+        self._away = gauge(
+            "sidecars_away", "Workers whose sidecar does not answer now; nothing new of them is kept.", _JOB
+        )
         self._condition = gauge("job_condition", "1 if the condition is true.", [*_JOB, "type"])
         self._watch = gauge("watch_last_event_timestamp_seconds", "Newest watch event.", ["kind"])
         self._leader = gauge("leader", "1 if this replica leads.", [])
@@ -78,7 +81,7 @@ class Metrics:
         )  # fmt: skip
         self._per_job: tuple[Any, ...] = (
             self._step, self._last_step, self._lag, self._success, self._unprotected, self._attempt, self._spares, self._workers,
-            self._condition, self._restores, self._ranks, self._lost, self._lost_seconds, self._moves, self._duration,
+            self._away, self._condition, self._restores, self._ranks, self._lost, self._lost_seconds, self._moves, self._duration,
         )  # fmt: skip
 
     def text(self) -> bytes:
@@ -105,10 +108,11 @@ class Metrics:
     def reconcile_failed(self, reason: str) -> None:
         self._errors.labels(reason).inc()
 
-    def job_seen(self, job: JobView) -> None:
-        """Bring the job's gauges up to date."""
+    def job_seen(self, job: JobView, away: int = 0) -> None:
+        """Bring the job's gauges up to date. `away`: sidecars of its workers that do not answer."""
         status, key = job.status, (job.namespace, job.name)
         self._begin(key)
+        self._away.labels(*key).set(away)
         self._attempt.labels(*key).set(status.attempt)
         if status.step is not None:
             self._step.labels(*key).set(status.step)

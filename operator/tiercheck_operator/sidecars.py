@@ -11,16 +11,18 @@ import logging
 import ssl
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import aiohttp
 import msgspec
 
 from tiercheck.protocol import names
+from tiercheck.protocol.address import join_address, split_address
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report
 from tiercheck_operator.clock_skew import ClockSkew, by_our_clock
-from tiercheck_operator.controller.observation import WorkerReport
+from tiercheck_operator.controller.observation import HostSign, WorkerReport
 from tiercheck_operator.manifests.secret import Credentials
 
 log = logging.getLogger(__name__)
@@ -31,10 +33,17 @@ _RETRY = 1.0
 """Seconds between calls to a sidecar that does not answer any more."""
 _FIRST_RETRY = 0.2
 """The same for one that has never answered: it is probably starting, and somebody waits for it."""
+_KNOCK = 1.0
+"""Seconds that a host may take to accept or refuse a connection."""
 
 
 class SidecarError(Exception):
     """The sidecar did not answer, or not as one of ours; the message is a sentence."""
+
+
+def _url(address: str, path: str) -> str:
+    host, port = split_address(address)
+    return f"https://{join_address(host, names.CONTROL_PORT if port is None else port)}{path}"
 
 
 class JobSidecars:
@@ -70,7 +79,7 @@ class JobSidecars:
         return dict(self._reports)
 
     def follow(self, hosts: Mapping[str, str]) -> None:
-        """Listen to exactly these pods: UID to IP address."""
+        """Listen to exactly these pods: UID to address (`protocol.address`)."""
         for uid in [uid for uid, host in self._hosts.items() if hosts.get(uid) != host]:
             self._tasks.pop(uid).cancel()
             self._skew.forget(self._hosts[uid])
@@ -124,6 +133,7 @@ class JobSidecars:
                     serial, wait, pause = -1, 0.0, 0.0
             except SidecarError as error:
                 self._not_heard(uid, str(error))
+                self._host_heard(uid, await _knock(host))
                 known = self._reports.get(uid)
                 never = known is None or known.answered_at is None
                 serial, wait, pause = -1, 0.0, _FIRST_RETRY if never else _RETRY
@@ -154,7 +164,7 @@ class JobSidecars:
     async def _request(
         self, method: str, host: str, path: str, *, body: bytes | None, query: Mapping[str, str], seconds: float
     ) -> Report:
-        url = f"https://{f'[{host}]' if ':' in host else host}:{names.CONTROL_PORT}{path}"
+        url = _url(host, path)
         limits = aiohttp.ClientTimeout(total=seconds, sock_connect=self._call)
         try:
             async with self._session.request(
@@ -187,7 +197,9 @@ class JobSidecars:
         if report.pod_uid != uid:
             self._not_heard(uid, "another pod answers at this address")
             return
-        self._reports[uid] = WorkerReport(report, self._clock(), None)
+        now = self._clock()
+        stepped = now if _stepped(known.report, report) else known.stepped_at
+        self._reports[uid] = WorkerReport(report, now, None, stepped_at=stepped)
         if known.report != report or known.silent_since is not None:
             self._wake()
 
@@ -197,5 +209,32 @@ class JobSidecars:
             return
         if known.silent_since is None:
             log.log(logging.INFO if known.answered_at else logging.DEBUG, "sidecar of pod %s is silent: %s", uid, why)
-            self._reports[uid] = WorkerReport(known.report, known.answered_at, self._clock())
+            self._reports[uid] = replace(known, silent_since=self._clock(), host=HostSign.NOTHING)
             self._wake()
+
+    def _host_heard(self, uid: str, sign: HostSign) -> None:
+        known = self._reports.get(uid)
+        if known is not None and known.silent_since is not None and known.host is not sign:
+            self._reports[uid] = replace(known, host=sign)
+            self._wake()
+
+
+async def _knock(host: str) -> HostSign:
+    """Kernels refuse for processes that are gone, and accept for those that have no time."""
+    try:
+        async with asyncio.timeout(_KNOCK):
+            _, writer = await asyncio.open_connection(host, names.CONTROL_PORT)
+    except ConnectionRefusedError:
+        return HostSign.REFUSED
+    except (TimeoutError, OSError):
+        return HostSign.NOTHING
+    writer.close()
+    return HostSign.ACCEPTED
+
+
+def _stepped(before: Report | None, after: Report) -> bool:
+    """Whether its trainer has made a step between the two. A sidecar that was started again learns of old
+    ones."""
+    if before is None or before.attempt != after.attempt or before.trainer.step is None:
+        return False
+    return (after.trainer.step or 0) > before.trainer.step

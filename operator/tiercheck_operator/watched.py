@@ -7,11 +7,11 @@ A listing of names and versions, now and then and after each new list, tells wha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
-from tiercheck_operator.controller.observation import NodeView, PodView
+from tiercheck_operator.controller.observation import ContainerView, NodeView, PodView
 
 V = TypeVar("V")
 
@@ -75,6 +75,22 @@ class Watched(Generic[V]):
                 if uid not in self._seen or self._seen[uid].version < version
             },
         )
+
+
+def dated(pod: PodView, known: PodView | None, now: float) -> PodView:
+    """`pod` with when its kubelet's last word about each container was first heard. Nodes' clocks may be
+    wrong; ours is one."""
+    return replace(
+        pod,
+        trainer=_dated(pod.trainer, known.trainer if known is not None else None, now),
+        sidecar=_dated(pod.sidecar, known.sidecar if known is not None else None, now),
+    )
+
+
+def _dated(container: ContainerView, known: ContainerView | None, now: float) -> ContainerView:
+    if known is not None and replace(known, since=None) == replace(container, since=None):
+        return known
+    return replace(container, since=now)
 
 
 class ClusterView:

@@ -1,8 +1,13 @@
 """`python3 -m tiercheck_sidecar`: the sidecar process."""
 
+import os
+import signal
 import sys
 
-from tiercheck_sidecar.app import main
-
 if __name__ == "__main__":
+    # PID 1 of a container ends by no signal that it does not catch. The event loop takes over when something has begun.
+    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+
+    from tiercheck_sidecar.app import main
+
     sys.exit(main())

@@ -42,6 +42,8 @@ class ControlApi:
         self._expected = f"Bearer {board.config.token}".encode()
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._told = -1
+        """Serial of the newest report that the controller has."""
 
     def build(self, *more: web.RouteDef) -> web.Application:
         app = web.Application(middlewares=[self._authenticate], client_max_size=_MAX_BODY)
@@ -83,7 +85,7 @@ class ControlApi:
             return sentence(409, str(error))
         except Refused as error:
             return sentence(403, str(error))
-        return answer(self._reporter.report())
+        return self._tell(self._reporter.report())
 
     async def _report(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -98,12 +100,22 @@ class ControlApi:
             report = self._reporter.report()
             left = deadline - asyncio.get_running_loop().time()
             if self._is_news(report, after) or left <= 0 or self._board.stopping:
-                return answer(report)
+                return self._tell(report)
             try:
                 async with asyncio.timeout(left):
                     await changed.wait()
             except TimeoutError:
                 continue
+
+    def has_told_all(self) -> bool:
+        """Whether the controller knows what there is to know, or has not asked for so long that it will not."""
+        if self._board.clock() - self._board.controller_at > _MAX_WAIT:
+            return True
+        return self._told >= self._reporter.report().serial
+
+    def _tell(self, report: Report) -> web.Response:
+        self._told = report.serial
+        return answer(report)
 
     def _is_news(self, report: Report, after: int) -> bool:
         return report.serial > after

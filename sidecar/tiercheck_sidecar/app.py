@@ -13,14 +13,16 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from tiercheck.protocol import names
 from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Phase
-from tiercheck.protocol.report import SPARE, Watermarks
+from tiercheck.protocol.report import SPARE
 from tiercheck_sidecar import metrics
 from tiercheck_sidecar.api import ControlApi, server_context
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.config import ConfigError, SidecarConfig
 from tiercheck_sidecar.coordinator import Coordinator
+from tiercheck_sidecar.ending import may_go
 from tiercheck_sidecar.exchange.handshake import Identity
 from tiercheck_sidecar.exchange.pulse import Pulse
 from tiercheck_sidecar.exchange.server import ExchangeServer
@@ -36,6 +38,7 @@ from tiercheck_sidecar.replicate import Replicator
 from tiercheck_sidecar.report import Reporter
 from tiercheck_sidecar.restore import Restorer
 from tiercheck_sidecar.restore_sources import RestoreSources
+from tiercheck_sidecar.throttling import EVERY, ThrottleWatch, read_cpu_stat
 from tiercheck_sidecar.tier_api import routes
 from tiercheck_sidecar.tiers import TierClient
 from tiercheck_sidecar.trainer_socket import TrainerSocket
@@ -45,6 +48,8 @@ log = logging.getLogger(__name__)
 
 _HAND_OVER = 10.0
 """Seconds for the last copies, of the pod's grace."""
+_LAST_WORD = 2.0
+"""Seconds for the controller to ask for the last report."""
 
 
 class Sidecar:
@@ -58,17 +63,18 @@ class Sidecar:
         self.reclaimer = Reclaimer(self.board, self.vault)
         self.identity = Identity(config.job_uid, config.worker, config.token, config.pod_ip)
         self.exchange = ExchangeServer(self.board, self.vault, self.identity, config.exchange_port)
-        self.replicator = Replicator(self.board, self.vault, self.identity, config.exchange_port)
+        self.replicator = Replicator(self.board, self.vault, self.identity, names.EXCHANGE_PORT)
         self.coordinator = Coordinator(self.board)
-        self.pulse = Pulse(self.board, self.identity, config.exchange_port)
+        self.pulse = Pulse(self.board, self.identity, names.EXCHANGE_PORT)
         self.offloader = Offloader(self.board, self.vault, self.coordinator)
-        reach = RestoreSources(self.board, self.vault, self.identity, config.exchange_port, self.offloader)
+        reach = RestoreSources(self.board, self.vault, self.identity, names.EXCHANGE_PORT, self.offloader)
         self.restorer = Restorer(self.board, self.vault, reach)
         self.socket = TrainerSocket(self.board, self.vault, reach)
-        self.parity = ParitySender(self.board, self.vault, self.identity, config.exchange_port, self.replicator.bucket)
+        self.parity = ParitySender(self.board, self.vault, self.identity, names.EXCHANGE_PORT, self.replicator.bucket)
         self.parity_holder = ParityHolder(self.board, self.vault)
         self.exchange.languages["parity"] = serving(self.board, self.vault, self.parity_holder)
         self.reporter.owes = self._owes
+        self.reporter.settled = self._settled
         self.tiers = TierClient(self.board, self.vault, self._acknowledged, self.offloader)
         self._runners: list[web.AppRunner] = []
         self.board.on_identity = self._identified
@@ -77,15 +83,17 @@ class Sidecar:
         """Until SIGTERM or SIGINT, or until new credentials ask for a new process. Raises OSError if an address or the memory volume cannot be used."""
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
         await self._serve(self._health(), self.config.metrics_port, secure=False)
         await asyncio.to_thread(self._open_memory)
+        # Not before: verifying a large memory takes long, nothing of it is owed to anyone, and it cannot be interrupted.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
         self.socket.start()
         self.exchange.start()
         for name, loop_body in self._loops():
             threading.Thread(target=loop_body, name=name, daemon=True).start()
-        api = ControlApi(self.board, self.reporter).build(*routes(self.board, self.coordinator))
+        control = ControlApi(self.board, self.reporter)
+        api = control.build(*routes(self.board, self.coordinator))
         await self._serve(api, self.config.control_port, secure=True)
         self._ready = True
         who = "a spare" if self.board.config.worker == SPARE else f"worker {self.board.config.worker}"
@@ -94,8 +102,11 @@ class Sidecar:
         renewal.add_done_callback(lambda _: stop.set())
         await stop.wait()
         renewal.cancel()
+        self.board.ending = True
+        self.board.bump()
         await asyncio.to_thread(self._hand_over)
         await asyncio.to_thread(self._flush)
+        await asyncio.to_thread(self._be_heard, control)
         self.board.stop()
         self.socket.stop()
         self.exchange.stop()
@@ -125,6 +136,12 @@ class Sidecar:
             sweep_job(self.config.memory_dir, keep, time.time())
             self.board.wait_until(lambda: False, max(1.0, keep / 4))
 
+    def _watch_throttling(self) -> None:
+        watch = ThrottleWatch()
+        while not self.board.stopping:
+            self.board.problem("SidecarThrottled", watch.look(time.monotonic(), read_cpu_stat(self.config.cgroup_dir)))
+            self.board.wait_until(lambda: False, EVERY)
+
     @property
     def _over(self) -> bool:
         return self.board.directive is not None and self.board.directive.phase is Phase.FINISH
@@ -142,6 +159,7 @@ class Sidecar:
             ("tiers", self.tiers.run),
             ("sweep", self._sweep),
             ("pulse", self.pulse.run),
+            ("throttling", self._watch_throttling),
         ]
 
     def _identified(self, config: SidecarConfig) -> None:
@@ -169,24 +187,38 @@ class Sidecar:
             seen = board.wait(seen, timeout=0.2)
 
     def _flush(self) -> None:
-        """At the end of a job, wait until its last complete version is in the remote tier."""
-        board = self.board
-
-        def settled() -> bool:
-            if board.directive is None or board.directive.phase is not Phase.FINISH or not self.config.remote:
-                return True
-            verdict = board.verdict
-            if verdict is None or not self.tiers.synced or self.vault.unfinished():
-                return False
-            return self.coordinator.announced and verdict.upload is None and _is_stored(verdict.watermarks)
-
+        """At the end of a job, stay as long as its last complete version can still get to the remote tier."""
+        board, seen = self.board, -1
         seconds = self.config.flush_seconds
-        if not board.wait_until(settled, seconds):
-            log.error(
-                "the last version did not reach the remote tier within %.0f s; "
-                "set terminationGracePeriodSeconds in spec.template to give it more time",
-                seconds,
-            )
+        end = time.monotonic() + seconds
+        while self._over and self.config.remote and not board.overtaken and not self._settled():
+            if time.monotonic() >= end:
+                log.error("the last version did not reach the remote tier within %.0f s: %s", seconds, self._hold_up())
+                return
+            seen = board.wait(seen, timeout=0.5)
+
+    def _settled(self) -> bool:
+        """Whether the job is over and this sidecar owes the remote tier nothing any more."""
+        if not self._over:
+            return False
+        if not self.config.remote:
+            return self.tiers.end().final
+        return self.coordinator.may_go if self.board.config.worker == 0 else may_go(self.tiers.end())
+
+    def _hold_up(self) -> str:
+        """Why it did not, and what to do."""
+        if self.board.remote.reachable is False:
+            return f"{self.board.remote.message or 'it does not answer'}. Check spec.tiers.remote and its credentials"
+        others = self.coordinator.waits_for() if self.board.config.worker == 0 else []
+        if others:
+            return f"the trainer of worker {others[0]} has not ended"
+        return "set terminationGracePeriodSeconds in spec.template to give it more time"
+
+    def _be_heard(self, control: ControlApi) -> None:
+        """At the end of a job the controller shall know how it ended: it asks again as soon as it has been answered."""
+        end, seen = time.monotonic() + _LAST_WORD, -1
+        while self._over and not control.has_told_all() and time.monotonic() < end:
+            seen = self.board.wait(seen, timeout=0.1)
 
     def _health(self) -> web.Application:
         async def healthz(_: web.Request) -> web.Response:
@@ -210,11 +242,6 @@ class Sidecar:
         self._runners.append(runner)
         context = server_context(self.config) if secure else None
         await web.TCPSite(runner, self.config.pod_ip, port, ssl_context=context, reuse_address=True).start()
-
-
-def _is_stored(marks: Watermarks) -> bool:
-    """Whether the newest snapshot that every rank has is in the remote tier, or a newer one."""
-    return marks.snapshot is None or (marks.remote is not None and marks.remote >= marks.snapshot)
 
 
 def main() -> int:

@@ -58,6 +58,8 @@ class Board:
         self._generation = 0
         self._listeners: list[Callable[[], None]] = []
         self.stopping = False
+        self.ending = False
+        """Whether this process was asked to end, which a native sidecar is only when its trainer has ended."""
         self.peers = PeerWatch(self.bump, clock)
         self.controller_at = clock()
         """When the controller was last heard."""

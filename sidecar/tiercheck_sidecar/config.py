@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiercheck.protocol import names
+from tiercheck.protocol.address import join_address
 from tiercheck.protocol.report import SPARE
+from tiercheck_sidecar.throttling import CGROUP
+
+ENV_CGROUP_DIR = "TIERCHECK_CGROUP_DIR"
+"""Where the container's cgroup is to be seen; /sys/fs/cgroup if not set."""
 
 
 class ConfigError(ValueError):
@@ -45,9 +50,15 @@ class SidecarConfig:
     """The memory is the node's, not the pod's: seconds that what dead pods left there is kept. None: it is the pod's."""
     grace: int = 30
     """Seconds between SIGTERM and SIGKILL, by the pod's terminationGracePeriodSeconds."""
+    cgroup_dir: Path = CGROUP
     control_port: int = names.CONTROL_PORT
     exchange_port: int = names.EXCHANGE_PORT
     metrics_port: int = names.METRICS_PORT
+
+    @property
+    def address(self) -> str:
+        """By which others reach this sidecar."""
+        return join_address(self.pod_ip, None if self.control_port == names.CONTROL_PORT else self.control_port)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -99,8 +110,17 @@ class SidecarConfig:
             node_memory_keep=float(_number(env, names.ENV_NODE_MEMORY_KEEP))
             if env.get(names.ENV_NODE_MEMORY_KEEP)
             else None,
+            **_ports(env),
+            cgroup_dir=Path(env.get(ENV_CGROUP_DIR) or CGROUP),
             grace=_number(env, names.ENV_GRACE_SECONDS) if env.get(names.ENV_GRACE_SECONDS) else SidecarConfig.grace,
         )
+
+
+def _ports(env: Mapping[str, str]) -> dict[str, int]:
+    if not env.get(names.ENV_FIRST_PORT):
+        return {}
+    first = _number(env, names.ENV_FIRST_PORT)
+    return {"control_port": first, "exchange_port": first + 1, "metrics_port": first + 2}
 
 
 def _text(env: Mapping[str, str], name: str) -> str:

@@ -8,6 +8,7 @@ import socket
 import ssl
 
 from tiercheck.protocol import names
+from tiercheck.protocol.address import split_address
 from tiercheck.protocol.report import Break
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.exchange.frames import PeerSilent, broken
@@ -27,6 +28,7 @@ class ControlClient:
 
     def __init__(self, config: SidecarConfig, host: str, timeout: float = 3.0) -> None:
         self.host = host
+        """Its address (`protocol.address`)."""
         self._config, self._timeout = config, timeout
         self._context = ssl.create_default_context(cafile=str(config.credentials_dir / "ca.crt"))
         self._connection: http.client.HTTPConnection | None = None
@@ -53,7 +55,8 @@ class ControlClient:
         self._connection = None
 
     def _connect(self) -> http.client.HTTPConnection:
-        address = (self.host, self._config.control_port)
+        host, port = split_address(self.host)
+        address = (host, names.CONTROL_PORT if port is None else port)
         raw = socket.create_connection(address, self._timeout, (self._config.pod_ip, 0))
         connection = http.client.HTTPConnection(*address, timeout=self._timeout)
         try:

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from tiercheck.protocol.directive import Directive, Phase
@@ -19,6 +20,7 @@ from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.cadence import Needs, decide
 from tiercheck_sidecar.control_client import CallFailed, ControlClient
+from tiercheck_sidecar.ending import is_hopeless, present
 from tiercheck_sidecar.tiers import pace
 from tiercheck_sidecar.watermark import Copy, RankTiers, Standing, TierReport, Verdict, judge, next_upload
 
@@ -40,8 +42,8 @@ class StaleReport(NotNow):
 class Coordinator:
     """Thread-safe. Idle unless this is worker 0."""
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, board: Board, clock: Callable[[], float] = time.monotonic) -> None:
+        self._board, self._clock = board, clock
         self._lock = threading.RLock()
         self._dirty = threading.Condition(self._lock)
         self._attempt = 0
@@ -50,6 +52,10 @@ class Coordinator:
         self._ranks: dict[int, RankTiers] = {}
         self._hosts: dict[int, str] = {}
         self._copies: dict[int, tuple[Copy, ...]] = {}
+        self._heard: dict[int, float] = {}
+        """When each worker said something last, whether or not it could be taken."""
+        self._final: set[int] = set()
+        self._done: set[int] = set()
         self._standing = Standing()
         self._needs: dict[int, Needs] = {}
         """Sizes are of the job, not of an attempt: so a new attempt knows its cadence before its ranks reserve."""
@@ -60,10 +66,16 @@ class Coordinator:
         self._told: Verdict | None = None
 
     @property
-    def announced(self) -> bool:
-        """Whether everybody who could be reached has been told the newest verdict."""
+    def may_go(self) -> bool:
+        """Whether the job is over, and everybody who could be reached has been told."""
         with self._lock:
-            return self._verdict is None or (self._told == self._verdict and not self._is_dirty)
+            return self._told is not None and self._told.over and self._told.attempt == self._attempt
+
+    def waits_for(self) -> list[int]:
+        """Workers of a job that is over that may still add something."""
+        directive = self._board.directive
+        with self._lock:
+            return [] if directive is None else sorted(self._present(directive) - self._final)
 
     def hear(self, report: TierReport) -> Verdict:
         """Take a sidecar's word, and answer the newest verdict. Raises NotNow."""
@@ -75,12 +87,15 @@ class Coordinator:
         if report.attempt < directive.attempt:
             self._board.count(refused_stale=1)
             raise StaleReport(f"attempt {report.attempt} is over, the job is at attempt {directive.attempt}")
-        if report.placement and report.placement != directive.placement:
-            raise NotNow("holders change, and not everybody has heard of it")
         with self._lock:
             self._enter(directive)
+            self._heard[report.worker] = self._clock()
+            if report.placement and report.placement != directive.placement:
+                raise NotNow("holders change, and not everybody has heard of it")
             self._hosts[report.worker] = report.host
             self._copies[report.worker] = report.copies
+            self._final = self._final | {report.worker} if report.final else self._final - {report.worker}
+            self._done = self._done | {report.worker} if report.done else self._done - {report.worker}
             for tiers in report.ranks:
                 before = self._ranks.get(tiers.rank)
                 if before is not None and before.holders != tiers.holders:
@@ -133,28 +148,67 @@ class Coordinator:
             while not self._board.stopping:
                 with self._dirty:
                     self._dirty.wait_for(lambda: self._is_dirty or self._board.stopping, timeout=1.0)
-                    directive = self._board.directive
-                    if directive is None or not self._is_dirty:
-                        continue
-                    self._enter(directive)
-                    self._judge(directive)
-                    verdict, hosts = self._verdict, sorted(set(self._hosts.values()))
-                if verdict is None or verdict == self._told:
+                word = self.news()
+                if word is None:
                     continue
+                verdict, hosts = word
                 clients = {host: clients.get(host) or ControlClient(self._board.config, host) for host in hosts}
                 list(pool.map(lambda client, word=verdict: _tell(client, word), clients.values()))
-                self._told = verdict
-                self._board.bump()
-                self._board.wait_until(lambda: False, pace(directive.workers))
+                self.announced(verdict)
+                self._board.wait_until(lambda: False, pace(len(hosts)))
+
+    def news(self) -> tuple[Verdict, list[str]] | None:
+        """The verdict that everybody shall be told, and where they are; None: they have been."""
+        with self._lock:
+            directive = self._board.directive
+            # At the end, that somebody says nothing is news too.
+            if directive is None or not (self._is_dirty or directive.phase is Phase.FINISH):
+                return None
+            self._enter(directive)
+            self._judge(directive)
+            if self._verdict is None or self._verdict == self._told:
+                return None
+            return self._verdict, self._audience(directive)
+
+    def announced(self, verdict: Verdict) -> None:
+        """Everybody who could be reached has been told."""
+        with self._lock:
+            self._told = verdict
+        self._board.bump()
+
+    def _audience(self, directive: Directive) -> list[str]:
+        """Where verdicts are sent to: at the end not to those who have gone."""
+        ending = directive.phase is Phase.FINISH
+        there = {0} | (self._present(directive) - self._done) if ending else set(self._hosts)
+        return sorted({host for worker, host in self._hosts.items() if worker in there})
+
+    def _present(self, directive: Directive) -> set[int]:
+        now = self._clock()
+        quiet = {worker: now - self._heard.setdefault(worker, now) for worker in range(directive.workers)}
+        return present(quiet, pace(directive.workers))
+
+    def _is_over(self, directive: Directive, upload: Version | None) -> bool:
+        if directive.phase is not Phase.FINISH:
+            return False
+        there, procs = self._present(directive), directive.procs_per_worker
+        if there - self._final:
+            return False
+        if upload is None:
+            return True
+        uploaded = [rank for rank, each in self._artifacts.items() if each.version == upload]
+        ranks = {rank: tiers for rank, tiers in self._ranks.items() if rank // procs in there}
+        return is_hopeless(upload, directive.workers * procs, ranks, uploaded)
 
     def _enter(self, directive: Directive) -> None:
         if directive.attempt == self._attempt and directive.placement != self._placement:
             # Protection begins anew, and nothing counts that was said under the old placement.
             self._ranks, self._copies, self._verdict = {}, {}, None
+            self._final = set(self._done)  # those may have gone, and add nothing under any placement
             self._standing = Standing(snapshot=self._standing.snapshot)
         self._placement = directive.placement
         if directive.attempt != self._attempt:
             self._attempt, self._ranks, self._hosts, self._copies = directive.attempt, {}, {}, {}
+            self._heard, self._final, self._done = {}, set(), set()
             self._standing, self._verdict, self._artifacts = Standing(), None, {}
             self._uploading = None
 
@@ -184,6 +238,7 @@ class Coordinator:
             placement=directive.placement,
             received=received,
             cadence=decide(world, self._needs, directive.policy.snapshot_every),
+            over=self._is_over(directive, upload),
         )
 
 

@@ -7,8 +7,13 @@ never leaves half a library behind.
 from __future__ import annotations
 
 import os
-import shutil
+import signal
 import sys
+
+if __name__ == "__main__":  # PID 1 of a container ends by no signal that it does not catch
+    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+
+import shutil
 import tempfile
 from pathlib import Path
 

@@ -11,12 +11,17 @@ the init container's command. With `--watch` in place of a job it sweeps for eve
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+
+if __name__ == "__main__":  # PID 1 of a container ends by no signal that it does not catch
+    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+
 import contextlib
 import fcntl
 import logging
-import os
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -33,13 +33,11 @@ class Reclaimer:
             seen = self._board.wait(seen, timeout=1.0)
             with self._board.lock:
                 directive = self._board.directive
-                # At the end of a job the launcher is meant to go, and says nothing about it.
+                now, trainer, news = self._board.clock(), self._board.trainer, False
+                if directive is not None and directive.phase is not Phase.HOLD:
+                    news = trainer.tick(now, finishing=directive.phase is Phase.FINISH)
                 if directive is not None and directive.phase is Phase.RELEASE:
-                    now, trainer = self._board.clock(), self._board.trainer
-                    news = trainer.tick(now)
                     news |= trainer.look_for_stall(now, directive.policy.hang)
-                else:
-                    news = False
             if news:
                 self._board.bump()
             self._host()

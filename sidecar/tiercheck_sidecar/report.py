@@ -29,10 +29,12 @@ class Reporter:
         self._known: Report | None = None
         self.owes: Callable[[], bool] = lambda: False
         """Whether holders lack anything. While training runs they always lack the newest, so then nobody is told."""
+        self.settled: Callable[[], bool] = lambda: False
+        """Whether the job is over and this sidecar may go. Asked without the board's lock."""
 
     def report(self) -> Report:
         with self._lock:
-            report = self._gather()
+            report = dataclasses.replace(self._gather(), settled=self.settled())
             essence = _essence(report)
             if essence != self._known:
                 self._known = essence

@@ -16,6 +16,7 @@ from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.cadence import Needs
 from tiercheck_sidecar.control_client import CallFailed, ControlClient
+from tiercheck_sidecar.ending import WorkerEnd, is_final, owes_nothing
 from tiercheck_sidecar.offload import Offloader
 from tiercheck_sidecar.span import Span, common
 from tiercheck_sidecar.stock import Stock, Where, stock_of, stocks
@@ -45,11 +46,12 @@ class TierClient:
     def __init__(self, board: Board, vault: Vault, acknowledged: Acknowledged, offloader: Offloader) -> None:
         self._board, self._vault, self._acknowledged, self._offloader = board, vault, acknowledged, offloader
         self._client: ControlClient | None = None
-        self.synced = False
-        """Whether the coordinator knows everything that was so when it last answered."""
+        self._taken: TierReport | None = None
+        """The last that the coordinator took."""
+        self._failing_since: float | None = None
 
     def run(self) -> None:
-        seen, sent, sent_at = -1, None, 0.0
+        seen, sent_at = -1, 0.0
         while not self._board.stopping:
             directive = self._board.directive
             interval = _EVERY
@@ -57,26 +59,45 @@ class TierClient:
                 interval = max(_EVERY, pace(directive.workers))
                 report = self.gather(directive)
                 due = time.monotonic() - sent_at >= interval
-                if report != sent or due or self._board.verdict is None:
-                    sent, sent_at = (report, time.monotonic()) if self._tell(directive, report) else (None, sent_at)
-                self.synced = sent is not None and sent == self.gather(directive)
+                if report != self._taken or due or self._board.verdict is None:
+                    self._taken, sent_at = (
+                        (report, time.monotonic()) if self._tell(directive, report) else (None, sent_at)
+                    )
+                    if report.final:
+                        self._board.bump()
             generation = self._board.wait(seen, interval)
             self._board.wait_until(lambda: False, pace(directive.workers) if directive else _MOMENT)
             seen = generation
+
+    def end(self) -> WorkerEnd:
+        """How things stand at the end of the job."""
+        since, verdict, taken = self._failing_since, self._board.verdict, self._taken
+        unanswered = None if since is None else time.monotonic() - since
+        directive = self._board.directive
+        now = None if directive is None else self.gather(directive)
+        return WorkerEnd(
+            final=now is not None and now.final,
+            done=now is not None and now.done,
+            told=taken is not None and taken.done,
+            over=verdict is not None and verdict.over,
+            unanswered=unanswered,
+        )
 
     def gather(self, directive: Directive) -> TierReport:
         """The order matters: a version moves from reached to unfinished to local, and must not be missed in between."""
         with self._board.lock:
             reached, verdict = dict(self._board.reached), self._board.verdict
+            trainer, ending, stored = self._board.trainer.report.state, self._board.ending, self._board.remote.versions
         unfinished = self._vault.unfinished()
         here = stocks(self._vault.held())
         history = directive.history
         known = set(verdict.received) if verdict else set()
         acknowledged = self._acknowledged()
-        ranks = []
+        ranks, newest_own = [], []
         for rank in self._vault.ranks:
             own = here.get(Where(Tier.LOCAL, rank), Stock()).accepted(history)
             at_holders = _at_holders(directive, acknowledged, rank)
+            newest_own.append(max(own.snapshots, default=None))
             ranks.append(
                 RankTiers(
                     rank=rank,
@@ -92,11 +113,12 @@ class TierClient:
                     needs=self._needs(directive, rank),
                 )
             )
+        final = is_final(directive, trainer, ending, unfinished)
         return TierReport(
             job_uid=directive.job_uid,
             attempt=directive.attempt,
             worker=directive.worker,
-            host=self._board.config.pod_ip,
+            host=self._board.config.address,
             placement=directive.placement,
             ranks=tuple(ranks),
             copies=tuple(
@@ -108,6 +130,8 @@ class TierClient:
                 for place, stock in here.items()
                 if place.tier is Tier.PEER
             ),
+            final=final,
+            done=final and owes_nothing(newest_own, max(filter(history.accepts, stored), default=None)),
         )
 
     def _needs(self, directive: Directive, rank: int) -> Needs | None:
@@ -119,7 +143,11 @@ class TierClient:
         return Needs(room.snapshot, delta, takes)
 
     def _tell(self, directive: Directive, report: TierReport) -> bool:
-        host = directive.coordinator.host
+        # At the end the controller may name no coordinator, because its pod has ended for all that Kubernetes knows.
+        host = directive.coordinator.host or (self._client.host if self._client else "")
+        if not host:
+            self._saw(directive, Break.REFUSED)
+            return False
         if self._client is None or self._client.host != host:
             self._client = ControlClient(self._board.config, host)
         try:
@@ -134,6 +162,7 @@ class TierClient:
 
     def _saw(self, directive: Directive, how: Break | None) -> None:
         """Nobody sends pulses to the coordinator, which would get too many of them: this call is one."""
+        self._failing_since = None if how is None else self._failing_since or time.monotonic()
         if directive.coordinator.worker == self._board.config.worker:
             return
         if how is None:

@@ -105,11 +105,15 @@ class TrainerWatch:
         elif event.event == "idle" and self._silent_since is not None:
             self._lost(now)
 
-    def tick(self, now: float) -> bool:
-        """Whether the silence of a launcher has just become too long."""
+    def tick(self, now: float, finishing: bool = False) -> bool:
+        """Whether the silence of a launcher has just become too long. `finishing`: it is meant to go, and says nothing about it."""
         if self._silent_since is None or now - self._silent_since < COME_BACK_SECONDS:
             return False
-        self._lost(now)
+        if finishing:
+            self._silent_since = None
+            self._report = dataclasses.replace(self._report, state=TrainerState.ABSENT, stalled_since=None)
+        else:
+            self._lost(now)
         return True
 
     def look_for_stall(self, now: float, limits: HangLimits | None) -> bool:

@@ -68,6 +68,10 @@ class TierReport:
     """Kept here for other workers."""
     placement: str = ""
     """Of the directive that the sidecar followed when it gathered this."""
+    final: bool = False
+    """The job is over, and nothing will be added to what is told here."""
+    done: bool = False
+    """Final, and nothing here could go to the remote tier any more: this sidecar may go without another word."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,8 @@ class Verdict:
     cadence: Cadence = UNDECIDED
     placement: str = ""
     """The placement that it was found under."""
+    over: bool = False
+    """The job is over and nothing more goes to the remote tier: every sidecar may go."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +239,7 @@ def next_upload(
     """
     stored_last = max((version for version in stored if history.accepts(version)), default=None)
     if current is not None and history.accepts(current) and (stored_last is None or current > stored_last):
-        kept = all(_can_upload(tiers, current) for tiers in ranks.values())
+        kept = all(can_upload(tiers, current) for tiers in ranks.values())
         if kept and not (finishing and current != standing.snapshot):
             return current
     mark = standing.snapshot
@@ -243,7 +249,8 @@ def next_upload(
     return mark if passed or finishing else None
 
 
-def _can_upload(tiers: RankTiers, version: Version) -> bool:
+def can_upload(tiers: RankTiers, version: Version) -> bool:
+    """Or has done so."""
     return version in tiers.snapshots or any(artifact.version == version for artifact in tiers.uploaded)
 
 

@@ -20,6 +20,7 @@ TYPES = {
     "DeltasActive",
     "SparesReady",
     "FullSize",
+    "Throttled",
     "Evictable",
     "Restoring",
     "Running",

@@ -11,6 +11,7 @@ import pytest
 from tests.cluster.jobs import Job, Jobs
 from tests.cluster.test_recovery import assert_same_as_undisturbed
 from tiercheck.protocol.directive import Tier
+from tiercheck_local.client import PODS
 from tiercheck_local.cluster import LocalCluster
 
 pytestmark = pytest.mark.cluster
@@ -61,6 +62,7 @@ def test_partitioned_old_worker_keeps_sending_and_nobody_listens(jobs: Jobs, clu
     before = job.wait_trained(13)
     node, uid = job.stage.node_of(1), job.uids()[1]
     cluster.faults.partition_node(node)
+    cluster.api.delete(PODS, "default", job.stage.pod_of(1))  # as Kubernetes does in time; nobody is there to end it
     recovery = job.wait_recovered(before["attempt"])
     assert cluster.faults.processes_of(node, uid, "trainer"), "the old worker must still be training"
     cluster.wait_for(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -47,13 +48,15 @@ def test_silent_node_is_left_while_kubernetes_still_believes_in_it(jobs: Jobs, c
 
 
 def test_worker_cut_off_from_everybody_trains_on_for_nobody_and_stops_when_it_hears(
-    jobs: Jobs, cluster: LocalCluster
+    jobs: Jobs, cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    job = jobs.start(workers=2, env={"ALONE": "1", "TAIL": "60"})
+    gate = tmp_path / "gate"
+    job = jobs.start(workers=2, env={"ALONE": "1", "TAIL": "60", "GATE": str(gate), "GATE_RANK": "0"})
     before = job.wait_trained(13)
     node, uid, pod = job.stage.node_of(1), job.uids()[1], job.stage.pod_of(1)
     cluster.faults.cut_links(pod, [job.stage.pod_of(0)], operator=True)
     cluster.faults.partition_node(node)
+    gate.touch()  # worker 0 stands still, as collectives make it; uncoupled ranks would vouch for each other
     recovery = job.wait_recovered(before["attempt"])
     here = newest_step(cluster, pod)
     assert trains(cluster, node, uid), "the dead worker is alive"
@@ -74,7 +77,12 @@ def test_worker_cut_off_from_everybody_trains_on_for_nobody_and_stops_when_it_he
 def test_workers_that_only_the_store_can_tell_stop_and_leave_its_versions_alone(
     jobs: Jobs, cluster: LocalCluster
 ) -> None:
-    job = jobs.start(workers=2, env={"ALONE": "1", "TAIL": "30"})
+    manifest = jobs.manifest(workers=2, env={"ALONE": "1", "TAIL": "30"})
+    # Nobody answers, so it might be us: Kubernetes has the word, here sooner than after its 300 s.
+    manifest["spec"]["template"]["spec"]["tolerations"] = [
+        {"key": "node.kubernetes.io/unreachable", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 3}
+    ]
+    job = jobs.apply(manifest)
     before = job.wait_trained(22, tier="remote")
     old = {worker: (job.stage.node_of(worker), job.uids()[worker]) for worker in range(2)}
     for worker, (node, _) in old.items():

@@ -76,6 +76,9 @@ REFUSED_AT_CREATION: list[tuple[str, Any, str]] = [
     (f"{_TRAINER}.image", REMOVED, "the container trainer needs an image"),
     (f"{_TRAINER}.command", REMOVED, "the container trainer needs a command"),
     (f"{_TRAINER}.command", [], "the container trainer needs a command"),
+    (f"{_TRAINER}.livenessProbe", {"exec": {"command": ["true"]}}, "must have no livenessProbe and no startupProbe"),
+    (f"{_TRAINER}.startupProbe", {"tcpSocket": {"port": 1}}, "must have no livenessProbe and no startupProbe"),
+    ("spec.template.spec.activeDeadlineSeconds", 60, "use spec.activeDeadlineSeconds, which is for the job"),
     (f"{_TRAINER}.env", [{"name": "PET_NNODES", "value": "2"}], "must not set PET_*"),
     (f"{_TRAINER}.env", [{"name": "A", "value": "1"}, {"name": "MASTER_ADDR", "value": "h"}], "must not set PET_*"),
     (f"{_TRAINER}.env", [{"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}], "must not set"),
@@ -167,9 +170,33 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
         {"checkpoint": {"sanityGate": "Off"}, "failurePolicy": {"rollbackAfterNonFinite": 5}},
         "rollbackAfterNonFinite needs checkpoint.sanityGate Finite",
     ),
+    (
+        {"tiers": {"local": {"sizeLimit": "64Gi"}}, "sidecar": {"resources": {"limits": {"memory": "64Gi"}}}},
+        "sidecar.resources.limits.memory must be at least tiers.local.sizeLimit and 512Mi",
+    ),
+    (
+        {"sidecar": {"resources": {"requests": {"memory": "1Gi"}}}},
+        "sidecar.resources.requests.memory must be at least tiers.local.sizeLimit and 512Mi",
+    ),
+    (
+        {"sidecar": {"resources": {"requests": {"cpu": "much"}}}},
+        "spec.sidecar.resources.requests.cpu in body should match",
+    ),
 ]
 
 ACCEPTED: list[tuple[str, Any]] = [
+    ("spec.sidecar", {"resources": {"requests": {"cpu": 2, "memory": "9Gi"}, "limits": {"cpu": "2500m"}}}),
+    ("spec.sidecar", {"resources": {"limits": {"cpu": "1", "ephemeral-storage": "1Gi"}}}),
+    ("spec.sidecar", {}),
+    (f"{_TRAINER}.readinessProbe", {"exec": {"command": ["true"]}}),
+    (f"{_TRAINER}.lifecycle", {"preStop": {"exec": {"command": ["true"]}}}),
+    (
+        "spec.template.spec.containers",
+        [
+            *template()["spec"]["containers"],
+            {"name": "logger", "image": "l", "livenessProbe": {"tcpSocket": {"port": 1}}},
+        ],
+    ),
     ("spec.checkpoint", {"delta": {"mode": "None"}, "sanityGate": "Off", "stateSize": "24Gi"}),
     ("spec.checkpoint.delta.mode", "Replay"),
     (f"{_TRAINER}.env", [{"name": "TIERCHECK_WARM", "value": "0"}]),
@@ -228,6 +255,7 @@ REFUSED_AS_CHANGE: list[tuple[str, Any, str]] = [
 """Changes of a job that is not suspended."""
 
 ACCEPTED_AS_CHANGE: list[tuple[str, Any]] = [
+    ("spec.sidecar", {"resources": {"requests": {"cpu": "500m"}}}),
     ("spec.disruptionBudget", {"mode": "Off"}),
     ("spec.spares", 2),
     ("spec.elastic", {"minWorkers": 2}),

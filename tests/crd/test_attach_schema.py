@@ -61,7 +61,7 @@ def spec_of(definition: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def test_policy_has_the_jobs_own_fields() -> None:
     ours, theirs = spec_of(DEFINITION)["properties"], spec_of(JOBS)["properties"]
-    assert set(ours) == {"procsPerWorker", "topology", "checkpoint", "tiers", "restore", "failurePolicy"}
+    assert set(ours) == {"procsPerWorker", "topology", "checkpoint", "tiers", "restore", "failurePolicy", "sidecar"}
     assert all(ours[name] == theirs[name] for name in ours if name != "procsPerWorker")
     assert len(spec_of(DEFINITION)["x-kubernetes-validations"]) >= 3
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from launcher_harness import Launched, alive, order, until
 
+from tiercheck.launcher import app
 from tiercheck.launcher.environment import command_environment
 from tiercheck.protocol.directive import Phase
 
@@ -162,6 +163,25 @@ def test_signal_before_release_ends_the_launcher(launch: Launch) -> None:
     launched.sidecar.hears("idle", 0)
     launched.signal(signal.SIGTERM)
     assert launched.exit_code() == 128 + signal.SIGTERM
+
+
+def test_signal_that_comes_while_the_loop_takes_over_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then, the handler of the first line would have ended the process."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)}
+    replace = signal.signal
+
+    def replace_and_receive(number: signal.Signals, handler: Callable[..., object]) -> None:
+        replace(number, handler)
+        if callable(handler):
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(signal, "signal", replace_and_receive)
+    try:
+        with app._signals() as wakeups:
+            assert set(wakeups.recv(4096)) == set(handlers)
+    finally:
+        for number, handler in handlers.items():
+            replace(number, handler)
 
 
 def test_launcher_waits_for_a_sidecar_that_comes_late(launch: Launch, tmp_path: Path) -> None:

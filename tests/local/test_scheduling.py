@@ -47,6 +47,17 @@ def test_workers_of_one_job_spread_before_anything_else() -> None:
     assert choose(pod(job="j"), [A, B], others) == Chosen("a")
 
 
+def test_ports_of_a_node_are_given_to_one_pod_at_a_time() -> None:
+    def on_host(name: str, port: int, on: str | None = None) -> dict[str, Any]:
+        sidecar = {"name": "s", "restartPolicy": "Always", "ports": [{"containerPort": port}]}
+        return pod(name, on=on, hostNetwork=True, initContainers=[sidecar])
+
+    assert choose(on_host("p", 7000), [A], [on_host("q", 7001, on="a")]) == Chosen("a")
+    refused = choose(on_host("p", 7000), [A], [on_host("q", 7000, on="a")])
+    assert isinstance(refused, Nowhere)
+    assert "free ports" in refused.message
+
+
 def test_emptier_node_is_taken_then_the_first_name() -> None:
     assert choose(pod(), [A, B], [pod("x", on="a")]) == Chosen("b")
     assert choose(pod(), [B, A], []) == Chosen("a")

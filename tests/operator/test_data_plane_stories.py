@@ -10,6 +10,7 @@ from world_in_memory import REMOTE, World, make_spec
 
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.report import Problem
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.actions import Push
 from tiercheck_operator.controller.record import render_record
@@ -119,6 +120,26 @@ def test_status_says_how_the_job_is_saved() -> None:
     assert (active.status, active.reason) == (False, "TurnedOff")
     assert world.status.checkpoint is not None
     assert world.status.checkpoint.snapshot_every == 4
+
+
+def test_sidecar_that_the_kernel_holds_back_is_named_until_it_is_not_and_the_job_stays_protected() -> None:
+    world = running_world()
+    assert world.status.condition("Throttled") is None, "nothing is said of jobs that it never happened to"
+    sidecar = world.live_sidecar(2)
+    assert sidecar is not None
+    sidecar.problems = (Problem("SidecarThrottled", "it used up its limit of 0.5 cores"),)
+    world.tick()
+    throttled = world.status.condition("Throttled")
+    assert throttled is not None
+    assert (throttled.status, throttled.reason) == (True, "SidecarThrottled")
+    assert throttled.message == "worker 2: it used up its limit of 0.5 cores"
+    assert "SidecarThrottled" in world.notices
+    assert world.status.holds("Protected")
+    sidecar.problems = ()
+    world.tick()
+    throttled = world.status.condition("Throttled")
+    assert throttled is not None
+    assert (throttled.status, throttled.reason) == (False, "NotThrottled")
 
 
 def test_optimizer_that_cannot_be_replayed_is_named_and_the_job_stays_protected() -> None:

@@ -127,6 +127,7 @@ def test_lost_node_behind_a_crash_is_not_judged_by_the_echos_exit_code() -> None
     node = world.pods[world.member(3)].node
     assert node is not None
     world.nodes[node] = replace(world.nodes[node], lost="node is not ready")
+    world.sidecars[world.member(3)].reachable = False
     world.crash(0, code=1)
     assert recovered(world)["cause"] == "NodeLost"
 

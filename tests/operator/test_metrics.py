@@ -8,6 +8,7 @@ from dataclasses import replace
 from world_in_memory import World, make_spec
 
 from tiercheck_operator.controller.record import PlacementRecord, SparesRecord
+from tiercheck_operator.controller.sidecar_ends import away
 from tiercheck_operator.metrics import Metrics
 
 
@@ -42,6 +43,17 @@ def test_placements_that_change_are_counted_and_the_first_one_is_no_change() -> 
     ended = [replace(status, last_recovery={"cause": "x", "attempt": 1}) for status in statuses[:1]]
     metrics.status_written(world.job, ended[0])
     assert value(metrics, "tiercheck_placement_changes_total") == 1
+
+
+def test_sidecars_that_do_not_answer_are_counted_until_they_do() -> None:
+    world, metrics = World(), Metrics()
+    world.until("Running")
+    for killed in (False, True):
+        if killed:
+            world.kill_sidecar(world.member(1))
+            world.poll()
+        metrics.job_seen(world.job, len(away(world.observe())))
+        assert value(metrics, "tiercheck_sidecars_away") == killed
 
 
 def test_no_series_of_a_job_outlives_it() -> None:

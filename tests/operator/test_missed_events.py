@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from moments import TURNS, Woken, ends, turns, until
 from world_in_memory import World
 
-from tiercheck_operator.controller.observation import NodeView, PodView
+from tiercheck_operator.controller.observation import ContainerState, NodeView, PodView
 from tiercheck_operator.health import Hearing, stuck
 from tiercheck_operator.kube import Kube
 from tiercheck_operator.resync import Kind, Resync
-from tiercheck_operator.watched import ClusterView, Watched
+from tiercheck_operator.watched import ClusterView, Watched, dated
 
 OBJECTS = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 9))
 
@@ -125,6 +125,17 @@ def test_pod_whose_labels_make_no_sense_is_seen_but_belongs_to_no_job(pod: PodVi
     view.put_pod(pod.uid, None, 2)
     assert list(view.pods_of(pod.job_uid)) == []
     assert view.pods.compare(view.pods.uids(), {pod.uid: 2}).unseen == {}
+
+
+def test_what_a_kubelet_says_is_dated_when_it_is_first_heard_by_our_clock(pod: PodView) -> None:
+    """Whatever else changes about the pod, and however often it is listed anew."""
+    first = dated(pod, None, 100.0)
+    assert (first.sidecar.since, first.trainer.since) == (100.0, 100.0)
+    again = dated(replace(pod, phase="Running", resource_version="9"), first, 200.0)
+    assert (again.sidecar.since, again.trainer.since) == (100.0, 100.0)
+    ended = replace(pod, sidecar=replace(pod.sidecar, state=ContainerState.ENDED))
+    assert dated(ended, again, 300.0).sidecar.since == 300.0
+    assert dated(ended, again, 300.0).trainer.since == 100.0
 
 
 def test_heartbeats_of_nodes_change_nothing_and_wake_nobody() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
 import urllib.error
@@ -10,13 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes
 import pytest
 from deaf_proxy import deaf_to_watches
 
 from tests.cluster.replicas import Replicas
 from tiercheck.protocol import names
+from tiercheck_local.addresses import free_ports
 from tiercheck_local.client import ApiFailure
 from tiercheck_local.cluster import LocalCluster
+from tiercheck_local.kubeconfig import load
+from tiercheck_operator.app import Operator, end_by_signal
+from tiercheck_operator.config import Config
 
 pytestmark = pytest.mark.cluster
 
@@ -140,6 +146,19 @@ def test_deleted_job_leaves_nothing_even_while_the_operator_is_down(cluster: Loc
     cluster.start_operator()
 
 
+def test_operator_runs_as_a_user_without_an_entry_in_etc_passwd(tmp_path: Path) -> None:
+    """As in its image, where nobody knows user 65532."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import pwd\ndef nobody(uid): raise KeyError(f'getpwuid(): uid not found: {uid}')\npwd.getpwuid = nobody\n"
+    )
+    unnamed = {name: "" for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "HOME")}
+    with LocalCluster(tmp_path / "cluster", []) as fresh:
+        fresh.apply_crds(ROOT / "crds")
+        fresh.start_operator({**unnamed, "PYTHONPATH": str(tmp_path)})
+        fresh.apply(job("first"))
+        fresh.wait_for(lambda: len(owned(fresh, "first")) == 4, DEADLINE, "the job to be served")
+
+
 def test_probes_and_metrics_answer_and_sigterm_ends_the_process(cluster: LocalCluster) -> None:
     def page(path: str) -> str:
         try:
@@ -158,6 +177,22 @@ def test_probes_and_metrics_answer_and_sigterm_ends_the_process(cluster: LocalCl
     cluster.operator.send_signal(signal.SIGTERM)
     assert cluster.operator.wait(timeout=DEADLINE) == 0
     cluster.start_operator()
+
+
+async def test_sigterm_is_the_operators_own_and_not_its_frameworks(tmp_path: Path) -> None:
+    """kopf would close the watches, wait five seconds and cancel the loops of the jobs before the lease is handed over."""
+    with LocalCluster(tmp_path, []) as fresh:
+        fresh.apply_crds(ROOT / "crds")
+        access = kubernetes.client.Configuration(host=load(fresh.kubeconfig).server)
+        stop = asyncio.Event()
+        end_by_signal(stop)
+        operator = Operator(Config(metrics_host="127.0.0.1", metrics_port=free_ports(1)[0]), access)
+        running = asyncio.create_task(operator.run(stop))
+        async with asyncio.timeout(DEADLINE):
+            await operator._watching.wait()
+            signal.raise_signal(signal.SIGTERM)
+            await running
+        assert stop.is_set()
 
 
 def test_leader_that_is_told_to_end_hands_over_at_once(tmp_path: Path) -> None:

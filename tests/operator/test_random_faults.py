@@ -12,7 +12,6 @@ from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import RankFailure
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.failure_spec import HangSpec
-from tiercheck_operator.controller.observation import ContainerView
 from tiercheck_operator.controller.record import render_record
 
 RACK = "topology.kubernetes.io/rack"
@@ -70,8 +69,7 @@ def _strike(world: World, fault: str, target: int) -> None:
                 world.crashes += 1
         case "sidecar":
             for uid in worker_pods:
-                ended = ContainerView(world.pods[uid].sidecar.restarts + 1, "Error", world.now, 137)
-                world.pods[uid] = replace(world.pods[uid], sidecar=ended)
+                world.kill_sidecar(uid)
         case "spare":
             for uid in [uid for uid, pod in world.pods.items() if pod.is_spare]:
                 world.evict(uid)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import kubelet_words
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.failure_spec import ExitCodes, FailureRule, HangSpec, RuleAction
 from tiercheck_operator.controller.loop import merge_patch
-from tiercheck_operator.controller.observation import ContainerView
+from tiercheck_operator.controller.observation import ContainerState, ContainerView
 from tiercheck_operator.controller.parsing import parse_job, parse_node, parse_pod
 from tiercheck_operator.controller.record import (
     CheckpointRecord,
@@ -95,10 +96,10 @@ def test_node_counts_as_lost_by_condition_or_taint_and_not_when_cordoned(node: d
 
 def test_containers_last_end_is_read_whether_it_runs_again_or_not() -> None:
     end = {"terminated": {"reason": "OOMKilled", "exitCode": 137, "finishedAt": "2026-01-01T00:00:10Z"}}
-    for status in (
-        {"state": {"running": {}}, "lastState": end},
-        {"state": end, "lastState": {}},
-        {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": end},
+    for state, status in (
+        (ContainerState.STARTING, {"state": {"running": {}}, "lastState": end}),
+        (ContainerState.ENDED, {"state": end, "lastState": {}}),
+        (ContainerState.HELD_BACK, {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": end}),
     ):
         raw = {
             "metadata": {"name": "p", "uid": "u", "labels": LABELS},
@@ -107,9 +108,46 @@ def test_containers_last_end_is_read_whether_it_runs_again_or_not() -> None:
         }
         pod = parse_pod(raw)
         assert pod is not None
-        assert pod.trainer == ContainerView(2, "OOMKilled", parse_time("2026-01-01T00:00:10Z"), 137, "64Gi")
+        assert pod.trainer == ContainerView(2, "OOMKilled", parse_time("2026-01-01T00:00:10Z"), 137, "64Gi", state)
         assert pod.trainer.oom_killed
         assert pod.sidecar == ContainerView()
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "restarting"),
+    [
+        (kubelet_words.not_made(), ContainerState.UNBORN, False),
+        (kubelet_words.not_made(reason="ImagePullBackOff"), ContainerState.UNBORN, False),
+        (kubelet_words.starting(5), ContainerState.STARTING, False),
+        (kubelet_words.up(5), ContainerState.UP, False),
+        (kubelet_words.ended(5), ContainerState.ENDED, True),
+        (kubelet_words.held_back(5, 10), ContainerState.HELD_BACK, True),
+        (kubelet_words.starting(5, restarts=1, last=kubelet_words.end(4)), ContainerState.STARTING, True),
+        (kubelet_words.up(5, restarts=1, last=kubelet_words.end(4)), ContainerState.UP, False),
+    ],
+)
+def test_sidecar_is_up_when_its_kubelet_says_started_and_not_when_it_says_running(
+    status: dict[str, Any], state: ContainerState, restarting: bool
+) -> None:
+    view = kubelet_words.sidecar_view(status)
+    assert (view.state, view.restarting) == (state, restarting)
+
+
+@pytest.mark.parametrize("seconds", [10, 20, 40, 80, 160, 300])
+def test_kubelets_word_for_how_long_it_waits_is_understood(seconds: int) -> None:
+    view = kubelet_words.sidecar_view(kubelet_words.held_back(1_800_000_000, seconds))
+    assert (view.back_off, view.ended_at) == (seconds, 1_800_000_000)
+
+
+def test_trainer_that_its_pod_never_restarts_is_told_from_one_that_is_forgotten() -> None:
+    assert kubelet_words.trainer_view(kubelet_words.ended(5, "trainer")).restartable
+    assert not kubelet_words.trainer_view(kubelet_words.ended(5, "trainer"), policy="Never").restartable
+
+
+def test_node_that_is_not_ready_is_told_from_one_that_an_admin_gave_up() -> None:
+    unready = kubelet_words.node("n", {}, unready="Unknown", kubelet="v1.35.2")
+    assert (bool(unready.lost), unready.out_of_service, unready.kubelet) == (True, False, "v1.35.2")
+    assert kubelet_words.node("n", {}, out_of_service=True).out_of_service
 
 
 def test_conditions_of_a_node_are_read_for_rules() -> None:

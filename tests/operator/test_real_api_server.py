@@ -19,6 +19,7 @@ from tiercheck_operator.controller.observation import JobView
 from tiercheck_operator.controller.parsing import parse_job
 from tiercheck_operator.manifests.node_memory import forbidden
 from tiercheck_operator.manifests.pod import build_pod, build_spare
+from tiercheck_operator.manifests.resources import limits_advice
 from tiercheck_operator.manifests.service import build_service
 
 pytestmark = [
@@ -93,6 +94,73 @@ def test_restricted_namespace_admits_our_pods_without_a_warning(
     pod = build_pod(CASES[case], 1, 0, avoid, "tiercheck-sidecar:1")
     status, answer, warnings = post(cluster.kubeconfig, path, pod)
     assert (status, warnings) == (201, []), answer.get("message")
+
+
+BOUND = {"requests": {"cpu": "16", "memory": "64Gi"}, "limits": {"cpu": "16", "memory": "64Gi"}}
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["each container", "the pod as a whole"])
+@pytest.mark.parametrize("resources", [BOUND, {"limits": BOUND["limits"]}], ids=["both", "limits only"])
+def test_api_server_calls_a_guaranteed_pod_guaranteed_with_our_containers_in_it_too(
+    cluster: LocalCluster, resources: dict[str, Any], whole: bool
+) -> None:
+    template = job().spec.template["spec"]
+    bound = [{**entry, "resources": {} if whole else resources} for entry in template["containers"]]
+    spec = {**template, "containers": bound, **({"resources": resources} if whole else {})}
+    pod = build_pod(replace(job(), spec=replace(job().spec, template={"spec": spec})), 0, 0, (), "tiercheck-sidecar:1")
+    path = f"/api/v1/namespaces/{RESTRICTED}/pods?dryRun=All&fieldValidation=Strict"
+    status, answer, _ = post(cluster.kubeconfig, path, pod)
+    assert status == 201, answer.get("message")
+    if whole and "resources" not in answer["spec"]:
+        pytest.skip("this API server is older than resources of pods (1.34)")
+    assert answer["status"]["qosClass"] == "Guaranteed"
+
+
+LIMITS = [
+    {"type": "Container", "default": {"cpu": "100m"}},
+    {"type": "Container", "maxLimitRequestRatio": {"cpu": "4"}},
+]
+
+
+@pytest.mark.parametrize("rule", LIMITS, ids=["default limit", "ratio"])
+def test_pod_that_a_limit_range_refuses_is_accepted_once_the_advice_is_followed(
+    cluster: LocalCluster, rule: dict[str, Any]
+) -> None:
+    namespace = f"limited-{LIMITS.index(rule)}"
+    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
+    limit_range = {"apiVersion": "v1", "kind": "LimitRange", "metadata": {"name": "rules"}, "spec": {"limits": [rule]}}
+    assert post(cluster.kubeconfig, f"/api/v1/namespaces/{namespace}/limitranges", limit_range)[0] == 201
+    bounds = {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"cpu": "2", "memory": "1Gi"}}
+    template = job().spec.template["spec"]
+    template = {**template, "containers": [{**entry, "resources": bounds} for entry in template["containers"]]}
+    view = replace(job(), namespace=namespace, spec=replace(job().spec, template={"spec": template}))
+
+    def answer(view: JobView) -> tuple[int, str]:
+        pod = build_pod(view, 0, 0, (), "s:1")
+        status, said, _ = post(cluster.kubeconfig, f"/api/v1/namespaces/{namespace}/pods?dryRun=All", pod)
+        return status, str(said.get("message"))
+
+    cluster.wait_for(lambda: answer(view)[0] >= 400, DEADLINE, "the API server knows the rule")
+    assert "spec.sidecar.resources.limits.cpu" in limits_advice(answer(view)[1])
+    advised = {"requests": {"cpu": "500m"}, "limits": {"cpu": "1"}}
+    status, said = answer(replace(view, spec=replace(view.spec, sidecar_resources=advised)))
+    assert status == 201, said
+
+
+def test_pod_in_its_nodes_network_is_accepted_where_that_is_allowed_and_refused_with_words_where_not(
+    cluster: LocalCluster,
+) -> None:
+    template = {**job().spec.template["spec"], "hostNetwork": True}
+    pod = build_pod(replace(job(), spec=replace(job().spec, template={"spec": template})), 0, 0, (), "s:1")
+    query = "dryRun=All&fieldValidation=Strict"
+    elsewhere = {**pod, "metadata": {**pod["metadata"], "namespace": "default"}}
+    status, answer, _ = post(cluster.kubeconfig, f"/api/v1/namespaces/default/pods?{query}", elsewhere)
+    assert status == 201, answer.get("message")
+    sidecar = next(entry for entry in answer["spec"]["initContainers"] if entry.get("ports"))
+    assert all(port["hostPort"] == port["containerPort"] for port in sidecar["ports"])
+    status, answer, _ = post(cluster.kubeconfig, f"/api/v1/namespaces/{RESTRICTED}/pods?{query}", pod)
+    assert status == 403
+    assert "host namespaces (hostNetwork=true)" in answer["message"]
 
 
 def test_restricted_namespace_is_really_restricted(cluster: LocalCluster) -> None:

@@ -318,12 +318,12 @@ def test_replacement_that_avoids_a_node_is_freed_when_the_node_is_well_again() -
     world = World(make_spec(workers=2), racks=2, nodes_per_rack=1)
     world.until("Running")
     world.train(5)
-    for name in ("n00", "n10"):
-        world.kill_node(name)
+    world.nodes["n10"] = replace(world.nodes["n10"], schedulable=False)
+    world.kill_node("n00")
     world.train(20)
-    assert all(pod.node is None for pod in world.pods.values())
-    for name in ("n00", "n10"):
-        world.revive_node(name)
+    (replacement,) = (pod for pod in world.pods.values() if pod.node is None)
+    assert replacement.avoided == {"n00"}
+    world.revive_node("n00")
     world.until("Running", attempt=2)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import email.utils
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable
@@ -21,13 +22,16 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.encoding import from_json, to_json
 from tiercheck.protocol.report import Report
+from tiercheck_operator import sidecars
 from tiercheck_operator.controller.actions import Push
+from tiercheck_operator.controller.observation import HostSign
 from tiercheck_operator.credentials import issue
 from tiercheck_operator.manifests.secret import Credentials
 from tiercheck_operator.sidecars import JobSidecars, SidecarError
 
 HOST = "127.83.1.7"
 CREDENTIALS = issue("job-uid")
+_QUEUE = 128
 
 
 def some_report() -> Report:
@@ -155,6 +159,50 @@ async def test_sidecar_that_stops_answering_is_silent_from_then_on(tmp_path: Pat
     runner = await serve(stand_in, CREDENTIALS, tmp_path)
     await until(lambda: listening.reports[uid].silent_since is None)
     await runner.cleanup()
+
+
+async def test_host_that_refuses_is_told_from_one_that_takes_connections_and_from_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sidecars, "_KNOCK", 0.2)
+    client = JobSidecars("job-uid", CREDENTIALS, lambda: None, call_seconds=0.2)
+    with socket.socket() as listener, contextlib.ExitStack() as callers:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((HOST, names.CONTROL_PORT))
+        client.follow({"pod": HOST})
+        await until(lambda: client.reports["pod"].host is HostSign.REFUSED)
+        listener.listen(_QUEUE)  # the kernel accepts, and nobody answers
+        await until(lambda: client.reports["pod"].host is HostSign.ACCEPTED)
+        for _ in range(2 * _QUEUE):  # its queue is full then: the kernel drops what asks, as if the host were gone
+            caller = callers.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex((HOST, names.CONTROL_PORT))
+        await until(lambda: client.reports["pod"].host is HostSign.NOTHING)
+        await client.close()
+
+
+async def test_step_of_a_trainer_is_heard_but_not_what_a_restarted_sidecar_learns_of_old_ones(
+    sidecar: StandIn, listening: JobSidecars
+) -> None:
+    uid, attempt = sidecar.report.pod_uid, sidecar.report.attempt
+    listening.follow({uid: HOST})
+    await until(lambda: heard(listening, uid))
+
+    async def hear(**trainer: object) -> float | None:
+        sidecar.tell(trainer=dataclasses.replace(sidecar.report.trainer, **trainer))  # type: ignore[arg-type]
+        await until(lambda: heard(listening, uid) == sidecar.report)
+        return listening.reports[uid].stepped_at
+
+    assert await hear(step=None) is None
+    assert await hear(step=500) is None, "nobody knows when"
+    first = await hear(step=501)
+    assert first is not None
+    assert await hear(step=501, reason="x") == first
+    later = await hear(step=502)
+    assert later is not None
+    assert later > first
+    sidecar.tell(attempt=attempt + 1)
+    assert await hear(step=503) == later, "of another attempt"
 
 
 async def test_sidecar_of_another_job_is_refused(tmp_path: Path, listening: JobSidecars) -> None:

@@ -32,6 +32,7 @@ from tiercheck_operator.controller.recovery_history import remembered
 TYPES = [
     conditions.PLACED, conditions.PROTECTED, conditions.RESTORING, conditions.RUNNING, conditions.SUSPENDED,
     conditions.COMPLETED, conditions.FAILED, conditions.DELTAS_ACTIVE, conditions.SPARES_READY, conditions.EVICTABLE,
+    conditions.THROTTLED,
     "Gang", "Another",
 ]  # fmt: skip
 BIG = 2**31 - 1

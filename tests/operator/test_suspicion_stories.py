@@ -136,11 +136,13 @@ def test_sidecar_that_is_started_again_keeps_its_pod() -> None:
     assert world.status.attempt == 1
 
 
-def test_sidecar_that_never_starts_again_is_replaced_and_its_node_is_not_blamed() -> None:
+def test_sidecar_that_hangs_when_the_way_back_needs_it_is_replaced_and_its_node_is_not_blamed() -> None:
     world = trained()
     uid, node = world.member(1), home(world, 1)
-    world.sidecars[uid].closed = True
-    world.train(20)
+    world.sidecars[uid].hung = True
+    world.train(60)
+    assert world.member(1) == uid, "training went on"
+    world.crash(2)
     world.until("Running", attempt=2)
     pod = world.pods[world.member(1)]
     assert pod.uid != uid

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+from kubelet_words import SidecarContainer, sidecar_view
+
 from tiercheck.protocol.artifact import Artifact, Kind, Share
 from tiercheck.protocol.chain import chain_from, chain_to
 from tiercheck.protocol.directive import DeltaMode, Directive, ParityGroup, Phase, Restore, Source, Tier
@@ -18,6 +20,7 @@ from tiercheck.protocol.report import (
     Counters,
     Holding,
     MemoryReport,
+    Problem,
     Quarantined,
     RankRestore,
     RemoteReport,
@@ -49,6 +52,7 @@ from tiercheck_operator.controller.actions import (
 )
 from tiercheck_operator.controller.decide import decide
 from tiercheck_operator.controller.observation import (
+    HostSign,
     JobSpec,
     JobView,
     NodeView,
@@ -112,9 +116,15 @@ class Sidecar:
     restore: RestoreReport = field(default_factory=lambda: RestoreReport(RestoreState.IDLE, None))
     trainer: TrainerReport = field(default_factory=lambda: TrainerReport(TrainerState.WAITING))
     quarantined: tuple[Quarantined, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    uploading: bool = False
+    """At the end of the job."""
+    settled: bool = False
     reachable: bool = True
     closed: bool = False
     """Its process is gone, its host is well."""
+    hung: bool = False
+    """Its process is there and answers nobody."""
     serial: int = 0
     flushed_for: int = 0
 
@@ -174,7 +184,9 @@ class Sidecar:
         ):
             world.remote.add(world.committed)
         if self.flushed_for > world.flush_seconds + bool(world.flush_seconds):
-            world.finished(self.pod)
+            self.settled = not self.uploading
+            if self.settled and not world.beside:
+                world.finished(self.pod)
 
     def _restore(self, directive: Directive) -> None:
         if directive.restore is None:
@@ -348,6 +360,8 @@ class Sidecar:
             memory=MemoryReport(1, 0, 0),
             can_change_worker=self.world.new_sidecars,
             quarantined=self.quarantined,
+            problems=self.problems,
+            settled=self.settled,
             unreachable=world.missed_by(self),
             counters=Counters(deltas=self.captured_deltas),
             elementwise=world.elementwise,
@@ -361,6 +375,8 @@ class World:
         self, spec: JobSpec | None = None, racks: int = 2, nodes_per_rack: int = 2, steps: int = 10**6
     ) -> None:
         self.now = START
+        self.beside = False
+        """Whether a container of the user's runs on in each pod when the others have ended."""
         self.nodes = {
             f"n{rack}{index}": NodeView(
                 f"n{rack}{index}",
@@ -424,6 +440,15 @@ class World:
         """Seconds after which Kubernetes says that a dead node is not ready."""
         self.cut: set[frozenset[str]] = set()
         """Pairs of nodes, or of a node and "controller", between which nothing gets through."""
+        self.fabric = False
+        """Whether trainers talk over a network of their own, which `cut` does not touch."""
+        self.containers: dict[str, SidecarContainer] = {}
+        self.start_seconds = 0.0
+        """What sidecars need from the start of their container until they listen."""
+        self.stopped_kubelets: dict[str, float] = {}
+        """Nodes on which everything else lives, and since when."""
+        self.refusing: set[str] = set()
+        """Dead nodes whose kernel still says that nobody is there."""
         self.pulses = False
         """Whether sidecars say which neighbours they miss."""
         self.missed: dict[tuple[str, str], float] = {}
@@ -506,7 +531,7 @@ class World:
                 self.placement = placement
             case Push(uid, directive):
                 assert directive.attempt == self.status.attempt, "sent before it was written"
-                if uid in self.sidecars and self.sidecars[uid].reachable and not self.are_cut("controller", uid):
+                if self._reaches(uid):
                     self.sidecars[uid].accept(directive)
             case EnsureService():
                 self.have_service = True
@@ -557,20 +582,20 @@ class World:
         self.dying[uid] = self.now + self.grace
 
     def _gone(self, uid: str) -> None:
-        for table in (self.pods, self.sidecars, self.reports, self.dying, self.position):
+        for table in (self.pods, self.sidecars, self.reports, self.dying, self.position, self.containers):
             table.pop(uid, None)
 
     def _kubelets(self) -> None:
         for uid, at in list(self.dying.items()):
             pod = self.pods[uid]
-            if pod.node in self.dead_nodes or at - 1 > self.now:
+            if pod.node in self.dead_nodes or pod.node in self.stopped_kubelets or at - 1 > self.now:
                 continue
             if at <= self.now:
                 self._gone(uid)
             elif pod.ip is not None and not pod.terminal:
                 self.pods[uid] = replace(pod, phase=self.ends_as)
                 self._vanish(uid)
-        for name, at in self.dead_nodes.items():
+        for name, at in {**self.dead_nodes, **self.stopped_kubelets}.items():
             if name in self.nodes and at + self.node_grace <= self.now and not self.nodes[name].lost:
                 self.nodes[name] = replace(self.nodes[name], lost="node is not ready (NodeStatusUnknown)")
         used = Counter(pod.node for pod in self.pods.values() if pod.node and not pod.deleting)
@@ -586,9 +611,26 @@ class World:
                 node = min(fit, key=lambda n: (used[n.name], n.name)).name
                 used[node] += 1
                 self.pods[uid] = replace(pod, node=node, unschedulable_since=None, message="")
-            elif pod.ip is None and pod.node not in self.dead_nodes:
-                self.pods[uid] = replace(pod, ip=f"127.0.0.{int(uid[4:])}", phase="Running", sidecar_started=True)
+            elif pod.ip is None and not self._no_kubelet(pod.node):
+                self.pods[uid] = replace(pod, ip=f"127.0.0.{int(uid[4:])}", phase="Running")
                 self.sidecars[uid] = Sidecar(self, uid, pod.worker)  # a spare's learns its worker from a directive
+                self.containers[uid] = SidecarContainer(self.now, self.start_seconds)
+                self._publish(uid)
+        for uid in list(self.containers):
+            if uid in self.pods and not self._no_kubelet(self.pods[uid].node):
+                self.containers[uid].tick(self.now)
+                self._publish(uid)
+
+    def _no_kubelet(self, node: str | None) -> bool:
+        return node in self.dead_nodes or node in self.stopped_kubelets
+
+    def _publish(self, uid: str) -> None:
+        """What the operator's watch makes of the kubelet's word."""
+        container = self.containers[uid]
+        if container.status != container.published:
+            container.published = container.status
+            said = replace(sidecar_view(container.status), since=self.now)
+            self.pods[uid] = replace(self.pods[uid], sidecar=said)
 
     def live_sidecar(self, worker: int | None) -> Sidecar | None:
         """The reachable sidecar of the worker's newest pod."""
@@ -674,7 +716,31 @@ class World:
     def kill_node(self, name: str) -> None:
         self.dead_nodes.setdefault(name, self.now)
 
+    def kill_processes(self, name: str) -> None:
+        """Everything on the node dies, the kubelet too, and its kernel goes on: connections break at once,
+        and so does training."""
+        self.kill_node(name)
+        self.refusing.add(name)
+        here = {uid for uid, pod in self.pods.items() if pod.node == name}
+        for uid, sidecar in self.sidecars.items():
+            if uid not in here and sidecar.trainer.state is TrainerState.RUNNING:
+                sidecar.trainer = replace(
+                    sidecar.trainer, state=TrainerState.FAILED, exit_code=1, reason="Crashed", ended_at=self.now
+                )
+
+    def stop_kubelet(self, name: str) -> None:
+        self.stopped_kubelets.setdefault(name, self.now)
+
+    def start_kubelet(self, name: str) -> None:
+        if self.stopped_kubelets.pop(name, None) is not None:
+            self.nodes[name] = replace(self.nodes[name], lost="")
+
+    def kill_sidecar(self, uid: str) -> None:
+        if uid in self.containers:
+            self.containers[uid].kill(self.now)
+
     def revive_node(self, name: str) -> None:
+        self.refusing.discard(name)
         if self.dead_nodes.pop(name, None) is not None:
             self.nodes[name] = replace(self.nodes[name], lost="")
             for uid, pod in list(self.pods.items()):
@@ -711,7 +777,7 @@ class World:
         self._vanish(uid)
 
     def _vanish(self, uid: str) -> None:
-        for table in (self.sidecars, self.reports, self.position):
+        for table in (self.sidecars, self.reports, self.position, self.containers):
             table.pop(uid, None)
 
     def _training(self) -> None:
@@ -731,6 +797,8 @@ class World:
             return
         if not team or any(len(team) < s.directive.workers for s in team.values() if s.directive):
             return
+        if not self.fabric and any(self.are_cut(s.pod, other.pod) for s in team.values() for other in team.values()):
+            return  # a collective that waits
         step = min(self.position[s.pod] for s in team.values()) + 1
         if self.hung is not None and self.hung[0] == attempt:
             self._stall(team, step - 1)
@@ -746,6 +814,8 @@ class World:
             for s in team.values():
                 s.trainer = replace(s.trainer, not_finite=s.trainer.not_finite + 1)
             return
+        if not all(self.listens(s.pod) for s in team.values()):
+            return  # no version is complete without that one's part
         if self.job.spec.delta is not DeltaMode.NONE:
             self._delta(team, Version(step, attempt))
         if step % (self.job.spec.snapshot_every or 4) == 0:
@@ -836,8 +906,9 @@ class World:
             uid, key = ips.get(peer.host), (sidecar.pod, peer.host)
             if peer.worker == sidecar.worker:
                 continue
-            silent = uid is None or self.pods[uid].node in self.dead_nodes or self.are_cut(sidecar.pod, uid)
-            if not silent and uid in self.sidecars and not self.sidecars[uid].closed:
+            silent = uid is None or self._mute(uid) or self.are_cut(sidecar.pod, uid)
+            silent = silent or (uid in self.sidecars and self.sidecars[uid].hung)
+            if not silent and uid in self.sidecars and self.listens(uid):
                 self.missed.pop(key, None)
                 continue
             since = self.missed.setdefault(key, self.now)
@@ -855,12 +926,37 @@ class World:
             if pod.ip is None or pod.terminal:
                 continue
             known = self.reports.get(uid, WorkerReport(None, None, None))
-            sidecar = self.sidecars.get(uid)
-            cut = self.are_cut("controller", uid)
-            if sidecar is not None and sidecar.reachable and not sidecar.closed and not cut and not self._dead(uid):
-                self.reports[uid] = WorkerReport(sidecar.report(), self.now, None)
-            elif known.silent_since is None:
-                self.reports[uid] = WorkerReport(known.report, known.answered_at, self.now)
+            if self._reaches(uid):
+                report = self.sidecars[uid].report()
+                before = known.report.trainer.step if known.report and known.report.attempt == report.attempt else None
+                stepped = before is not None and (report.trainer.step or 0) > before
+                self.reports[uid] = WorkerReport(
+                    report, self.now, None, stepped_at=self.now if stepped else known.stepped_at
+                )
+                continue
+            since = self.now if known.silent_since is None else known.silent_since
+            self.reports[uid] = replace(known, silent_since=since, host=self._sign(uid))
+
+    def _sign(self, uid: str) -> HostSign:
+        sidecar = self.sidecars.get(uid)
+        if sidecar is None or not sidecar.reachable or self._mute(uid) or self.are_cut("controller", uid):
+            return HostSign.NOTHING
+        return HostSign.ACCEPTED if sidecar.hung else HostSign.REFUSED
+
+    def listens(self, uid: str) -> bool:
+        """Whether the pod's sidecar takes calls, from whoever gets through to it."""
+        sidecar, container = self.sidecars.get(uid), self.containers.get(uid)
+        up = container is None or container.listening
+        return sidecar is not None and up and not (sidecar.closed or sidecar.hung or self._dead(uid))
+
+    def _reaches(self, uid: str) -> bool:
+        """Whether the controller gets through to the pod's sidecar."""
+        return self.listens(uid) and self.sidecars[uid].reachable and not self.are_cut("controller", uid)
+
+    def _mute(self, uid: str) -> bool:
+        """Nothing comes back from its host, not even a refusal."""
+        node = self.pods[uid].node
+        return node in self.dead_nodes and node not in self.refusing
 
     def tick(self, killed_after: int | None = None) -> None:
         self.now += 1

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from wheels import build_wheel
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
-    if importlib.util.find_spec("hatchling") is not None:  # else pip fetches it for this build
-        build.insert(4, "--no-build-isolation")
-    subprocess.run(build, check=True)
-    (built,) = folder.glob("*.whl")
-    return built
+    return build_wheel(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="session")

@@ -45,3 +45,34 @@ def lineage(all_stages: dict[str, Stage], name: str) -> list[Stage]:
     stage = all_stages[name]
     parents = [stage.base, *re.findall(r"--from=(\S+)", " ".join(stage.all("COPY")))]
     return [stage, *(found for parent in parents if parent in all_stages for found in lineage(all_stages, parent))]
+
+
+def let_through(root: Path, file: str) -> bool:
+    """Whether .dockerignore lets `file`, a path in `root`, into the build: the last line that matches it or a folder above decides."""
+    ignored = False
+    for line in (root / ".dockerignore").read_text().splitlines():
+        pattern = line.strip().lstrip("!").strip("/")
+        if pattern and not line.startswith("#") and _matches(pattern, file):
+            ignored = not line.startswith("!")
+    return not ignored
+
+
+def _matches(pattern: str, file: str) -> bool:
+    expression = re.escape(pattern).replace(r"\*\*/", "(.*/)?").replace(r"\*", "[^/]*").replace(r"\?", "[^/]")
+    return re.fullmatch(f"{expression}(/.*)?", file) is not None
+
+
+def copied(stage: Stage, root: Path) -> dict[str, Path]:
+    """What its COPYs bring from `root`: path in its working directory -> file."""
+    found: dict[str, Path] = {}
+    for copy in stage.all("COPY"):
+        if "--from=" in copy:
+            continue
+        *sources, target = copy.split()
+        for source in sources:
+            files = [root / source, *(root / source).rglob("*")]
+            place = Path(target, source) if target == "./" else Path(target)
+            for file in files:
+                if file.is_file() and let_through(root, str(file.relative_to(root))):
+                    found[str(place / file.relative_to(root / source))] = file
+    return found

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercheck_operator.planning.suspicion import Accusation, Limits, Witness, suspected
+from tiercheck_operator.planning.suspicion import Accusation, Limits, Training, Witness, suspected
 
 LIMITS = Limits(accused=2, suspect=10, silent=60, isolated=30)
 
@@ -103,6 +103,45 @@ def test_most_of_a_job_is_not_given_up_in_seconds() -> None:
     assert set(suspected([seen[0], replace(b, silent=61.0), replace(c, silent=61.0)], LIMITS)) == {"p1", "p2"}
 
 
+def test_host_that_takes_our_connection_is_not_dead_however_long_its_sidecar_has_no_time_for_peers() -> None:
+    a, b, c = pods(3)
+    seen = [accusing(a, "p2"), b, replace(c, silent=8.0, host_answers=True)]
+    assert suspected(seen, LIMITS) == {}, "a busy node"
+    assert set(suspected([*seen[:2], replace(seen[2], silent=11.0)], LIMITS)) == {"p2"}
+
+
+def test_step_of_training_vouches_for_all_who_take_part() -> None:
+    a, b, c = pods(3)
+    seen = [accusing(a, "p2"), b, replace(c, silent=1e6)]
+    assert suspected(seen, LIMITS, Training(stepped=1.0, pace=1.0)) == {}
+    found = suspected(seen, LIMITS, Training(stepped=3.0, pace=1.0))
+    assert found["p2"].seconds == 3.0, "since the last step"
+    seen[2] = replace(seen[2], takes_part=False)
+    assert set(suspected(seen, LIMITS, Training(stepped=1.0, pace=1.0))) == {"p2"}
+
+
+def test_steps_that_take_long_are_given_the_time_where_nothing_else_is_known() -> None:
+    a, b = pods(2)
+    slow = Training(stepped=70.0, pace=40.0)
+    assert suspected([a, replace(b, silent=1e6)], LIMITS, slow) == {}
+    assert suspected([accusing(a, "p1", host_silent=False), replace(b, silent=1e6)], LIMITS, slow) == {}
+    assert set(suspected([accusing(a, "p1"), replace(b, silent=1e6)], LIMITS, slow)) == {"p1"}
+
+
+def test_sidecar_that_its_kubelet_starts_again_is_waited_for() -> None:
+    a, b = pods(2)
+    closed = accusing(a, "p1", host_silent=False)
+    for held in (300.0, 10.0, 0.0, -1e6):
+        assert suspected([closed, replace(b, silent=1e6, held=held)], LIMITS) == {}, "nothing waits for it"
+    waits = Training(waits=True)
+    for held, given_up in ((300.0, True), (31.0, True), (29.0, False), (-149.0, False), (-151.0, True)):
+        seen = [closed, replace(b, silent=1e6, held=held)]
+        assert bool(suspected(seen, LIMITS, waits)) is given_up
+        seen[0] = replace(a, failed=True)
+        assert bool(suspected(seen, LIMITS)) is given_up
+    assert set(suspected([accusing(a, "p1"), replace(b, silent=3.0, held=300.0)], LIMITS)) == {"p1"}, "its host died"
+
+
 @st.composite
 def sights(draw: st.DrawFn) -> list[Witness]:
     """Any job, any silence, any accusations."""
@@ -114,13 +153,22 @@ def sights(draw: st.DrawFn) -> list[Witness]:
         named = draw(st.lists(st.integers(0, count), max_size=count, unique=True))
         accuses = tuple(Accusation(f"p{each}", draw(seconds), draw(st.booleans())) for each in named)
         silent = draw(st.none() | seconds)
-        found.append(replace(witness, silent=silent, failed=draw(st.booleans()), accuses=accuses))
+        held = draw(st.none() | st.sampled_from([-1e6, -1.0, 5.0, 300.0])) if silent is not None else None
+        failed, host_answers = draw(st.booleans()), draw(st.booleans())
+        found.append(
+            replace(witness, silent=silent, failed=failed, accuses=accuses, held=held, host_answers=host_answers)
+        )
     return found
 
 
-@given(sights())
-def test_never_everybody_and_never_on_one_word(seen: list[Witness]) -> None:
-    found = suspected(seen, LIMITS)
+TRAININGS = st.builds(
+    Training, st.sampled_from([0.0, 1.0, 30.0, 1e6]), st.sampled_from([0.0, 1.0, 60.0]), st.booleans()
+)
+
+
+@given(sights(), TRAININGS)
+def test_never_everybody_and_never_on_one_word(seen: list[Witness], training: Training) -> None:
+    found = suspected(seen, LIMITS, training)
     by_name = {witness.pod: witness for witness in seen}
     answering = [witness for witness in seen if witness.silent is None]
     assert len(found) < len(seen) or not seen, "somebody is always left"
@@ -133,7 +181,7 @@ def test_never_everybody_and_never_on_one_word(seen: list[Witness]) -> None:
             assert {by_name[name].node for name in suspicion.accusers} - {witness.node}, "not on its own word alone"
         else:
             assert witness.silent is not None
-            assert witness.silent > LIMITS.accused
+            assert witness.silent > LIMITS.accused or witness.held is not None
     # Given up although they answer: the pods of one node, and fewer than half of the job.
     alive = [pod for pod, suspicion in found.items() if suspicion.answers]
     assert len({by_name[pod].node for pod in alive}) <= 1
@@ -141,6 +189,12 @@ def test_never_everybody_and_never_on_one_word(seen: list[Witness]) -> None:
     assert any(witness.pod not in found for witness in answering) or not answering, (
         "of those who answer somebody is left"
     )
+
+
+@given(sights())
+def test_who_trains_is_never_given_up(seen: list[Witness]) -> None:
+    well = [replace(witness, failed=False) for witness in seen]
+    assert suspected(well, LIMITS, Training(stepped=1.0, pace=1.0)) == {}
 
 
 @given(sights())

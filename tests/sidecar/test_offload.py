@@ -56,9 +56,9 @@ def test_finished_job_leaves_its_last_version_in_the_remote_tier(make_world: Mak
     save_everywhere(world, 7)
     assert world.report(0).remote.versions == ()
     world.direct(Phase.FINISH)
-    world._processes[1].terminate()
+    world.ask_to_end(1)
     assert world.terminate(0) == 0
-    assert world.terminate(1) == 0
+    assert world.end_of(1) == 0
     assert list((world.root / "store").rglob("000000000007-1.json")), "its manifest"
 
 

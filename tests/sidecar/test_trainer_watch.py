@@ -138,3 +138,11 @@ def test_rank_that_ends_with_success_has_not_vanished_and_the_next_attempt_knows
     watch.begin_attempt(2, False, 20.0)
     watch.event(LauncherEvent("exited", 2, 1, "Crashed"), 21.0)
     assert watch.report.failure is None
+
+
+def test_launcher_that_goes_at_the_end_of_the_job_leaves_no_trainer_that_runs_and_none_that_failed() -> None:
+    watch = running()
+    watch.progress(0, 7, 0.5, 4.0)
+    watch.launcher_gone(5.0)
+    assert watch.tick(5.0 + COME_BACK_SECONDS, finishing=True)
+    assert (watch.report.state, watch.report.step) == (TrainerState.ABSENT, 7)

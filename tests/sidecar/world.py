@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from tiercheck.protocol import names
+from tiercheck.protocol.address import join_address
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, RankSources, Restore, Source, Tier
 from tiercheck.protocol.encoding import to_json
@@ -96,6 +97,12 @@ class World:
         """Workers whose sidecar is started as a spare, which learns who it is."""
         self.node_memory = False
         """Whether memory is the node's: each worker has a node of its own."""
+        self.cgroup: Path | None = None
+        """In place of the sidecars' own cgroup."""
+        self.grace: int | None = None
+        """Seconds between SIGTERM and SIGKILL that the sidecars are told."""
+        self.on_one_host = False
+        """Whether all are in the network of one node: then they have one address, and ports of their own."""
         self.pods = {worker: f"pod-{worker}" for worker in range(workers)}
         self.places = {worker: worker for worker in range(workers)}
         """By worker: which of the pods it is, by what that pod was born as."""
@@ -113,10 +120,13 @@ class World:
     # Processes
 
     def host(self, worker: int) -> str:
-        return f"{self.network}.{self.places.get(worker, worker) + 1}"
+        return f"{self.network}.{1 if self.on_one_host else self.places.get(worker, worker) + 1}"
+
+    def first_port(self, worker: int) -> int:
+        return 12000 + 3 * self.places.get(worker, worker) if self.on_one_host else names.CONTROL_PORT
 
     def peer(self, worker: int) -> Peer:
-        return Peer(worker, self.host(worker))
+        return Peer(worker, join_address(self.host(worker), self.first_port(worker) if self.on_one_host else None))
 
     def memory_dir(self, worker: int) -> Path:
         return self.memory / f"worker-{self.places.get(worker, worker)}"
@@ -137,6 +147,12 @@ class World:
             names.ENV_RUN_DIR: str(self.run_dir(worker)),
             names.ENV_CREDENTIALS_DIR: str(self.root / "credentials"),
         }
+        if self.on_one_host:
+            env[names.ENV_FIRST_PORT] = str(self.first_port(worker))
+        if self.grace is not None:
+            env[names.ENV_GRACE_SECONDS] = str(self.grace)
+        if self.cgroup is not None:
+            env["TIERCHECK_CGROUP_DIR"] = str(self.cgroup)
         if self.node_memory:
             env[names.ENV_NODE_MEMORY_KEEP] = "3600"
         if self.remote:
@@ -159,7 +175,7 @@ class World:
 
     def is_ready(self, worker: int) -> bool:
         assert self._processes[worker].poll() is None, self.logs(worker)
-        connection = http.client.HTTPConnection(self.host(worker), names.METRICS_PORT, timeout=5)
+        connection = http.client.HTTPConnection(self.host(worker), self.first_port(worker) + 2, timeout=5)
         try:
             connection.request("GET", "/readyz")
             return connection.getresponse().status == 200
@@ -196,9 +212,18 @@ class World:
         self._processes[worker].send_signal(signal.SIGCONT)
 
     def terminate(self, worker: int) -> int:
-        process = self._processes.pop(worker)
-        process.terminate()
-        return process.wait(DEADLINE)
+        self.ask_to_end(worker)
+        return self.end_of(worker)
+
+    def ask_to_end(self, worker: int) -> None:
+        self._processes[worker].terminate()
+
+    def has_ended(self, worker: int) -> bool:
+        return self._processes[worker].poll() is not None
+
+    def end_of(self, worker: int) -> int:
+        """Its exit code."""
+        return self._processes.pop(worker).wait(DEADLINE)
 
     def close(self) -> None:
         for process in self._processes.values():
@@ -214,7 +239,7 @@ class World:
     ) -> tuple[int, bytes]:
         """One call of the control API, as the operator makes it."""
         context = ssl.create_default_context(cafile=str(self.root / "credentials" / "ca.crt"))
-        raw = socket.create_connection((self.host(worker), names.CONTROL_PORT), timeout=10)
+        raw = socket.create_connection((self.host(worker), self.first_port(worker)), timeout=10)
         connection = http.client.HTTPConnection(self.host(worker), names.CONTROL_PORT)
         try:
             connection.sock = context.wrap_socket(raw, server_hostname=names.TLS_SERVER_NAME)

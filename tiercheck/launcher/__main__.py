@@ -1,8 +1,13 @@
 """`python3 -m tiercheck.launcher -- COMMAND...`: what the operator puts in front of the user's command."""
 
+import os
+import signal
 import sys
 
-from tiercheck.launcher.app import main
-
 if __name__ == "__main__":
+    # PID 1 of a container ends by no signal that it does not catch. The loop takes over when it can start something.
+    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+
+    from tiercheck.launcher.app import main
+
     sys.exit(main(sys.argv[1:]))

@@ -278,14 +278,15 @@ class _signals:  # noqa: N801  (used as a context manager)
         self._reading, self._writing = socket.socketpair()
         self._reading.setblocking(False)
         self._writing.setblocking(False)
-        self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in self._CAUGHT}
-        self._old_descriptor = signal.set_wakeup_fd(self._writing.fileno())
+        # First the socket: a signal in between is dealt with by the handler of before, and not lost.
+        signal.set_wakeup_fd(self._writing.fileno())
+        for number in self._CAUGHT:
+            signal.signal(number, lambda *_: None)
         return self._reading
 
     def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(self._old_descriptor)
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)
+        """Handlers stay: the exit code is known, and no signal shall change it any more."""
+        signal.set_wakeup_fd(-1)
         self._reading.close()
         self._writing.close()
 

@@ -52,7 +52,7 @@ class Peer:
 
     worker: int
     host: str
-    """IP address of its pod."""
+    """Address of its pod (`protocol.address`)."""
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,8 @@ SOCKET_NAME = "sidecar.sock"
 
 CONTROL_PORT = 8470
 """HTTPS: directives and reports."""
+CONTROL_PORT_NAME = "control"
+"""Of that port in the sidecar's container."""
 EXCHANGE_PORT = 8471
 """Bulk transfer between sidecars."""
 METRICS_PORT = 8472
@@ -71,6 +73,8 @@ SPARE_WORKER = "spare"
 ENV_PROCS_PER_WORKER = "TIERCHECK_PROCS_PER_WORKER"
 ENV_POD_UID = "TIERCHECK_POD_UID"
 ENV_POD_IP = "TIERCHECK_POD_IP"
+ENV_FIRST_PORT = "TIERCHECK_FIRST_PORT"
+"""Of the sidecar's three, where they are not the usual ones: control, exchange, metrics, in a row (pods with hostNetwork)."""
 ENV_MEMORY_DIR = "TIERCHECK_MEMORY_DIR"
 ENV_MEMORY_LIMIT = "TIERCHECK_MEMORY_LIMIT"
 """Bytes that the memory volume may hold (`tiers.local.sizeLimit`)."""

@@ -250,6 +250,8 @@ class Report:
     """This sidecar takes another worker's identity if a new attempt says so; older ones did not."""
     owes: bool = False
     """The training command does not run (any more), and holders still lack something of this worker that they should have."""
+    settled: bool = False
+    """The job is over, the training command has ended, and nothing that is here could go to the remote tier any more: the pod may go."""
     counters: Counters = Counters()
     snapshot_every: int = 0
     """Steps between snapshots that the coordinator has named (`checkpoint.snapshot.everySteps` if given); 0: not decided yet."""

@@ -68,7 +68,7 @@ def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: 
             found.add(
                 f"logs/{pod_name}/{container}.log", partial(_log, cluster, cluster.namespace, pod_name, container)
             )
-        found.add(f"metrics/{pod_name}.txt", partial(cluster.pod_page, pod_name, names.METRICS_PORT, "metrics"))
+        found.add(f"metrics/{pod_name}.txt", partial(cluster.pod_page, pod_name, _metrics_port(pod), "metrics"))
     if len(pods) > _LOGS:
         found.missing["logs"] = (
             f"of {len(pods)} pods only the {_LOGS} that tell most: restarted, not running, and the first"
@@ -92,6 +92,13 @@ def _pods(cluster: Cluster, job: Mapping[str, Any], found: Collection) -> list[d
     except CannotDo as error:
         found.missing["pods"] = str(error)
         return []
+
+
+def _metrics_port(pod: Mapping[str, Any]) -> int:
+    """Pods in their node's network have ports of their own."""
+    containers = (pod.get("spec") or {}).get("initContainers") or []
+    ports = [port for entry in containers for port in entry.get("ports") or []]
+    return next((int(port["containerPort"]) for port in ports if port.get("name") == "tc-metrics"), names.METRICS_PORT)
 
 
 def _view(cluster: Cluster, job: Mapping[str, Any], pods: list[dict[str, Any]], now: float) -> Any:

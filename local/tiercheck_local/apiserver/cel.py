@@ -17,9 +17,11 @@ from typing import Any
 from celpy import Environment
 from celpy.adapter import json_to_cel
 from celpy.celparser import CELParseError
+from celpy.celtypes import IntType
 from celpy.evaluation import CELEvalError
 
 from tiercheck_local.apiserver.errors import Cause, Object
+from tiercheck_local.quantity import parse
 
 _REASONS = {
     "FieldValueInvalid": "Invalid value: {message}",
@@ -32,6 +34,22 @@ _lock = threading.Lock()
 _environment = Environment()
 
 
+def _quantity(text: Any) -> IntType:
+    return IntType(int(parse(str(text)) * 1000))
+
+
+def _added(one: Any, other: Any) -> IntType:
+    return IntType(one + other)
+
+
+def _compared(one: Any, other: Any) -> IntType:
+    return IntType((one > other) - (one < other))
+
+
+_QUANTITIES: Any = {"quantity": _quantity, "add": _added, "compareTo": _compared}
+"""The part of the API server's own functions that our rules use; a quantity is a whole number of thousandths."""
+
+
 class BadRule(ValueError):
     """The text is not CEL."""
 
@@ -40,7 +58,7 @@ class BadRule(ValueError):
 def _program(rule: str) -> Any:
     try:
         with _lock:  # celpy's parser is shared and keeps state
-            return _environment.program(_environment.compile(rule))
+            return _environment.program(_environment.compile(rule), functions=_QUANTITIES)
     except CELParseError as error:
         raise BadRule(str(error)) from error
 

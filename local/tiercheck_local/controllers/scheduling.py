@@ -68,7 +68,18 @@ def refusal(pod: Object, node: Object, present: Sequence[Object]) -> list[str]:
         return ["node(s) were not ready"]
     if not _selected(pod, node):
         return ["node(s) didn't match Pod's node affinity/selector"]
+    if _host_ports(pod) & {port for other in present for port in _host_ports(other)}:
+        return ["node(s) didn't have free ports for the requested pod ports"]
     return _lacking(pod, node, present)
+
+
+def _host_ports(pod: Object) -> set[int]:
+    """Ports of the node that it takes as long as it lives. In the node's network those are all that it names."""
+    spec = pod["spec"]
+    lasting = [entry for entry in spec.get("initContainers") or [] if entry.get("restartPolicy") == "Always"]
+    ports = [port for entry in [*lasting, *spec["containers"]] for port in entry.get("ports") or []]
+    key = "containerPort" if spec.get("hostNetwork") else "hostPort"
+    return {int(port[key]) for port in ports if port.get(key)}
 
 
 def is_finished(pod: Object) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from tiercheck_local import markers, remains
 from tiercheck_local.client import Client
 from tiercheck_local.node.agent import Agent
+from tiercheck_local.node.back_off import FIRST
 from tiercheck_local.node.settings import Settings
 from tiercheck_local.node.volumes import Roots
 
@@ -30,6 +31,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Settings, bool]:
     parser.add_argument("--scratch", type=Path, help="folder for other volumes; keep it short, sockets live there")
     parser.add_argument("--claims", type=Path, help="folder that stands for persistent volumes")
     parser.add_argument("--lease-seconds", type=float, default=0.5)
+    parser.add_argument("--back-off", type=float, default=FIRST, help="first wait for a container that keeps ending")
     parser.add_argument("--cuts", help="file that names the links that are cut")
     parser.add_argument("--lifeline", action="store_true", help="end when standard input ends")
     given = parser.parse_args(arguments)
@@ -51,6 +53,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Settings, bool]:
         resources=given.resources,
         image_paths=given.image_paths,
         lease_seconds=given.lease_seconds,
+        back_off=given.back_off,
         cuts=given.cuts,
     )
     return settings, given.lifeline

@@ -87,7 +87,9 @@ class Agent:
                 if metadata.get("deletionTimestamp"):
                     self._spawn_delete(manifest)
                 return
-            pod = Pod(manifest, next(self._addresses), self._client, self._settings, allocatable(self._settings))
+            on_host = bool(manifest["spec"].get("hostNetwork"))
+            ip = self._settings.address if on_host else next(self._addresses)
+            pod = Pod(manifest, ip, self._client, self._settings, allocatable(self._settings))
             self._pods[metadata["uid"]] = pod
             if metadata.get("deletionTimestamp"):  # never started here: nothing to stop
                 pod.terminate(0)

@@ -15,14 +15,18 @@ from typing import Any
 
 from tiercheck_local import clock, markers
 from tiercheck_local.node import probes
+from tiercheck_local.node.back_off import BackOff, go_duration
 from tiercheck_local.node.process import CannotStart, HostProcess
 
-_BACK_OFF_FIRST, _BACK_OFF_MOST = 0.2, 5.0
-_BACK_OFF_FORGOTTEN = 30.0  # seconds of running after which the next crash counts as the first
 _TAIL = 2048
+_LOOK_AT_HOLD = 0.05
 
 NO_IMAGE = "no-such-image"
 """An image with this in its name cannot be pulled."""
+
+HOLD = "hold-"
+"""Prefix, before the name of a container, of the file that holds back the processes of all containers of
+that name."""
 
 OUT_OF_MEMORY = ".oom-killed"
 """Suffix, in place of the log's, of the file that says that the kernel ends the container for want of memory."""
@@ -45,15 +49,28 @@ class Recipe:
     termination_message: Path
     out_of_memory: Path
     """Made by whoever plays the kernel's OOM killer, before it kills."""
+    hold: Path
+    """While it exists, the container runs and its process does not: as where everything takes its time."""
     translate: Callable[[str], str]
     """For commands that are run in the container later: probes."""
 
 
 class Container:
-    """A call of `changed` is made after every change of state."""
+    """A call of `changed` is made after every change of state. `pod`: what the kubelet calls its pod in
+    messages."""
 
-    def __init__(self, spec: Mapping[str, Any], kind: Kind, pod_ip: str, changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        spec: Mapping[str, Any],
+        kind: Kind,
+        pod_ip: str,
+        changed: Callable[[], None],
+        *,
+        pod: str,
+        back_off: BackOff,
+    ) -> None:
         self.spec, self.kind = spec, kind
+        self._pod, self._back_off = pod, back_off
         self.name: str = spec["name"]
         self.state: dict[str, Any] = {
             "waiting": {"reason": "PodInitializing" if kind is Kind.MAIN else "ContainerCreating"}
@@ -105,7 +122,6 @@ class Container:
 
         Cancelling leaves a running process alone: `stop` ends it.
         """
-        pause = _BACK_OFF_FIRST
         while True:
             began = time.monotonic()
             code = await self._run_once(recipe)
@@ -113,12 +129,12 @@ class Container:
                 self.finished = True
                 self._changed()
                 return code
-            if time.monotonic() - began > _BACK_OFF_FORGOTTEN:
-                pause = _BACK_OFF_FIRST
+            pause = self._back_off.after(time.monotonic() - began)
             self.last_state = self.state
-            self.wait_with("CrashLoopBackOff", f"back-off {pause:.1f}s restarting failed container={self.name}")
-            await asyncio.sleep(pause)
-            pause = min(_BACK_OFF_MOST, pause * 2)
+            if pause:
+                whose = f"container={self.name} pod={self._pod}"
+                self.wait_with("CrashLoopBackOff", f"back-off {go_duration(pause)} restarting failed {whose}")
+                await asyncio.sleep(pause)
             self.restarts += 1
 
     async def stop(self, grace: float) -> None:
@@ -141,6 +157,14 @@ class Container:
         self.started.clear()
         self.probed_ready = False
         recipe.termination_message.unlink(missing_ok=True)
+        if recipe.hold.exists():
+            self.state = {"running": {"startedAt": clock.timestamp()}}
+            self._changed()
+            while recipe.hold.exists() and not self._stopping:  # noqa: ASYNC110  whoever plays the fault has only files
+                await asyncio.sleep(_LOOK_AT_HOLD)
+            if self._stopping:
+                self.state = _terminated(137, "Error", None, "")
+                return 137
         try:
             process = HostProcess(recipe.argv, recipe.env, recipe.cwd, recipe.log)
         except CannotStart as error:

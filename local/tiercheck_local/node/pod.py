@@ -12,7 +12,8 @@ from typing import Any
 from tiercheck_local import clock, links, markers
 from tiercheck_local.client import PODS, Client
 from tiercheck_local.node import environment, references, volumes
-from tiercheck_local.node.container import NO_IMAGE, OUT_OF_MEMORY, Container, Kind, Recipe
+from tiercheck_local.node.back_off import BackOff
+from tiercheck_local.node.container import HOLD, NO_IMAGE, OUT_OF_MEMORY, Container, Kind, Recipe
 from tiercheck_local.node.environment import BadReference, PodFacts
 from tiercheck_local.node.paths import PathTranslation
 from tiercheck_local.node.process import base_environment
@@ -41,10 +42,10 @@ class Pod:
         self._publisher = Publisher(client, manifest, self._status)
         spec = manifest["spec"]
         self._inits = [
-            Container(entry, Kind.SIDECAR if entry.get("restartPolicy") == "Always" else Kind.INIT, ip, self._changed)
+            self._container(entry, Kind.SIDECAR if entry.get("restartPolicy") == "Always" else Kind.INIT)
             for entry in spec.get("initContainers") or []
         ]
-        self._mains = [Container(entry, Kind.MAIN, ip, self._changed) for entry in spec["containers"]]
+        self._mains = [self._container(entry, Kind.MAIN) for entry in spec["containers"]]
         self._started_at = clock.timestamp()
         self._initialized = self._over = False
         self._failure: tuple[str, str] | None = None
@@ -88,6 +89,10 @@ class Pod:
         if not self._over:
             self._over, self._failure = True, (reason, message)
         self._changed()
+
+    def _container(self, spec: Object, kind: Kind) -> Container:
+        whose = f"{self.name}_{self.namespace}({self.uid})"
+        return Container(spec, kind, self.ip, self._changed, pod=whose, back_off=BackOff(self._settings.back_off))
 
     @property
     def _containers(self) -> Sequence[Container]:
@@ -223,7 +228,8 @@ class Pod:
         logs = self._settings.directory / "logs" / self.name / f"{container.name}.log"
         env = links.hooked(env, self._settings.cuts)
         oom = logs.with_suffix(OUT_OF_MEMORY)
-        return Recipe([translate(word) for word in argv], env, cwd or str(home), logs, last_words, oom, translate)
+        hold = self._settings.directory / f"{HOLD}{container.name}"
+        return Recipe([translate(word) for word in argv], env, cwd or str(home), logs, last_words, oom, hold, translate)
 
 
 class _NoImage(Exception):

@@ -14,16 +14,19 @@ from tiercheck.protocol import names
 from tiercheck_operator.attach.owners import Owner, Seat, Unattachable
 from tiercheck_operator.controller.observation import JobView
 from tiercheck_operator.controller.parsing import parse_job
+from tiercheck_operator.manifests.host_network import worker_ports
 from tiercheck_operator.manifests.node_memory import NodeMemory
 from tiercheck_operator.manifests.pod import equip
 from tiercheck_operator.manifests.pulling import with_pull_settings
+from tiercheck_operator.manifests.resources import resources_problem
+from tiercheck_operator.manifests.template import pod_problem
 
 _KNOWN_CONTAINERS = (names.TRAINER_CONTAINER, "pytorch", "node")
 """Where the command is if nothing is said: as in a TierCheckJob, in a PyTorchJob, in a TrainJob's runtimes."""
 _LONGEST_NAME = 40
 _DEFAULT_GRACE, _GRACE_WITH_REMOTE = 30, 300
 _PROCS = "PET_NPROC_PER_NODE"
-_FROM_POLICY = ("topology", "checkpoint", "tiers", "restore", "failurePolicy")
+_FROM_POLICY = ("topology", "checkpoint", "tiers", "restore", "failurePolicy", "sidecar")
 
 
 @dataclass(frozen=True)
@@ -125,12 +128,15 @@ def inject(
     view = _view(job, attachment)
     spec = new["spec"]
     _check_names(spec)
+    if wrong := pod_problem(spec, attachment.container) or resources_problem(view.spec, spec):
+        raise Unattachable(wrong)
     if view.spec.remote is not None and spec.get("terminationGracePeriodSeconds", _DEFAULT_GRACE) == _DEFAULT_GRACE:
         # The API server's default is not the user's wish; the sidecar may still have to upload when the trainers have ended.
         spec["terminationGracePeriodSeconds"] = _GRACE_WITH_REMOTE
     # A job keeps the sidecar that it began with, however often the operator is upgraded.
     image = view.status.sidecar_image or outfit.image
-    equip(view, str(seat.worker), spec, attachment.container, image, node_memory=outfit.node_memory)
+    ports = worker_ports(view.identity, seat.worker)
+    equip(view, str(seat.worker), spec, attachment.container, image, host_ports=ports, node_memory=outfit.node_memory)
     new = with_pull_settings(new, outfit.pull_policy, outfit.pull_secrets)
     metadata = new["metadata"]
     metadata["labels"] = {

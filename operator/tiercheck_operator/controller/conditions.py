@@ -23,6 +23,9 @@ SPARES_READY = "SparesReady"
 FULL_SIZE = "FullSize"
 """The job has as many workers as its spec asks for. Of jobs with spec.elastic."""
 
+THROTTLED = "Throttled"
+"""The kernel holds a sidecar back, because its CPU limit is used up. Of jobs that it has happened to."""
+
 EVICTABLE = "Evictable"
 """A worker may be evicted now; while it is False, the job's PodDisruptionBudget holds node drains up."""
 
@@ -57,6 +60,9 @@ MOVING = "Moving"
 """A pod will have to leave its node; it trains on until its replacement is ready."""
 NO_ROOM_TO_MOVE = "NoRoomToMove"
 """A pod will have to leave its node, and no node has room for its replacement: it stays until it is ended."""
+NODE_NOT_READY = "NodeNotReady"
+"""No kubelet is heard on a node of the job. Its pods train on as long as they answer; new ones go
+elsewhere."""
 INSUFFICIENT_DOMAINS = "InsufficientDomains"
 """Mode Required, and the nodes cannot satisfy it; the job waits."""
 INVALID_TEMPLATE = "InvalidTemplate"
@@ -76,6 +82,11 @@ UNPROTECTED_WORKERS = "UnprotectedWorkers"
 """Some workers have no holder in another domain."""
 NO_COPIES = "NoCopies"
 """There are neither copies nor parity."""
+SIDECAR_RESTARTING = "SidecarRestarting"
+"""A sidecar has ended and is not back yet; the message says for how long its kubelet waits. Training goes
+on."""
+SIDECAR_NOT_ANSWERING = "SidecarNotAnswering"
+"""A sidecar does not answer, and its kubelet says nothing of it. Training goes on if it makes steps."""
 SIDECAR_RESTARTED = "SidecarRestarted"
 """A sidecar ended and was started again; no version was completed since. Training was not touched."""
 REMOTE_UNREACHABLE = "RemoteUnreachable"
@@ -106,6 +117,12 @@ SHRUNK = "Shrunk"
 """It goes on with fewer, because no node took the others for capacityTimeoutSeconds; the message says what it waits for."""
 GROWING = "Growing"
 """It goes on with fewer, and has room again: it grows soon, when few steps would be made twice."""
+
+# Throttled
+SIDECAR_THROTTLED = "SidecarThrottled"
+"""In a good part of the last minute; copies and restores are slow. The message has numbers."""
+NOT_THROTTLED = "NotThrottled"
+"""Not any more."""
 
 # Evictable
 ONE_AT_A_TIME = "OneAtATime"

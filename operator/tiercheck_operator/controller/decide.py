@@ -12,7 +12,7 @@ from dataclasses import replace
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Report
-from tiercheck_operator.controller import conditions
+from tiercheck_operator.controller import conditions, lost_nodes
 from tiercheck_operator.controller.actions import Action, Decision, EnsureCredentials, EnsureService, SavePlacement
 from tiercheck_operator.controller.attached import started_again, without_ended
 from tiercheck_operator.controller.attempt import Begun, begin_attempt
@@ -36,7 +36,7 @@ from tiercheck_operator.controller.kept_copies import all_copied, found_again, r
 from tiercheck_operator.controller.leaving import told
 from tiercheck_operator.controller.membership import Membership, find_members, replacements
 from tiercheck_operator.controller.memory import equal_share, too_small
-from tiercheck_operator.controller.observation import Observation, PodView
+from tiercheck_operator.controller.observation import JobView, Observation, PodView
 from tiercheck_operator.controller.placing import Unplaceable, place_members
 from tiercheck_operator.controller.readiness import waiting_for_pods
 from tiercheck_operator.controller.record import JobRecord
@@ -47,7 +47,8 @@ from tiercheck_operator.controller.status import Finding, Findings, derive_statu
 from tiercheck_operator.controller.suspend import resumed, still_ending, suspend
 from tiercheck_operator.controller.suspicion import checks, next_look
 from tiercheck_operator.controller.trigger import find_trigger, update_recovery
-from tiercheck_operator.manifests.template import template_problem
+from tiercheck_operator.manifests.resources import resources_problem
+from tiercheck_operator.manifests.template import deadline_problem, pod_problem, template_problem
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 _LOOK_AGAIN = 10.0
@@ -64,10 +65,9 @@ def decide(obs: Observation) -> Decision:
         return _over(obs) if again is None else _kept_running(again)
     if job.spec.suspend or still_ending(obs):
         return _suspended(obs)
-    problem = template_problem(job.spec.template) if job.spec.attach is None else ""
-    if problem:
-        unplaced = Findings(unplaced=Finding(conditions.INVALID_TEMPLATE, problem))
-        return _concluded(obs, job.status, unplaced)
+    refusal = _refusal(job)
+    if refusal is not None:
+        return _concluded(obs, job.status, Findings(unplaced=refusal))
     return _kept_running(obs)
 
 
@@ -86,6 +86,21 @@ def refused(obs: Observation, decision: Decision, sentence: str) -> Decision:
 def _over(obs: Observation) -> Decision:
     status = finally_told(obs, obs.job.status)
     return replace(after_finish(obs), status=None if status == obs.job.status else status)
+
+
+def _refusal(job: JobView) -> Finding | None:
+    """Why no pod can be made of the spec. What attached pods cannot be is said at their admission."""
+    spec = job.spec
+    if spec.attach is not None:
+        return None
+    wrong = template_problem(spec.template)
+    pod = spec.template.get("spec") or {}
+    if not wrong and not job.status.attempt:  # a job that has begun is better looked after than refused
+        wrong = pod_problem(pod, names.TRAINER_CONTAINER) or deadline_problem(spec.template)
+    if wrong:
+        return Finding(conditions.INVALID_TEMPLATE, wrong)
+    wrong = "" if job.status.attempt else resources_problem(spec, pod)
+    return Finding(conditions.INVALID_SPEC, wrong) if wrong else None
 
 
 def _suspended(obs: Observation) -> Decision:
@@ -200,9 +215,9 @@ def _attempt_driven(
         findings = replace(findings, placed=moved.placed)
         later += moved.probes
         wake = sooner(wake, moved.wake)
-    moving = told(obs, membership.departures)
-    if moving is not None:
-        findings = replace(findings, placed=Finding(*moving))
+    for news in (lost_nodes.told(obs, members), told(obs, membership.departures)):
+        if news is not None:
+            findings = replace(findings, placed=Finding(*news))
     absent = waits_for_trainers(obs, status, reports)
     if absent:
         findings = replace(findings, waiting=_no_trainers(members, absent))

@@ -79,7 +79,7 @@ def build_directives(
     """By worker. `sources` are those of each rank, nearest first. For Hold and Release `members` must be
     complete and have addresses, and there must be a `placement`; Finish goes to whoever is left."""
     spec, uid = obs.job.spec, obs.job.identity
-    hosts = {worker: pod.ip or "" for worker, pod in members.items()}
+    hosts = {worker: pod.address for worker, pod in members.items()}
     holders = {} if placement is None else placement.holders()
     groups = [parity_group(group, members) for group in placement.groups] if placement is not None else []
     coded = [group for group in groups if group is not None]
@@ -119,7 +119,7 @@ def build_directives(
             holders=tuple(Peer(keeper, hosts[keeper]) for keeper in holders.get(worker, ()) if keeper in hosts),
             hosted=tuple(Peer(other, hosts[other]) for other in hosted.get(worker, ()) if other in hosts),
             coordinator=Peer(0, hosts.get(0, "")),
-            master_host=hosts.get(0, ""),
+            master_host=(members[0].ip if 0 in members else None) or "",
             master_port=master_port(uid, status.attempt),
             parity=group_of.get(worker),
             folded=tuple(folded.get(worker, ())),
@@ -150,7 +150,7 @@ def settled_sources(
     for worker in members:
         sources = [Source(Tier.LOCAL)]
         sources += [
-            Source(Tier.PEER, Peer(keeper, members[keeper].ip or ""))
+            Source(Tier.PEER, Peer(keeper, members[keeper].address))
             for keeper in holders.get(worker, ())
             if keeper in members
         ]

@@ -8,8 +8,9 @@ from tiercheck_operator.controller.actions import Action, Decision, DeleteJob, D
 from tiercheck_operator.controller.attached import exit_code
 from tiercheck_operator.controller.barrier import pushes
 from tiercheck_operator.controller.identities import known_as
+from tiercheck_operator.controller.lost_nodes import out_of_reach
 from tiercheck_operator.controller.membership import removal
-from tiercheck_operator.controller.observation import Observation
+from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.record import JobRecord, parse_time
 
 
@@ -29,13 +30,16 @@ def after_finish(obs: Observation) -> Decision:
     limit = finishing_time(obs) if status.holds(conditions.COMPLETED) else obs.patience.suspend
     for pod in live:
         node = obs.nodes.get(pod.node) if pod.node else None
-        lost = node is not None and bool(node.lost)
+        lost, gone = node is not None and bool(node.lost), out_of_reach(obs, pod)
         if obs.job.spec.attach is not None:
             continue  # its owner decides
-        if lost or (now - ended > limit and not pod.deleting):
-            before.append(DeletePod(pod.name, pod.uid, lost, f"pod {pod.name}: {why}, and it has not"))
+        patience = min(limit, obs.patience.suspend) if has_settled(obs, pod) else limit
+        late = now - ended > patience
+        if gone or (late and (lost or not pod.deleting)):
+            before.append(DeletePod(pod.name, pod.uid, gone or lost, f"pod {pod.name}: {why}, and it has not"))
         elif not pod.deleting:
-            wake = max(1.0, ended + limit - now)
+            left = max(1.0, ended + patience - now)
+            wake = left if wake is None else min(wake, left)
     members = known_as(obs, [pod for pod in live if pod.ip and not pod.deleting])
     after: list[Action] = []
     if members and status.attempt:
@@ -50,6 +54,12 @@ def after_finish(obs: Observation) -> Decision:
         else:
             wake = left if wake is None else min(wake, left)
     return Decision(before=tuple(before), after=tuple(after), wake_after=wake)
+
+
+def has_settled(obs: Observation, pod: PodView) -> bool:
+    """Whether the pod has nothing to do any more: what keeps it is another container of the user's."""
+    report = obs.report(pod)
+    return report is not None and report.settled and report.attempt == obs.job.status.attempt
 
 
 def finishing_time(obs: Observation) -> float:

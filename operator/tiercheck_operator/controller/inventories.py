@@ -111,7 +111,7 @@ def parity_group(group: CodeGroup, members: Mapping[int, PodView]) -> ParityGrou
     """With addresses; None if somebody of it is no member now, or nobody keeps its blocks."""
     if not group.holders or any(worker not in members for worker in group.workers):
         return None
-    peers = {worker: Peer(worker, members[worker].ip or "") for worker in group.workers}
+    peers = {worker: Peer(worker, members[worker].address) for worker in group.workers}
     return ParityGroup(
         tuple(peers[worker] for worker in group.members), tuple(peers[worker] for worker in group.holders)
     )
@@ -152,14 +152,14 @@ def _source(choice: SourceChoice, members: Mapping[int, PodView]) -> Source | No
     if choice.worker is None:
         return Source(choice.tier)
     return (
-        Source(choice.tier, Peer(choice.worker, members[choice.worker].ip or "")) if choice.worker in members else None
+        Source(choice.tier, Peer(choice.worker, members[choice.worker].address)) if choice.worker in members else None
     )
 
 
 def _old_group(group: OldGroup, members: Mapping[int, PodView]) -> ParityGroup:
     def peer(worker: int | None) -> Peer:
         pod = None if worker is None else members.get(worker)
-        return Peer(-1, "") if worker is None or pod is None else Peer(worker, pod.ip or "")
+        return Peer(-1, "") if worker is None or pod is None else Peer(worker, pod.address)
 
     return ParityGroup(tuple(map(peer, group.members)), tuple(map(peer, group.holders)), group.ranks)
 

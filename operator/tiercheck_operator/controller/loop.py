@@ -24,6 +24,7 @@ from tiercheck_operator.controller.finish import finished
 from tiercheck_operator.controller.observation import JobView, NodeView, Observation, PodView, WorkerReport
 from tiercheck_operator.controller.parsing import parse_job
 from tiercheck_operator.controller.record import render_record
+from tiercheck_operator.controller.sidecar_ends import away
 from tiercheck_operator.controller.sidecar_image import pinned
 from tiercheck_operator.controller.suspicion import doubted_nodes
 from tiercheck_operator.controller.topology_source import TopologySource
@@ -218,7 +219,7 @@ class JobLoop:
             raise
         delay = await self._write_status(job, raw, decision)
         await self._executor.run(job, decision.after, self._sidecars)
-        around.metrics.job_seen(parse_job(self._raw))
+        around.metrics.job_seen(parse_job(self._raw), len(away(observation)))
         wanted = [around.config.resync_seconds, decision.wake_after, delay]
         return max(_LEAST_PAUSE, min(entry for entry in wanted if entry is not None))
 
@@ -242,7 +243,7 @@ class JobLoop:
             )
         heard: Mapping[str, WorkerReport] = {}
         if self._sidecars is not None:
-            hosts = {pod.uid: pod.ip for pod in pods if pod.ip and not pod.terminal}
+            hosts = {pod.uid: pod.address for pod in pods if pod.ip and not pod.terminal}
             self._followed = {**self._unseen(job, pods), **hosts}
             heard = self._sidecars.reports  # the last words of those that are followed no more are looked at once
             self._sidecars.follow(self._followed)

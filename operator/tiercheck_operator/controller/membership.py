@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from tiercheck_operator.controller.actions import Action, CreatePod, DeletePod
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
+from tiercheck_operator.controller.forgotten import forgotten
 from tiercheck_operator.controller.leaving import Departure, assign
+from tiercheck_operator.controller.lost_nodes import out_of_reach, why_lost
 from tiercheck_operator.controller.moving import Move, find_move
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.suspicion import Doubt, doubts
@@ -155,12 +157,9 @@ def judge(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -> Loss 
         where = f" on node {pod.node}" if pod.node else ""
         return Loss(pod.worker, cause, f"pod {pod.name} of worker {pod.worker}{where}: {why}", pod, node, at, why)
 
-    if pod.node is not None:
-        node = obs.nodes.get(pod.node)
-        if node is None and _node_missing(obs, pod):
-            return lost(Cause.NODE_LOST, "the node is gone", node=pod.node)
-        if node is not None and node.lost:
-            return lost(Cause.NODE_LOST, node.lost, node=pod.node)
+    gone = why_lost(obs, pod)
+    if gone:
+        return lost(Cause.NODE_LOST, gone, node=pod.node)
     if pod.deleting:
         # Asked before the phase: however a pod is ended, it is Failed or Succeeded for a moment before it is gone.
         given_up = _given_up(pod)
@@ -178,7 +177,8 @@ def judge(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -> Loss 
     doubt = doubted.get(pod.uid)
     if doubt is not None:
         return lost(doubt.cause, doubt.why, node=pod.node if doubt.of_node else None, at=doubt.since)
-    return None
+    left_down = forgotten(obs, pod)
+    return lost(Cause.POD_FAILED, left_down) if left_down else None
 
 
 def _of_attempt(lost: Mapping[str, Loss], current: Collection[str], members: Collection[int]) -> list[Loss]:
@@ -212,16 +212,6 @@ def _moved(move: Move) -> Loss:
     pod = move.pod
     why = f"pod {pod.name} of worker {pod.worker} on node {pod.node}: {move.why}"
     return Loss(pod.worker, move.cause, why, pod, pod.node, move.at, move.why)
-
-
-def _node_missing(obs: Observation, pod: PodView) -> bool:
-    """Pods and nodes are watched apart, so a new node's pod may be seen before the node: an answer, or youth, speaks for it."""
-    known = obs.reports.get(pod.uid)
-    if not obs.nodes or known is None:
-        return False
-    if known.answered_at is None:
-        return known.silent_since is not None and obs.now - known.silent_since > obs.patience.silent
-    return known.silent_since is not None and obs.now - known.silent_since > obs.patience.settle
 
 
 def _vanished(obs: Observation, members: Mapping[int, PodView], losses: Sequence[Loss]) -> list[Loss]:
@@ -297,9 +287,8 @@ def _removals(obs: Observation, membership: Membership) -> list[Action]:
 
 
 def removal(obs: Observation, pod: PodView, why: Loss | str) -> list[Action]:
-    """To delete a pod, if that has not been asked for: without waiting for its node if that is lost."""
-    node = obs.nodes.get(pod.node) if pod.node else None
-    gone = pod.node is not None and bool(obs.nodes) and (node is None or bool(node.lost))
+    """To delete a pod, if that has not been asked for: without waiting for its node if nobody is there to end it."""
+    gone = out_of_reach(obs, pod)
     if pod.deleting and not gone:
         return []
     if isinstance(why, str):

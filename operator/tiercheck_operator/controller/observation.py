@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
+from tiercheck.protocol.address import join_address
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import SPARE, Report
 from tiercheck_operator.controller.failure_spec import DEFAULT_HANG, DEFAULT_RESET_SECONDS, FailureRule, HangSpec
@@ -113,6 +115,8 @@ class JobSpec:
     """Seconds; None: the operator's default."""
     node_memory: bool = False
     """`spec.tiers.local.medium` is NodeMemory."""
+    sidecar_resources: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """`spec.sidecar.resources`: requests and limits that the user gives the sidecar."""
     attach: Attach | None = None
     """None: the pods are made from the template."""
     parity: tuple[int, int] | None = None
@@ -157,6 +161,19 @@ class JobView:
         return self.uid if self.spec.attach is None else self.spec.attach.uid
 
 
+class ContainerState(str, Enum):
+    """The kubelet's last word about a container. A kubelet that has died takes nothing back."""
+
+    UNBORN = "Unborn"
+    """It has not run yet: its image is being pulled, others run before it."""
+    STARTING = "Starting"
+    """It runs, and its startup probe has not passed."""
+    UP = "Up"
+    ENDED = "Ended"
+    HELD_BACK = "HeldBack"
+    """It has ended, and waits to be started again: back-off, an image that has to be pulled anew."""
+
+
 @dataclass(frozen=True)
 class ContainerView:
     """One container of a pod, as the kubelet reports it."""
@@ -168,6 +185,19 @@ class ContainerView:
     exit_code: int | None = None
     memory_limit: str = ""
     """As the pod's spec has it; empty: none."""
+    state: ContainerState = ContainerState.UNBORN
+    back_off: float = 0.0
+    """Seconds from the last end to the next start, as the kubelet says; 0: it names none."""
+    restartable: bool = True
+    """When it fails, the kubelet is to start it again."""
+    since: float | None = None
+    """Since when the kubelet says all this, by the operator's clock; None: not known."""
+
+    @property
+    def restarting(self) -> bool:
+        """It ran before, and the kubelet says that it is not back yet."""
+        again = self.state is ContainerState.STARTING and self.restarts > 0
+        return again or self.state in (ContainerState.ENDED, ContainerState.HELD_BACK)
 
     @property
     def oom_killed(self) -> bool:
@@ -197,7 +227,6 @@ class PodView:
     message: str = ""
     """What Kubernetes says about why the pod does not run; empty if nothing."""
     unschedulable_since: float | None = None
-    sidecar_started: bool = False
     sidecar_image: str = ""
     avoided: frozenset[str] = frozenset()
     trainer: ContainerView = ContainerView()
@@ -209,6 +238,13 @@ class PodView:
     resource_version: str = ""
     given_up: str = ""
     """A cause, a colon, and why we gave the pod up: noted on it when we deleted it, for its end will look like any other."""
+    first_port: int | None = None
+    """Of its sidecar's, where they are not the usual ones."""
+
+    @property
+    def address(self) -> str:
+        """By which its sidecar is reached; empty: it has none yet."""
+        return join_address(self.ip, self.first_port) if self.ip else ""
 
     @property
     def terminal(self) -> bool:
@@ -229,7 +265,12 @@ class NodeView:
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
     lost: str = ""
-    """Why the node counts as lost; empty: it does not."""
+    """Why Kubernetes does not trust the node; empty: it does. Whether its pods are lost, `lost_nodes`
+    says."""
+    out_of_service: bool = False
+    """An admin says that it is down for good."""
+    kubelet: str = ""
+    """Its version."""
     leaving: str = ""
     """Why its pods had better leave it, as a clause; empty: they may stay."""
     conditions: Mapping[str, str] = field(default_factory=dict)
@@ -243,6 +284,16 @@ class NodeView:
         return self.labels.get("kubernetes.io/hostname", self.name)
 
 
+class HostSign(str, Enum):
+    """What came back from where a sidecar that does not answer should be."""
+
+    NOTHING = "Nothing"
+    REFUSED = "Refused"
+    """Its host lives, and nobody listens there."""
+    ACCEPTED = "Accepted"
+    """Its host lives, and so does a process that has no time, or hangs."""
+
+
 @dataclass(frozen=True)
 class WorkerReport:
     """What is known from one pod's sidecar. Times are unix seconds by the operator's clock."""
@@ -251,6 +302,10 @@ class WorkerReport:
     answered_at: float | None
     silent_since: float | None
     """First call in vain since the last answer; None: the last call was answered."""
+    host: HostSign = HostSign.NOTHING
+    """While it is silent."""
+    stepped_at: float | None = None
+    """When its trainer was last heard to have made a step in the attempt of the report."""
 
 
 @dataclass(frozen=True)

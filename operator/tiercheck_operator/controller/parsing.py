@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from tiercheck_operator.controller.observation import (
     ANNOTATION_AVOIDED,
     ANNOTATION_GIVEN_UP,
     Attach,
+    ContainerState,
     ContainerView,
     JobSpec,
     JobView,
@@ -25,11 +27,10 @@ from tiercheck_operator.controller.record import parse_record, parse_time
 from tiercheck_operator.manifests.queueing import handed_on
 from tiercheck_operator.planning.quantity import parse_quantity
 
-_LOST_TAINTS = {
-    "node.kubernetes.io/unreachable",
-    "node.kubernetes.io/not-ready",
-    "node.kubernetes.io/out-of-service",
-}
+_OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
+_LOST_TAINTS = {"node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", _OUT_OF_SERVICE}
+_BACK_OFF = re.compile(r"back-off ((?:\d+h)?(?:\d+m)?(?:\d+(?:\.\d+)?s)?) restarting failed container")
+"""What a kubelet says of a container in CrashLoopBackOff, with a Go duration: 40s, 2m40s, 5m0s."""
 
 
 def parse_job(raw: Mapping[str, Any]) -> JobView:
@@ -96,6 +97,7 @@ def _spec(raw: Mapping[str, Any]) -> JobSpec:
         min_workers=_int((raw.get("elastic") or {}).get("minWorkers")),
         capacity_timeout=_float(policy.get("capacityTimeoutSeconds")),
         node_memory=local.get("medium") == "NodeMemory",
+        sidecar_resources=_resources((raw.get("sidecar") or {}).get("resources") or {}),
         parity=(int(parity["data"]), int(parity["parity"])) if parity else None,
         peer_bandwidth=_bytes(peer.get("bandwidth")),
         delta=DeltaMode((checkpoint.get("delta") or {}).get("mode") or DeltaMode.AUTO),
@@ -114,6 +116,15 @@ def _attach(raw: Mapping[str, Any] | None) -> Attach | None:
         return None
     owner = raw["owner"]
     return Attach(owner["apiVersion"], owner["kind"], owner["name"], owner["uid"], raw["container"])
+
+
+def _resources(raw: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """YAML gives whole cores as numbers. Raises ValueError."""
+    given = {kind: {name: str(text) for name, text in (raw.get(kind) or {}).items()} for kind in ("requests", "limits")}
+    for quantities in given.values():
+        for text in quantities.values():
+            parse_quantity(text)
+    return {kind: quantities for kind, quantities in given.items() if quantities}
 
 
 def _int(value: Any) -> int | None:
@@ -151,9 +162,6 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
     created = parse_time(metadata.get("creationTimestamp")) or 0.0
     deletion = parse_time(metadata.get("deletionTimestamp"))
     grace = float(metadata.get("deletionGracePeriodSeconds") or 0)
-    sidecar: Mapping[str, Any] = next(
-        (e for e in status.get("initContainerStatuses") or [] if e.get("name") == names.SIDECAR_CONTAINER), {}
-    )
     attached = str((metadata.get("annotations") or {}).get(names.ANNOTATION_ATTACHED) or "")
     return PodView(
         name=str(metadata.get("name") or ""),
@@ -175,15 +183,20 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         message=_pod_message(status, scheduled if unschedulable else {}),
         unschedulable_since=(parse_time(scheduled.get("lastTransitionTime")) or created) if unschedulable else None,
         sidecar_image=_sidecar_image(spec),
-        sidecar_started=bool(sidecar.get("started") or (sidecar.get("state") or {}).get("running")),
         avoided=frozenset(
             name for name in ((metadata.get("annotations") or {}).get(ANNOTATION_AVOIDED) or "").split(",") if name
         ),
-        trainer=_container(spec.get("containers"), status.get("containerStatuses"), _trainer_name(attached)),
+        trainer=_container(
+            spec.get("containers"),
+            status.get("containerStatuses"),
+            _trainer_name(attached),
+            policy=str(spec.get("restartPolicy") or "Always"),
+        ),
         spare=spare,
         gates=gates,
         resource_version=str(metadata.get("resourceVersion") or ""),
         given_up=str((metadata.get("annotations") or {}).get(ANNOTATION_GIVEN_UP) or ""),
+        first_port=_first_port(spec),
         sidecar=_container(spec.get("initContainers"), status.get("initContainerStatuses"), names.SIDECAR_CONTAINER),
     )
 
@@ -196,7 +209,7 @@ def _trainer_name(attached: str) -> str:
         return names.TRAINER_CONTAINER
 
 
-def _container(specs: Any, statuses: Any, name: str) -> ContainerView:
+def _container(specs: Any, statuses: Any, name: str, policy: str = "Always") -> ContainerView:
     spec: Mapping[str, Any] = next((entry for entry in specs or [] if entry.get("name") == name), {})
     status: Mapping[str, Any] = next((entry for entry in statuses or [] if entry.get("name") == name), {})
     # A container that runs again has its last end in lastState; one that does not, or not yet, may have it in state.
@@ -207,7 +220,35 @@ def _container(specs: Any, statuses: Any, name: str) -> ContainerView:
         ended_at=parse_time(ended.get("finishedAt")),
         exit_code=_int(ended.get("exitCode")),
         memory_limit=str(((spec.get("resources") or {}).get("limits") or {}).get("memory") or ""),
+        state=_container_state(status),
+        back_off=_back_off(str(((status.get("state") or {}).get("waiting") or {}).get("message") or "")),
+        restartable=(spec.get("restartPolicy") or policy) != "Never",
     )
+
+
+def _first_port(spec: Mapping[str, Any]) -> int | None:
+    for container in spec.get("initContainers") or []:
+        if container.get("name") == names.SIDECAR_CONTAINER:
+            found = {entry.get("name"): entry.get("containerPort") for entry in container.get("ports") or []}
+            port = _int(found.get(names.CONTROL_PORT_NAME))
+            return None if port == names.CONTROL_PORT else port
+    return None
+
+
+def _container_state(status: Mapping[str, Any]) -> ContainerState:
+    state = status.get("state") or {}
+    if "running" in state:
+        return ContainerState.UP if status.get("started") else ContainerState.STARTING
+    if "terminated" in state:
+        return ContainerState.ENDED
+    ran = status.get("restartCount") or "terminated" in (status.get("lastState") or {})
+    return ContainerState.HELD_BACK if ran else ContainerState.UNBORN
+
+
+def _back_off(message: str) -> float:
+    found = _BACK_OFF.search(message)
+    units = {"h": 3600.0, "m": 60.0, "s": 1.0}
+    return sum(float(n) * units[unit] for n, unit in re.findall(r"([\d.]+)([hms])", found.group(1))) if found else 0.0
 
 
 def _sidecar_image(spec: Mapping[str, Any]) -> str:
@@ -241,6 +282,10 @@ def parse_node(raw: Mapping[str, Any], signs: NodeSigns = NO_SETTINGS) -> NodeVi
         name=str(metadata.get("name") or ""),
         labels=dict(metadata.get("labels") or {}),
         lost=lost,
+        out_of_service=any(
+            taint.get("key") == _OUT_OF_SERVICE and taint.get("effect") == "NoExecute" for taint in taints
+        ),
+        kubelet=str((status.get("nodeInfo") or {}).get("kubeletVersion") or ""),
         leaving=signs.leaving(spec, status),
         conditions={
             str(entry["type"]): str(entry.get("status") or "")

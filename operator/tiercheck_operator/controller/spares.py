@@ -23,6 +23,7 @@ from tiercheck_operator.controller.membership import (
 )
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.record import SparesRecord
+from tiercheck_operator.controller.signs_of_life import restart_due, silence, was_up
 from tiercheck_operator.planning.takeover import choose_spare
 from tiercheck_operator.planning.topology import HOST, Topology, levels_from_spec, spread_level
 
@@ -194,12 +195,11 @@ def _silent(obs: Observation) -> set[str]:
     answering = any(known.silent_since is None and known.answered_at for known in obs.reports.values())
     if not answering:
         return set()
-    quiet = {}
-    for pod in obs.spares:
-        known = obs.reports.get(pod.uid)
-        if pod.sidecar_started and known is not None and known.silent_since is not None:
-            quiet[pod.uid] = obs.now - known.silent_since
-    return {uid for uid, seconds in quiet.items() if seconds > obs.patience.silent}
+    return {
+        pod.uid
+        for pod in obs.spares
+        if was_up(obs, pod) and restart_due(obs, pod) is None and (silence(obs, pod) or 0.0) > obs.patience.silent
+    }
 
 
 def _pause(obs: Observation, pool: SparePool) -> float:

@@ -17,10 +17,11 @@ from tiercheck_operator.controller.memory import equal_share, forecast, largest_
 from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.record import Condition, JobRecord, MemoryRecord, TierRecord, rfc3339
 from tiercheck_operator.controller.saving import EVERY_STEP, TURNED_OFF, saved
-from tiercheck_operator.controller.sidecar_ends import sidecar_ended
+from tiercheck_operator.controller.sidecar_ends import sidecar_away, sidecar_ended
 from tiercheck_operator.controller.spares import SparesStanding, spares_standing
 from tiercheck_operator.controller.suspend import resumed
 from tiercheck_operator.manifests.node_memory import forbidden
+from tiercheck_operator.manifests.resources import limits_advice
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def derive_status(
         _placed(obs, findings),
         _ended_protection(record, findings) or _protected(obs, record, reports),
         _deltas_active(record, findings),
+        _throttled(obs, {} if idle else reports),
         _spares_ready(obs, spares),
         _full_size(obs, record),
         *_restoring_and_running(record, findings),
@@ -116,7 +118,9 @@ def finally_told(obs: Observation, record: JobRecord) -> JobRecord:
 def with_refusal(obs: Observation, record: JobRecord, sentence: str) -> JobRecord:
     """`record` when the API server refused what it needs: a person has to read why."""
     advice = forbidden(obs.job, sentence)
-    finding = Finding(conditions.NODE_MEMORY_FORBIDDEN, advice) if advice else Finding(conditions.REFUSED, sentence)
+    rules = limits_advice(sentence)
+    refused = Finding(conditions.REFUSED, f"{sentence}. {rules}" if rules else sentence)
+    finding = Finding(conditions.NODE_MEMORY_FORBIDDEN, advice) if advice else refused
     wanted = _condition(conditions.PLACED, False, finding)
     phase = "Pending" if record.phase in ("", "Starting") else record.phase
     return replace(record, conditions=_merge(obs, record.conditions, [wanted]), phase=phase)
@@ -188,10 +192,13 @@ def _protected(obs: Observation, record: JobRecord, reports: Mapping[int, Report
 
 
 def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> Finding | None:
+    away = sidecar_away(obs)
+    if away is not None:
+        return Finding(*away)  # it explains what others say of it
     for worker in sorted(reports):
         for problem in reports[worker].problems:
-            if problem.reason == conditions.DELTAS_OFF:
-                continue  # copies are as good as ever; DeltasActive tells it
+            if problem.reason in (conditions.DELTAS_OFF, conditions.SIDECAR_THROTTLED):
+                continue  # copies are as good as ever; DeltasActive and Throttled tell it
             return Finding(problem.reason, f"worker {worker}: {problem.message}")
     ended = sidecar_ended(obs, record, reports)
     if ended:
@@ -263,6 +270,18 @@ def _deltas_active(record: JobRecord, findings: Findings) -> Condition | None:
     off = known.deltas_reason == TURNED_OFF
     reason = conditions.DELTAS_TURNED_OFF if off else conditions.DELTAS_OFF
     return _condition(conditions.DELTAS_ACTIVE, False, Finding(reason, known.deltas_reason))
+
+
+def _throttled(obs: Observation, reports: Mapping[int, Report]) -> Condition | None:
+    """Once there was something to say. `reports`: none when nothing is trained."""
+    for worker in sorted(reports):
+        for problem in reports[worker].problems:
+            if problem.reason == conditions.SIDECAR_THROTTLED:
+                found = Finding(conditions.SIDECAR_THROTTLED, f"worker {worker}: {problem.message}")
+                return _condition(conditions.THROTTLED, True, found)
+    if obs.job.status.condition(conditions.THROTTLED) is None:
+        return None
+    return _condition(conditions.THROTTLED, False, Finding(conditions.NOT_THROTTLED, "no sidecar is held back"))
 
 
 def _spares_ready(obs: Observation, standing: SparesStanding | None) -> Condition | None:

@@ -9,7 +9,7 @@ from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.actions import Action, DeletePod
 from tiercheck_operator.controller.barrier import pushes
 from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.finish import finishing_time
+from tiercheck_operator.controller.finish import finishing_time, has_settled
 from tiercheck_operator.controller.identities import known_as
 from tiercheck_operator.controller.membership import removal
 from tiercheck_operator.controller.observation import Observation
@@ -31,9 +31,10 @@ def suspend(obs: Observation) -> tuple[JobRecord, list[Action], list[Action]]:
     idle = [*obs.spares, *(pod for pod in obs.pods if pod.node is None)]
     why = "the job is suspended"
     before: list[Action] = [action for pod in idle for action in removal(obs, pod, why)]
-    if not left or late or not status.attempt:
+    all_go = not left or late or not status.attempt
+    if all_go or any(has_settled(obs, pod) for pod in left):
         for pod in obs.pods:
-            if pod in idle:
+            if pod in idle or not (all_go or has_settled(obs, pod)):
                 continue
             node = obs.nodes.get(pod.node) if pod.node else None
             lost = node is not None and bool(node.lost)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from tiercheck.protocol.report import Break, TrainerState
 from tiercheck_operator.controller.actions import Probe
 from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.observation import Observation, PodView
+from tiercheck_operator.controller.observation import HostSign, Observation, PodView
+from tiercheck_operator.controller.signs_of_life import answers, in_attempt, restart_due, silence, training, was_up
 from tiercheck_operator.planning.suspicion import Accusation, Limits, Suspicion, Witness, suspected
 
 _ASK_AGAIN = 1.0
@@ -35,24 +36,31 @@ def doubts(obs: Observation) -> dict[str, Doubt]:
     pods = {pod.uid: pod for pod in running}
     witnesses, patience = _witnesses(obs, running), obs.patience
     limits = Limits(patience.accused, patience.suspect, patience.silent, patience.isolated)
-    silent = {witness.pod for witness in witnesses if witness.silent is not None}
+    silent = {witness.pod: witness for witness in witnesses if witness.silent is not None}
     found = {}
-    for uid, suspicion in suspected(witnesses, limits).items():
-        node = pods[uid].node
-        alone = all(other.uid in silent for other in running if other.node == node)
-        host_lives = bool(suspicion.accusers) and not suspicion.host_silent
+    for uid, suspicion in suspected(witnesses, limits, training(obs)).items():
+        here = [other.uid for other in running if other.node == pods[uid].node]
+        gone = all(other in silent for other in here)
+        # A kubelet that lives would have told of processes that are not there any more.
+        unheard = gone and all(silent[other].held is None and not _there(obs, other) for other in here)
         found[uid] = Doubt(
             cause=Cause.NODE_SILENT if suspicion.host_silent else Cause.SIDECAR_SILENT,
-            why=_sentence(suspicion, pods),
+            why=_sentence(suspicion, pods, restart_due(obs, pods[uid])),
             since=obs.now - suspicion.seconds,
-            of_node=suspicion.answers or (alone and not host_lives),
+            of_node=suspicion.answers or unheard or (gone and suspicion.host_silent),
         )
     return found
 
 
 def checks(obs: Observation) -> list[Probe]:
-    """Ask those whom peers cannot reach at once: a long poll under way would notice their death seconds later."""
-    named = {entry.pod for witness in _witnesses(obs, _running(obs)) for entry in witness.accuses}
+    """Ask those whom peers cannot reach at once: a long poll under way would notice their death seconds
+    later. While anybody is silent, also ask one who answers whether training makes steps, which are no
+    news."""
+    running = _running(obs)
+    witnesses = _witnesses(obs, running)
+    named = {entry.pod for witness in witnesses for entry in witness.accuses}
+    if any(witness.silent is not None for witness in witnesses):
+        named |= set([pod.uid for pod in running if answers(obs, pod) and in_attempt(obs, pod)][:1])
     due = []
     for uid in sorted(named):
         known = obs.reports.get(uid)
@@ -85,27 +93,48 @@ def trainer_failed(obs: Observation, pod: PodView) -> bool:
 
 
 def _running(obs: Observation) -> list[PodView]:
-    return [pod for pod in obs.pods if not pod.terminal and not pod.deleting and pod.sidecar_started]
+    return [pod for pod in obs.pods if not pod.terminal and not pod.deleting and was_up(obs, pod)]
 
 
 def _witnesses(obs: Observation, running: list[PodView]) -> list[Witness]:
-    homes = {(pod.worker, pod.ip or ""): pod.uid for pod in running}
+    homes = {(pod.worker, pod.address): pod.uid for pod in running}
     return [_witness(obs, pod, homes) for pod in running]
 
 
 def _witness(obs: Observation, pod: PodView, homes: Mapping[tuple[int, str], str]) -> Witness:
-    known = obs.reports.get(pod.uid)
-    silent = None if known is None or known.silent_since is None else obs.now - known.silent_since
+    known, silent = obs.reports.get(pod.uid), silence(obs, pod)
     report = obs.report(pod) if silent is None else None
     accuses = tuple(
         Accusation(homes[each.worker, each.host], max(0.0, obs.now - each.since), each.how is Break.SILENT)
         for each in (report.unreachable if report is not None else ())
         if (each.worker, each.host) in homes
     )
-    return Witness(pod.uid, pod.node or "", silent, trainer_failed(obs, pod), accuses)
+    return Witness(
+        pod.uid,
+        pod.node or "",
+        silent,
+        host_answers=known is not None and known.host is not HostSign.NOTHING,
+        held=None if silent is None else _held(obs, pod),
+        takes_part=silent is None or in_attempt(obs, pod),
+        failed=trainer_failed(obs, pod),
+        accuses=accuses,
+    )
 
 
-def _sentence(suspicion: Suspicion, pods: Mapping[str, PodView]) -> str:
+def _there(obs: Observation, uid: str) -> bool:
+    return uid in obs.reports and obs.reports[uid].host is HostSign.ACCEPTED
+
+
+def _held(obs: Observation, pod: PodView) -> float | None:
+    """As `restart_due`. A pod whose memory nobody else has is worth any wait that its kubelet names. One
+    that was never in an attempt holds nothing, and another one in its place would fare no better."""
+    due = restart_due(obs, pod)
+    if due is None or (in_attempt(obs, pod) and (obs.job.spec.copies or obs.job.spec.parity is not None)):
+        return due
+    return min(due, 0.0) if in_attempt(obs, pod) else 0.0
+
+
+def _sentence(suspicion: Suspicion, pods: Mapping[str, PodView], due: float | None) -> str:
     named = [f"{pods[uid].worker}" for uid in suspicion.accusers]
     workers = ", ".join(sorted(named, key=int)[:8]) + (f" and {len(named) - 8} more" if len(named) > 8 else "")
     if suspicion.answers:
@@ -114,9 +143,12 @@ def _sentence(suspicion: Suspicion, pods: Mapping[str, PodView]) -> str:
             "says so); the network of its node is cut off"
         )
     text = f"its sidecar has not answered for {suspicion.seconds:.0f} s"
+    if due is not None and not suspicion.host_silent:
+        late = f"should have started it again {-due:.0f} s ago" if due < 0 else f"starts it again only in {due:.0f} s"
+        return f"{text}, the way back needs it, and its kubelet {late}"
     if not named:
         return text
     they = f"worker {workers} hears" if len(named) == 1 else f"workers {workers} hear"
     if suspicion.host_silent:
         return f"{text}, and {they} nothing from its host either"
-    return f"{text}, and {they} that it is closed"
+    return f"{text}, and {they} that it is closed, of which its kubelet says nothing"

@@ -6,6 +6,7 @@ capability: as the folder's owner it may open it for the sidecars, whoever they 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -49,7 +50,13 @@ def environment(settings: NodeMemory) -> list[dict[str, Any]]:
     return [{"name": names.ENV_NODE_MEMORY_KEEP, "value": str(int(settings.keep_seconds))}]
 
 
-def preparation(job: JobView, settings: NodeMemory, image: str, security: Mapping[str, Any]) -> dict[str, Any]:
+def preparation(
+    job: JobView,
+    settings: NodeMemory,
+    image: str,
+    security: Mapping[str, Any],
+    resources: Mapping[str, Mapping[str, str]],
+) -> dict[str, Any]:
     """The init container. `security`: that of the other containers of TierCheck."""
     return {
         "name": names.NODE_MEMORY_CONTAINER,
@@ -59,7 +66,7 @@ def preparation(job: JobView, settings: NodeMemory, image: str, security: Mappin
             names.NODE_MEMORY_DIR, job.identity, str(int(settings.keep_seconds)),
         ],
         "securityContext": {**security, "runAsUser": 0, "runAsNonRoot": False},
-        "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
+        "resources": copy.deepcopy(dict(resources)),
         "volumeMounts": [{"name": _VOLUME, "mountPath": names.NODE_MEMORY_DIR}],
     }  # fmt: skip
 

@@ -15,15 +15,15 @@ from tiercheck.protocol import names
 from tiercheck_operator.controller.observation import ANNOTATION_AVOIDED, JobView
 from tiercheck_operator.manifests import owned, remote_settings
 from tiercheck_operator.manifests.gang import join_gang
+from tiercheck_operator.manifests.host_network import is_on_host, resolve_cluster_names, spare_ports, worker_ports
 from tiercheck_operator.manifests.node_memory import NodeMemory, environment, memory_volume, node_volume, preparation
+from tiercheck_operator.manifests.resources import Resources, share_out
 from tiercheck_operator.planning.quantity import parse_quantity
 from tiercheck_operator.planning.topology import levels_from_spec, spread_level
 
 HOSTNAME = "kubernetes.io/hostname"
 GROUP = 65532
 """Shared by sidecar and trainer through fsGroup, so that both may write the memory volume whatever their users are."""
-_SIDECAR_OVERHEAD = 512 * 2**20
-"""Bytes of the sidecar's own process, on top of the memory volume that is charged to it."""
 _REMOTE_CREDENTIALS = "tiercheck-remote-credentials"
 _USERS_PATH = "TIERCHECK_USER_PYTHONPATH"
 _GRACE = 30
@@ -65,7 +65,10 @@ def build_pod(
     labels = {names.LABEL_WORKER: str(worker), names.LABEL_INCARNATION: str(incarnation)}
     name = owned.pod_name(job, worker, incarnation)
     kit = _Kit(sidecar_image, node_memory)
-    return _build(job, name, labels, worker=str(worker), avoid_nodes=avoid_nodes, kit=kit, prefer=prefer, shun=shun)
+    ports = worker_ports(job.identity, worker, incarnation)
+    return _build(
+        job, name, labels, worker=str(worker), ports=ports, avoid_nodes=avoid_nodes, kit=kit, prefer=prefer, shun=shun
+    )
 
 
 def build_spare(
@@ -81,7 +84,10 @@ def build_spare(
     labels = {names.LABEL_SPARE: str(number)}
     name = owned.spare_name(job, number)
     kit = _Kit(sidecar_image, node_memory)
-    return _build(job, name, labels, worker=names.SPARE_WORKER, avoid_nodes=avoid_nodes, kit=kit, shun=shun)
+    ports = spare_ports(job.identity, number)
+    return _build(
+        job, name, labels, worker=names.SPARE_WORKER, ports=ports, avoid_nodes=avoid_nodes, kit=kit, shun=shun
+    )
 
 
 def _build(
@@ -90,12 +96,13 @@ def _build(
     labels: Mapping[str, str],
     *,
     worker: str,
+    ports: int,
     avoid_nodes: Sequence[str],
     kit: _Kit,
     prefer: str = "",
     shun: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """`worker`: what the containers find in their environment."""
+    """`worker`: what the containers find in their environment; `ports`: the first of them on the host, if that is where the pod is."""
     spec: dict[str, Any] = copy.deepcopy(dict(job.spec.template.get("spec") or {}))
     metadata = owned.metadata(job, name)
     template_metadata = job.spec.template.get("metadata") or {}
@@ -115,7 +122,8 @@ def _build(
     spec["subdomain"] = owned.service_name(job)
     if spec.get("terminationGracePeriodSeconds") is None:
         spec["terminationGracePeriodSeconds"] = _GRACE if job.spec.remote is None else _GRACE_WITH_REMOTE
-    equip(job, worker, spec, names.TRAINER_CONTAINER, kit.image, node_memory=kit.node_memory)
+    resolve_cluster_names(spec)
+    equip(job, worker, spec, names.TRAINER_CONTAINER, kit.image, host_ports=ports, node_memory=kit.node_memory)
     if avoid_nodes:
         _avoid(spec, sorted(avoid_nodes))
     if prefer:
@@ -132,16 +140,20 @@ def equip(
     trainer: str,
     image: str,
     *,
+    host_ports: int,
     node_memory: NodeMemory = _NODE_MEMORY,
 ) -> None:
     """Add to `spec`, a PodSpec, all that makes it the pod of a worker, whoever made it. `trainer`: the container to wrap;
-    `image`: the sidecar's."""
-    kit = _Kit(image, node_memory)
+    `image`: the sidecar's; `host_ports`: the first of its ports, if the pod is in its node's network."""
+    kit, shares = _Kit(image, node_memory), share_out(job.spec, spec)
     spec["securityContext"] = _pod_security(spec)
+    if shares.pod is not None:
+        spec["resources"] = shares.pod
+    folder = preparation(job, kit.node_memory, kit.image, _security(spec), shares.init)
     spec["initContainers"] = [
-        _library(spec, kit.image),
-        *([preparation(job, kit.node_memory, kit.image, _security(spec))] if job.spec.node_memory else []),
-        _sidecar(job, worker, spec, kit),
+        _library(spec, kit.image, shares.init),
+        *([folder] if job.spec.node_memory else []),
+        _sidecar(job, worker, spec, kit, resources=shares.sidecar, host_ports=host_ports if is_on_host(spec) else None),
         *(spec.get("initContainers") or []),
     ]
     spec["containers"] = [
@@ -152,25 +164,28 @@ def equip(
     spec.setdefault("topologySpreadConstraints", _soft_spread(job, spare=worker == names.SPARE_WORKER))
 
 
-def _library(spec: Mapping[str, Any], image: str) -> dict[str, Any]:
+def _library(spec: Mapping[str, Any], image: str, resources: Resources) -> dict[str, Any]:
     return {
         "name": names.LIBRARY_CONTAINER,
         "image": image,
         "command": ["python3", "-m", "tiercheck_sidecar.install_library", names.LIBRARY_DIR],
         "securityContext": _security(spec),
-        "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
+        "resources": copy.deepcopy(resources),
         "volumeMounts": [{"name": "tiercheck-library", "mountPath": names.LIBRARY_DIR}],
     }
 
 
-def _sidecar(job: JobView, worker: str, spec: Mapping[str, Any], kit: _Kit) -> dict[str, Any]:
-    size = parse_quantity(job.spec.size_limit)
+def _sidecar(
+    job: JobView, worker: str, spec: Mapping[str, Any], kit: _Kit, *, resources: Resources, host_ports: int | None
+) -> dict[str, Any]:
+    first = names.CONTROL_PORT if host_ports is None else host_ports
     env = [
         *_identity(job, worker),
         {"name": names.ENV_CREDENTIALS_DIR, "value": names.CREDENTIALS_DIR},
-        {"name": names.ENV_MEMORY_LIMIT, "value": str(size)},
+        {"name": names.ENV_MEMORY_LIMIT, "value": str(parse_quantity(job.spec.size_limit))},
         {"name": names.ENV_GRACE_SECONDS, "value": str(spec["terminationGracePeriodSeconds"])},
         *(environment(kit.node_memory) if job.spec.node_memory else []),
+        *([] if host_ports is None else [{"name": names.ENV_FIRST_PORT, "value": str(first)}]),
     ]
     mounts = [
         {"name": "tiercheck-memory", "mountPath": names.MEMORY_DIR},
@@ -189,18 +204,15 @@ def _sidecar(job: JobView, worker: str, spec: Mapping[str, Any], kit: _Kit) -> d
         "restartPolicy": "Always",
         "env": env,
         "ports": [
-            {"name": "control", "containerPort": names.CONTROL_PORT},
-            {"name": "exchange", "containerPort": names.EXCHANGE_PORT},
-            {"name": "tc-metrics", "containerPort": names.METRICS_PORT},
+            {"name": names.CONTROL_PORT_NAME, "containerPort": first},
+            {"name": "exchange", "containerPort": first + 1},
+            {"name": "tc-metrics", "containerPort": first + 2},
         ],
-        "resources": {
-            "requests": {"cpu": "100m", "memory": str(size + _SIDECAR_OVERHEAD)},
-            "limits": {"memory": str(size + _SIDECAR_OVERHEAD)},
-        },
+        "resources": resources,
         "securityContext": _security(spec),
-        "startupProbe": _probe("/healthz", period=1, failures=120),
-        "livenessProbe": _probe("/healthz", period=10, failures=6),
-        "readinessProbe": _probe("/readyz", period=5, failures=2),
+        "startupProbe": _probe("/healthz", first + 2, period=1, failures=120),
+        "livenessProbe": _probe("/healthz", first + 2, period=10, failures=6),
+        "readinessProbe": _probe("/readyz", first + 2, period=5, failures=2),
         "volumeMounts": mounts,
     }
     secret = remote_settings.credentials_secret(job)
@@ -299,9 +311,9 @@ def _security(spec: Mapping[str, Any]) -> dict[str, Any]:
     return dict(_RESTRICTED)
 
 
-def _probe(path: str, period: int, failures: int) -> dict[str, Any]:
+def _probe(path: str, port: int, period: int, failures: int) -> dict[str, Any]:
     return {
-        "httpGet": {"path": path, "port": names.METRICS_PORT},
+        "httpGet": {"path": path, "port": port},
         "periodSeconds": period,
         "timeoutSeconds": 5,
         "failureThreshold": failures,

@@ -7,6 +7,8 @@ from typing import Any
 
 from tiercheck.protocol import names
 
+_PORTS = {names.CONTROL_PORT, names.EXCHANGE_PORT, names.METRICS_PORT}
+
 
 def template_problem(template: Mapping[str, Any]) -> str:
     """A sentence that says what to change, or the empty string."""
@@ -27,3 +29,39 @@ def template_problem(template: Mapping[str, Any]) -> str:
         if entry.get("name") in reserved:
             return f"container name {entry['name']!r} in spec.template is reserved; choose another"
     return ""
+
+
+def pod_problem(pod: Mapping[str, Any], trainer: str) -> str:
+    """What in a user's PodSpec would keep its worker from working, whoever makes the pod: a sentence, or the empty string.
+
+    `trainer`: the container that trains.
+    """
+    for entry in pod.get("containers") or []:
+        probes = [
+            name for name in ("livenessProbe", "startupProbe") if entry.get("name") == trainer and entry.get(name)
+        ]
+        if probes:
+            return (
+                f"container {trainer!r} has a {probes[0]}, by which the kubelet would kill it while it waits for its state to be restored, "
+                "in the middle of a recovery; remove it: TierCheck finds training that hangs by itself (failurePolicy.hang). "
+                "A readinessProbe may stay"
+            )
+    lasting = [entry for entry in pod.get("initContainers") or [] if entry.get("restartPolicy") == "Always"]
+    for entry in [*lasting, *(pod.get("containers") or [])]:
+        taken = {port.get("containerPort") for port in entry.get("ports") or []} & _PORTS
+        if taken and not pod.get("hostNetwork"):
+            return (
+                f"container {entry.get('name')!r} has port {min(taken)}, which TierCheck's sidecar listens on in the same pod (8470 to 8472); "
+                "choose another"
+            )
+    return ""
+
+
+def deadline_problem(template: Mapping[str, Any]) -> str:
+    """Why pods of TierCheck's own may not have a deadline: a sentence, or the empty string."""
+    if (template.get("spec") or {}).get("activeDeadlineSeconds") is None:
+        return ""
+    return (
+        "spec.template.spec.activeDeadlineSeconds would end each pod after that time, and TierCheck would make another; "
+        "use spec.activeDeadlineSeconds, which is for the job"
+    )

@@ -28,11 +28,15 @@ def parse_duration(text: str) -> float:
 
 def parse_quantity(text: str | int) -> int:
     """Bytes of a quantity such as 64Gi, 1.5G or 1024; rounded up. Raises ValueError if it is none."""
+    return math.ceil(parse_amount(text))
+
+
+def parse_amount(text: str | int) -> Decimal:
+    """The exact number of a quantity such as 250m, 64Gi or 2. Raises ValueError if it is none."""
     match = _PATTERN.fullmatch(str(text).strip())
     if match is None or match[3] not in _FACTOR:
         raise ValueError(f"not a quantity: {text!r}")
     try:
-        value = Decimal(match[1]) * Decimal(10) ** int(match[2] or 0) * _FACTOR[match[3]]
+        return Decimal(match[1]) * Decimal(10) ** int(match[2] or 0) * _FACTOR[match[3]]
     except ArithmeticError as error:
         raise ValueError(f"not a quantity: {text!r}") from error
-    return math.ceil(value)

@@ -3,20 +3,32 @@
 Acting early is safe because the attempt fences whoever is left behind; acting wrongly only costs a restart. So the rule asks for
 two independent observers where seconds count, and for none where nothing else can explain what is seen:
 
-1. A pod that does not answer the controller is given up after `accused` seconds if a pod that does answer hears nothing from its
-   host either; after `suspect` if its host answers peers but its sidecar does not (it is being started again), or if training broke
-   elsewhere; after `silent` in any case. If no pod answers at all, it is the controller that is cut off, and nobody is given up.
-   If more than half are silent, only `silent` counts: so much memory is not thrown away for a switch that is being restarted.
-2. Pods that answer the controller are given up only if one node explains every broken connection among those who answer, its
-   connections to at least two other nodes are broken, one of these says so itself, most pods are elsewhere, and all that has lasted
-   for `isolated` seconds. So no confused peer moves anybody, itself or others, and of a network that fell apart at most one side is
-   given up: the one that cannot be heard, or one node.
+1. A pod that does not answer the controller is given up after `accused` seconds if a pod that does answer
+   hears nothing from its host either, and nothing comes back from there to the controller; after `suspect`
+   if its host answers peers but its sidecar does not, or if training broke elsewhere; after `silent` in any
+   case. If no pod answers at all, it is the controller that is cut off, and nobody is given up. If more
+   than half are silent, only `silent` counts: so much memory is not thrown away for a switch that is being
+   restarted.
+2. Pods that answer the controller are given up only if one node explains every broken connection among
+   those who answer, its connections to at least two other nodes are broken, one of these says so itself,
+   most pods are elsewhere, and all that has lasted for `isolated` seconds. So no confused peer moves
+   anybody, itself or others, and of a network that fell apart at most one side is given up: the one that
+   cannot be heard, or one node.
+3. A step of training takes every rank, so whoever makes one vouches for all: seconds count from the last
+   step that was heard of. Who is silent while training goes on is left alone.
+4. A kubelet that says that a sidecar has ended, or starts again, lives, and so does the pod. It is given up
+   only if training waits for it, and the kubelet will not start it for longer than `held` seconds, or is
+   late by `overdue`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+_PACES = 5.0
+"""Steps that may be due before training counts as standing still, where a few seconds more cost little."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,13 @@ class Witness:
     node: str
     silent: float | None = None
     """Seconds for which it has not answered the controller; None: it answers."""
+    host_answers: bool = False
+    """While it is silent: something came back from its host all the same."""
+    held: float | None = None
+    """While it is silent: seconds until its kubelet, which knows of it, starts it again; negative if that
+    is late."""
+    takes_part: bool = True
+    """It is a member of the attempt: each step takes it."""
     failed: bool = False
     """Its training command failed in this attempt."""
     accuses: tuple[Accusation, ...] = ()
@@ -52,6 +71,20 @@ class Limits:
     suspect: float = 10.0
     silent: float = 60.0
     isolated: float = 30.0
+    held: float = 30.0
+    overdue: float = 150.0
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the job as a whole gets on, in seconds."""
+
+    stepped: float = math.inf
+    """Since it was last heard to have made a step in this attempt."""
+    pace: float = 0.0
+    """Of a step; 0: not known."""
+    waits: bool = False
+    """It does not train: the next attempt is not released yet."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +101,10 @@ class Suspicion:
     """It answers the controller, but its peers cannot reach it."""
 
 
-def suspected(witnesses: Sequence[Witness], limits: Limits) -> dict[str, Suspicion]:
+_UNKNOWN = Training()
+
+
+def suspected(witnesses: Sequence[Witness], limits: Limits, training: Training = _UNKNOWN) -> dict[str, Suspicion]:
     """The pods to give up. Never all of them."""
     answering = [witness for witness in witnesses if witness.silent is None]
     if not answering:
@@ -85,20 +121,30 @@ def suspected(witnesses: Sequence[Witness], limits: Limits) -> dict[str, Suspici
             for accusation in other.accuses
             if accusation.pod == witness.pod
         }
-        host_silent = any(accusation.host_silent for accusation in named.values())
-        if most:
-            limit = limits.silent
+        host_silent = not witness.host_answers and any(accusation.host_silent for accusation in named.values())
+        quiet = min(witness.silent, training.stepped) if witness.takes_part else witness.silent
+        if witness.held is not None and not host_silent:
+            wanted = broken or training.waits
+            gone = wanted and not -limits.overdue <= witness.held <= limits.held
+        elif most:
+            gone = quiet > max(limits.silent, _PACES * training.pace)
         elif host_silent:
-            limit = limits.accused
+            gone = quiet > limits.accused
+        elif broken or (named and training.waits):
+            gone = quiet > limits.suspect
         else:
-            limit = limits.suspect if named or broken else limits.silent
-        if witness.silent > limit:
-            found[witness.pod] = Suspicion(witness.silent, tuple(sorted(named)), host_silent)
-    return {**found, **_isolated(answering, witnesses, limits)}
+            gone = quiet > max(limits.suspect if named else limits.silent, _PACES * training.pace)
+        if gone:
+            found[witness.pod] = Suspicion(quiet, tuple(sorted(named)), host_silent)
+    return {**found, **_isolated(answering, witnesses, limits, training)}
 
 
-def _isolated(answering: Sequence[Witness], witnesses: Collection[Witness], limits: Limits) -> dict[str, Suspicion]:
+def _isolated(
+    answering: Sequence[Witness], witnesses: Collection[Witness], limits: Limits, training: Training
+) -> dict[str, Suspicion]:
     """The answering pods of the one node that no other node can reach."""
+    if training.stepped <= max(limits.isolated, _PACES * training.pace):
+        return {}
     node_of = {witness.pod: witness.node for witness in answering}
     links = [
         (frozenset((witness.node, node_of[accusation.pod])), witness, accusation)

@@ -15,7 +15,7 @@ from tiercheck_local.nodespec import NodeSpec
 
 def _bench(kind: str, directory: Path) -> Iterator[Bench]:
     nodes = [NodeSpec(spec.name, spec.labels, pods=20) for spec in NodeSpec.racks(3, 2)]
-    with LocalCluster(directory, nodes, kind, lease_grace=1.5) as cluster:
+    with LocalCluster(directory, nodes, kind, lease_grace=1.5, back_off=0.5) as cluster:
         yield Bench(cluster)
 
 

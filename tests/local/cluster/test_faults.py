@@ -7,6 +7,7 @@ import os
 import signal
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bench import Bench, condition
@@ -83,6 +84,44 @@ def test_pod_still_bound_to_a_revived_node_starts_again_with_empty_memory(bench:
     bench.wait("its count", lambda: bench.pod(name)["status"]["containerStatuses"][0]["restartCount"] == 1)
     usable(bench, "node-2")
     bench.faults.delete_pods(f"test={name}")
+
+
+def test_container_that_is_slow_to_start_runs_and_has_not_started(bench: Bench) -> None:
+    """As a kubelet shows it: running at once, started with its startup probe, and nothing after it runs
+    before."""
+    probe = {"exec": {"command": ["test", "-e", "/memory/up"]}, "periodSeconds": 1, "failureThreshold": 60}
+    bench.faults.hold_starts("sidecar")
+    name = bench.run(
+        PodBuilder().beside(f"touch /memory/up; {LASTING}", startupProbe=probe).runs(LASTING).memory().policy("Always")
+    )
+    status = bench.wait("it to run", lambda: _sidecar(bench, name, "running"))
+    assert not status["started"]
+    assert bench.log(name, "sidecar") == ""
+    bench.faults.let_start("sidecar")
+    bench.ready(name)
+    assert _sidecar(bench, name, "running")["started"]
+    bench.faults.delete_pods(f"test={name}")
+
+
+def test_container_that_ends_twice_is_held_back_and_says_for_how_long(bench: Bench) -> None:
+    name = up(bench, PodBuilder().beside(LASTING).runs(LASTING).policy("Always"))
+    for restarts in (1, 2):
+        bench.wait("it to run", lambda: _sidecar(bench, name, "running"))
+        bench.faults.kill_container(name, "sidecar")
+        if restarts == 2:
+            waiting = bench.wait("it to be held back", lambda: _sidecar(bench, name, "waiting"))["state"]["waiting"]
+            assert waiting["reason"] == "CrashLoopBackOff"
+            assert waiting["message"].startswith(
+                f"back-off 500ms restarting failed container=sidecar pod={name}_default("
+            )
+        bench.wait("its next life", lambda n=restarts: (_sidecar(bench, name) or {}).get("restartCount") == n)
+    bench.faults.delete_pods(f"test={name}")
+
+
+def _sidecar(bench: Bench, name: str, state: str = "") -> dict[str, Any] | None:
+    """What is said of the container `sidecar`, if it is in that state."""
+    found = bench.pod(name).get("status", {}).get("initContainerStatuses") or []
+    return next((each for each in found if each["name"] == "sidecar" and (not state or state in each["state"])), None)
 
 
 def test_rack_dies_as_a_whole(bench: Bench) -> None:

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,11 +37,11 @@ def missing() -> str:
 class Cluster:
     """Everything lies under `root`; nothing is left when it is stopped."""
 
-    def __init__(self, root: Path) -> None:
-        self._root, self._config = root, root / "ceph.conf"
+    def __init__(self, root: Path, address: str = "127.0.0.1") -> None:
+        self._root, self._config, self._address = root, root / "ceph.conf", address
         self._processes: list[subprocess.Popen[bytes]] = []
         self._fsid, self._mon, self._port = str(uuid.uuid4()), *free_ports(2)
-        self.endpoint = f"http://127.0.0.1:{self._port}"
+        self.endpoint = f"http://{address}:{self._port}"
 
     def start(self) -> None:
         """Raises RuntimeError with the end of a log."""
@@ -50,13 +51,24 @@ class Cluster:
         self._until(lambda: self._ceph("status").returncode == 0, "the monitor answers")
         self._make_osd()
         self._daemon("ceph-osd", "--id", "0")
-        self._until(lambda: b"1 up" in self._ceph("osd", "stat").stdout, "the object store is up")
+        self._until(self._osd_is_up, "the object store is up")
         self._run(
             "radosgw-admin", "user", "create", "--uid=tiercheck", "--display-name=tests",
             f"--access-key={ACCESS_KEY}", f"--secret-key={SECRET_KEY}",
         )  # fmt: skip
         self._daemon("radosgw", "-n", "client.admin")
         self._until(self._answers, "the gateway answers")
+
+    def pause(self) -> None:
+        """The gateway takes connections and answers none, until `go_on`."""
+        self._processes[-1].send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._processes[-1].send_signal(signal.SIGCONT)
+
+    def admin(self, *words: str) -> None:
+        """radosgw-admin. Raises RuntimeError."""
+        self._run("radosgw-admin", *words)
 
     def stop(self) -> None:
         for process in reversed(self._processes):
@@ -99,7 +111,7 @@ mon data avail warn = 1
 mon data avail crit = 0
 setuser match path =
 rgw data = {self._root}/rgw
-rgw frontends = beast endpoint=127.0.0.1:{self._port}
+rgw frontends = beast endpoint={self._address}:{self._port}
 rgw enable usage log = false
 rgw dns name = localhost
 """
@@ -130,6 +142,13 @@ rgw dns name = localhost
         done = subprocess.run(command, capture_output=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr.decode(errors='replace')[-2000:]}")
+
+    def _osd_is_up(self) -> bool:
+        # It ends with "wrong fsid" if it speaks before it has the monitor's map: then it is started again.
+        if self._processes[-1].poll() is not None:
+            self._processes.pop()
+            self._daemon("ceph-osd", "--id", "0")
+        return b"1 up" in self._ceph("osd", "stat").stdout
 
     def _answers(self) -> bool:
         try:

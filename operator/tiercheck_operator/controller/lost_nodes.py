@@ -1,0 +1,97 @@
+"""When a node that Kubernetes does not trust is lost to a pod: not while its sidecar answers, or it trains.
+
+NotReady says that the node's kubelet and the API server do not hear each other, and pods outlive that:
+their kubelet may be stopped, or the API server may be away for all nodes at once. Kubernetes waits five
+minutes before it ends such pods, and in an outage of all nodes for ever. Its eviction is obeyed when it
+comes; before that, a pod is given up only if it is silent towards us too, while others answer: never all at
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tiercheck.protocol.report import TrainerState
+from tiercheck_operator.controller import conditions
+from tiercheck_operator.controller.observation import Observation, PodView
+from tiercheck_operator.controller.signs_of_life import answers, in_attempt, training
+
+
+def why_lost(obs: Observation, pod: PodView) -> str:
+    """Why the pod's node is lost to it, as a clause; empty: it is not."""
+    node = obs.nodes.get(pod.node) if pod.node is not None else None
+    if node is None:
+        return "the node is gone" if pod.node is not None and _node_missing(obs, pod) else ""
+    if not node.lost or node.out_of_service:
+        return node.lost
+    if all(other.lost for other in obs.nodes.values()):
+        return ""  # nowhere to go, and nobody to believe
+    if answers(obs, pod):
+        return f"{node.lost}, and nobody starts its trainer again" if _wants_a_kubelet(obs, pod) else ""
+    return node.lost if _silent_too(obs, pod) else ""
+
+
+def out_of_reach(obs: Observation, pod: PodView) -> bool:
+    """Whether nobody is there to end the pod gracefully."""
+    node = obs.nodes.get(pod.node) if pod.node is not None else None
+    if pod.node is None or not obs.nodes:
+        return False
+    return node is None or node.out_of_service or (bool(node.lost) and not answers(obs, pod))
+
+
+def told(obs: Observation, members: Mapping[int, PodView]) -> tuple[str, str] | None:
+    """Reason and message for the condition Placed; None: all nodes are ready, and nothing has to be taken
+    back."""
+    unready = {name for name, node in obs.nodes.items() if node.lost}
+    found = [pod for _, pod in sorted(members.items()) if pod.node in unready]
+    if found:
+        more = f" and those of {len(found) - 1} other workers are" if len(found) > 1 else " is"
+        return (
+            conditions.NODE_NOT_READY,
+            f"node {found[0].node} of worker {found[0].worker}{more} not ready: no kubelet is heard there. Who answers "
+            "trains on, and is left alone until Kubernetes evicts it, or its sidecar falls silent as well; new pods "
+            "go elsewhere",
+        )
+    known = obs.job.status.condition(conditions.PLACED)
+    if known is not None and known.reason == conditions.NODE_NOT_READY:
+        return (conditions.ALL_PLACED, "every worker has a pod on a node")
+    return None
+
+
+def _silent_too(obs: Observation, pod: PodView) -> bool:
+    """For long enough, without a step of training, and while others answer: otherwise it is we who are cut
+    off."""
+    known, patience = obs.reports.get(pod.uid), obs.patience
+    if known is None:
+        return True  # it never had an address
+    if known.silent_since is None:
+        return False  # not asked yet
+    seconds = obs.now - known.silent_since
+    living = [other for other in obs.pods if not other.terminal and not other.deleting]
+    if not in_attempt(obs, pod):  # it holds nothing
+        return seconds > (patience.accused if any(answers(obs, other) for other in living) else patience.silent)
+    members = [other for other in living if in_attempt(obs, other)]
+    answering = sum(answers(obs, other) for other in members)
+    limit = patience.silent if 2 * answering < len(members) else patience.accused
+    return answering > 0 and min(seconds, training(obs).stepped) > limit
+
+
+def _wants_a_kubelet(obs: Observation, pod: PodView) -> bool:
+    """The job is held up because the pod's trainer container has ended: only a kubelet could start it
+    again."""
+    recovery, report = obs.job.status.recovery, obs.report(pod)
+    if recovery is None or recovery.decided_at is None or recovery.released_at is not None or report is None:
+        return False
+    absent = report.attempt == obs.job.status.attempt and report.trainer.state is TrainerState.ABSENT
+    return absent and obs.now - recovery.decided_at > obs.patience.suspect
+
+
+def _node_missing(obs: Observation, pod: PodView) -> bool:
+    """Pods and nodes are watched apart, so a new node's pod may be seen before the node: an answer, or youth,
+    speaks for it."""
+    known = obs.reports.get(pod.uid)
+    if not obs.nodes or known is None:
+        return False
+    if known.answered_at is None:
+        return known.silent_since is not None and obs.now - known.silent_since > obs.patience.silent
+    return known.silent_since is not None and obs.now - known.silent_since > obs.patience.settle

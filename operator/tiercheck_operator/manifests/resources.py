@@ -1,0 +1,172 @@
+"""What TierCheck's containers ask for beside the user's: enough for their work, and never the end of the pod's QoS class.
+
+A Guaranteed pod stays one, so that the kubelet's static CPU manager leaves the trainer its own cores. What is added has no whole
+cores then and shares the node's common ones: a whole core would have to fit into the node's NUMA and SMT alignment too. Where
+the template gives resources to the pod as a whole, ours are added to them, in whole cores if theirs are whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from tiercheck_operator.controller.observation import JobSpec
+from tiercheck_operator.planning.quantity import parse_amount, parse_quantity
+
+OVERHEAD = 512 * 2**20
+"""Bytes of the sidecar's own process, on top of the memory volume that is charged to it."""
+_CPU_BASE, _CPU_PER_RANK, _CPU_PER_GIB = 100, 50, 4
+"""Thousandths of a core (docs/sizing.md). The last is of tiers.local.sizeLimit."""
+_CPU_WITH_LIMIT = 500
+"""The least that a sidecar can start with in time where its request is its limit."""
+_INIT = {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"cpu": "500m", "memory": "256Mi"}}
+"""Of the containers that run for a second before the sidecar: so their limits cost nothing."""
+
+Resources = dict[str, dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of one pod."""
+
+    sidecar: Resources
+    init: Resources
+    pod: Resources | None
+    """Of the pod as a whole, ours included; None: the template gives none."""
+
+
+def share_out(job: JobSpec, pod: Mapping[str, Any]) -> Shares:
+    """`pod`: the user's PodSpec, without anything of ours."""
+    whole = pod.get("resources") or {}
+    if whole.get("requests") or whole.get("limits"):
+        sidecar = _sidecar(job, limited=False)
+        init = {"requests": _INIT["requests"], "limits": {"memory": _INIT["limits"]["memory"]}}
+        return Shares(sidecar, init, _with_ours(_completed(whole, pod), sidecar))
+    bound = is_guaranteed(pod)
+    # A namespace that asks for limits may ask for a ratio to the requests as well.
+    init_bound = bound or "cpu" in job.sidecar_resources.get("limits", {})
+    init = {"requests": _INIT["limits"], "limits": _INIT["limits"]} if init_bound else _INIT
+    return Shares(_sidecar(job, limited=bound), init, None)
+
+
+def is_guaranteed(pod: Mapping[str, Any]) -> bool:
+    """Whether every container's requests are its limits, as far as no resources are given to the pod as a whole."""
+    containers = [*(pod.get("containers") or []), *(pod.get("initContainers") or [])]
+    return bool(containers) and all(_is_bound(entry.get("resources") or {}) for entry in containers)
+
+
+def resources_problem(job: JobSpec, pod: Mapping[str, Any]) -> str:
+    """What is wrong with spec.sidecar.resources for such pods: a sentence that says what to change, or the empty string."""
+    needed = parse_quantity(job.size_limit) + OVERHEAD
+    for kind, given in job.sidecar_resources.items():
+        memory = given.get("memory")
+        if memory is not None and not job.node_memory and parse_quantity(memory) < needed:
+            return (
+                f"spec.sidecar.resources.{kind}.memory is {memory}, and the sidecar needs {_mebibytes(needed)}: tiers.local.sizeLimit "
+                f"({job.size_limit}), because its memory volume is charged to it, and 512Mi; raise the one or lower the other"
+            )
+    requests, limits = (job.sidecar_resources.get(kind, {}) for kind in ("requests", "limits"))
+    for name in requests.keys() & limits.keys():
+        request, limit = parse_amount(requests[name]), parse_amount(limits[name])
+        if request > limit:
+            return f"spec.sidecar.resources: the request of {name} ({requests[name]}) is more than its limit ({limits[name]})"
+        if request < limit and name in ("cpu", "memory") and not pod.get("resources") and is_guaranteed(pod):
+            return (
+                f"spec.sidecar.resources gives a request of {name} ({requests[name]}) that is not its limit ({limits[name]}), which "
+                "would end the QoS class Guaranteed that all other containers of the pod have, and with it their exclusive cores; "
+                "give one of the two, or both the same"
+            )
+    return ""
+
+
+def limits_advice(sentence: str) -> str:
+    """What to do if the API server refused a pod because of a LimitRange or a ResourceQuota; empty if that is not why."""
+    if (
+        "limits.cpu for:" in sentence
+        or "less than or equal to cpu limit" in sentence
+        or "cpu max limit to request" in sentence
+    ):
+        return (
+            "The namespace has rules for CPU limits, and TierCheck gives its sidecar none by itself: set "
+            "spec.sidecar.resources.limits.cpu, and limits.cpu of your own containers that have none"
+        )
+    if "memory" in sentence and ("exceeded quota" in sentence or "maximum memory usage" in sentence):
+        return (
+            "Beside what your containers ask for, each pod's sidecar asks for tiers.local.sizeLimit and 512Mi: lower sizeLimit, or have "
+            "the namespace's ResourceQuota or LimitRange raised"
+        )
+    return ""
+
+
+def _sidecar(job: JobSpec, limited: bool) -> Resources:
+    """`limited`: requests are limits."""
+    size = parse_quantity(job.size_limit)
+    cpu = _CPU_BASE + _CPU_PER_RANK * job.procs_per_worker + math.ceil(_CPU_PER_GIB * size / 2**30)
+    cpu = -(-cpu // 10) * 10
+    memory = str(size + OVERHEAD)
+    if limited:
+        cpu = max(cpu, _CPU_WITH_LIMIT)
+        cpu += 50 if cpu % 1000 == 0 else 0
+    requests = {"cpu": f"{cpu}m", "memory": memory}
+    limits = dict(requests) if limited else {"memory": memory}
+    asked, allowed = (job.sidecar_resources.get(kind, {}) for kind in ("requests", "limits"))
+    requests, limits = {**requests, **asked}, {**limits, **allowed}
+    for name in requests.keys() & limits.keys():
+        if name in asked and name not in allowed and (limited or _exceeds(requests[name], limits[name])):
+            limits[name] = requests[name]
+        if name in allowed and name not in asked and (limited or _exceeds(requests[name], limits[name])):
+            requests[name] = limits[name]
+    return {"requests": requests, "limits": limits}
+
+
+def _exceeds(request: str, limit: str) -> bool:
+    return parse_amount(request) > parse_amount(limit)
+
+
+def _is_bound(resources: Mapping[str, Any]) -> bool:
+    requests, limits = resources.get("requests") or {}, resources.get("limits") or {}
+    for name in ("cpu", "memory"):
+        limit = parse_amount(limits.get(name) or 0)
+        if limit <= 0 or parse_amount(requests.get(name, limits[name])) != limit:
+            return False
+    return True
+
+
+def _completed(whole: Mapping[str, Any], pod: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """With the requests that the API server would find if ours were not there: the limits, of what no container asks for."""
+    containers = [*(pod.get("containers") or []), *(pod.get("initContainers") or [])]
+    asked = {
+        name for entry in containers for given in (entry.get("resources") or {}).values() if given for name in given
+    }
+    limits = dict(whole.get("limits") or {})
+    unasked = {name: limit for name, limit in limits.items() if name not in asked}
+    return {"requests": {**unasked, **(whole.get("requests") or {})}, "limits": limits}
+
+
+def _with_ours(whole: Mapping[str, Any], sidecar: Resources) -> Resources:
+    """The pod's own resources, so much larger that they hold the sidecar beside what they held before."""
+    ours = {name: parse_amount(quantity) for name, quantity in sidecar["requests"].items()}
+    request, limit = (parse_amount((whole.get(kind) or {}).get("cpu") or 0) for kind in ("requests", "limits"))
+    if request == limit > 0 and limit % 1 == 0:
+        # Two threads share a core, so an even number may be what the kubelet's full-pcpus-only needs.
+        step = 2 if limit % 2 == 0 else 1
+        ours["cpu"] = Decimal(step * math.ceil(ours["cpu"] / step))
+    grown: Resources = {}
+    for kind in ("requests", "limits"):
+        given = {name: str(quantity) for name, quantity in (whole.get(kind) or {}).items()}
+        for name in given.keys() & ours.keys():
+            given[name] = _quantity(parse_amount(given[name]) + ours[name])
+        if given:
+            grown[kind] = given
+    return grown
+
+
+def _quantity(amount: Decimal) -> str:
+    return str(int(amount)) if amount % 1 == 0 else f"{math.ceil(amount * 1000)}m"
+
+
+def _mebibytes(size: int) -> str:
+    return f"{-(-size // 2**20)}Mi"

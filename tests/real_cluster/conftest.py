@@ -1,0 +1,81 @@
+"""The stage of all tests here: set up once, in the network of a cluster that `make real-cluster-test` started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+if TYPE_CHECKING:
+    from losses import LossReader
+    from report import Report
+    from stage import Stage
+
+_FOLDER = os.environ.get("TIERCHECK_TESTBED", "")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from testbed.needs import missing
+
+    here = Path(__file__).parent
+    reason = missing() or ("" if _FOLDER else "`make real-cluster-test` starts a cluster for these tests")
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker("real_cluster")
+            if reason and item.get_closest_marker("anywhere") is None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A run takes long: why a test failed is told when it did."""
+    if report.failed and "real_cluster" in report.keywords:
+        print(f"\nFAILED {report.nodeid} ({report.when})\n{report.longreprtext[-3000:]}", flush=True)
+
+
+@pytest.fixture(scope="session")
+def stage() -> Iterator[Stage]:
+    import helm_python
+    import stage as scenery
+    from testbed.cluster import Testbed
+
+    testbed = Testbed(Path(_FOLDER))
+    scenery.push_images(testbed)
+    scenery.pull_images(testbed)
+    scenery.label_nodes(testbed)
+    server = scenery.start_s3(testbed.folder / "s3")
+    os.environ["TIERCHECK_S3"] = server.endpoint
+    try:
+        with helm_python.Config(kubeconfig_path=testbed.kubeconfig, namespace=scenery.SYSTEM) as config:
+            found = scenery.Stage(testbed, server, config)
+            found.bucket().create_bucket(Bucket=scenery.BUCKET)
+            found.install()
+            testbed.kubectl("label", "namespace", scenery.SYSTEM, "pod-security.kubernetes.io/enforce=restricted")
+            found.make_namespace(scenery.TRAINING)
+            yield found
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def losses(stage: Stage) -> Iterator[LossReader]:
+    from losses import LossReader
+
+    reader = LossReader(stage.testbed.nodes)
+    reader.start()
+    yield reader
+    reader.stop()
+
+
+@pytest.fixture(scope="session")
+def report() -> Iterator[Report]:
+    from report import Report
+
+    found = Report(Path(os.environ.get("TIERCHECK_REPORT", "real-cluster-report.md")))
+    yield found
+    found.write(Path(__file__).parents[2])

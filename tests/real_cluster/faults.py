@@ -1,0 +1,105 @@
+"""Ways to hurt a training on a real cluster, each as it happens in the world."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from testbed.cgroups import is_unified
+from testbed.cluster import Testbed
+from testbed.node import Node
+from training import Training
+
+from tiercheck.protocol import names
+
+_HOG = """
+import os, sys
+with open(sys.argv[1] + "/cgroup.procs", "w") as file:
+    file.write(str(os.getpid()))
+print(len(bytearray(256 << 20)))
+"""
+
+
+def rank_pids(training: Training, worker: int) -> list[int]:
+    """Host pids of the worker's training processes: those that write into its memory and are not the sidecar."""
+    pod = training.pod(worker)
+    node, uid = training.testbed.node(pod["spec"]["nodeName"]), pod["metadata"]["uid"]
+    sidecars = node.pids_of(uid, "tiercheck_sidecar")
+    return [pid for pid in node.pids_of(uid, "") if pid not in sidecars and names.MEMORY_DIR in _mapped(pid)]
+
+
+def kill_rank(training: Training, worker: int) -> None:
+    os.kill(rank_pids(training, worker)[0], signal.SIGKILL)
+
+
+def kill_sidecar(training: Training, worker: int) -> None:
+    pod = training.pod(worker)
+    node = training.testbed.node(pod["spec"]["nodeName"])
+    os.kill(node.pids_of(pod["metadata"]["uid"], "tiercheck_sidecar")[0], signal.SIGKILL)
+
+
+def starve_of_memory(training: Training, worker: int) -> None:
+    """The kernel kills the largest process of the container, which is a rank, as its limit is met."""
+    folder = _memory_cgroup(rank_pids(training, worker)[0])
+    used, limit = (
+        ("memory.current", "memory.max") if is_unified() else ("memory.usage_in_bytes", "memory.limit_in_bytes")
+    )
+    before = (folder / limit).read_text()
+    (folder / limit).write_text(str(int((folder / used).read_text()) + (16 << 20)))
+    subprocess.run([sys.executable, "-c", _HOG, str(folder)], check=False, capture_output=True)
+    (folder / limit).write_text(before)
+
+
+def drain(testbed: Testbed, *nodes: Node) -> None:
+    """As an admin does; all at once. Until the pods are gone."""
+    command = [
+        "kubectl",
+        f"--kubeconfig={testbed.kubeconfig}",
+        "drain",
+        "--ignore-daemonsets",
+        "--delete-emptydir-data",
+    ]
+    under_way = [
+        subprocess.Popen([*command, "--timeout=240s", node.name], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for node in nodes
+    ]
+    for each in under_way:
+        assert each.wait() == 0, "kubectl drain did not end"
+
+
+def stop_kubelets(testbed: Testbed) -> None:
+    for node in testbed.nodes:
+        testbed.processes.kill(f"{node.name}-kubelet", signal.SIGSTOP)
+
+
+def continue_kubelets(testbed: Testbed) -> None:
+    for node in testbed.nodes:
+        testbed.processes.kill(f"{node.name}-kubelet", signal.SIGCONT)
+
+
+def kill_operator(testbed: Testbed, pod: str) -> None:
+    """SIGKILL of the process; the kubelet starts it again."""
+    where = testbed.kubectl(
+        "-n", "tiercheck-system", "get", "pod", pod, "-o", "jsonpath={.metadata.uid} {.spec.nodeName}"
+    ).split()
+    os.kill(testbed.node(where[1]).pids_of(where[0], "tiercheck_operator")[0], signal.SIGKILL)
+
+
+def _mapped(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return ""
+
+
+def _memory_cgroup(pid: int) -> Path:
+    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if is_unified():
+            return Path("/sys/fs/cgroup" + path)
+        if "memory" in controllers.split(","):
+            return Path("/sys/fs/cgroup/memory" + path)
+    raise LookupError(f"no memory cgroup of process {pid}")

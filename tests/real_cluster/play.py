@@ -1,0 +1,137 @@
+"""One row of the matrix: hurt the training, watch what happens, write it down, and say whether it was right."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from losses import Step, gap_around
+from report import Report, Row
+from training import WORKER, Training
+
+from tiercheck_operator.controller.causes import Cause
+
+_CAUSES = {cause.value for cause in Cause if not cause.planned}
+
+
+@dataclass
+class Play:
+    """Faults of one training, one after the other."""
+
+    training: Training
+    report: Report
+
+    def recover(
+        self,
+        fault: str,
+        inject: Callable[[], object],
+        *,
+        causes: Collection[Cause],
+        replaced: Collection[int] = (),
+        bound: float | None = None,
+        again_at_most: int = 1,
+        attempts: Collection[int] = (1,),
+    ) -> Row:
+        """`causes`: any of them may be told; `replaced`: the workers that get another pod, and nobody else."""
+        training = self.training
+        training.wait_until_protected()
+        before, pods = training.attempt, self._pods()
+        began = time.time()
+        inject()
+        training.wait(lambda: training.attempt > before, "an attempt")
+        training.wait_until_protected()
+        status, steps = training.status, training.steps
+        summary = status["lastRecovery"]
+        first = next(entry for entry in steps if entry.attempt > before and entry.time > began)
+        told = [event["reason"] for event in training.events(began) if event["reason"] in _CAUSES]
+        now = self._pods()
+        changed = {worker for worker in now if now[worker] != pods.get(worker)}
+        released = training.released_after(began)
+        row = Row(
+            fault=fault,
+            told=", ".join(dict.fromkeys(told)),
+            tiers=", ".join(f"{count} {tier}" for tier, count in (summary.get("tiers") or {}).items() if count),
+            again=trained_again(steps, before),
+            lost_told=summary.get("lostSteps"),
+            detect=summary.get("detectSeconds"),
+            ours=None if released is None else released - began,
+            next_step=first.time - began,
+            replaced=len(changed),
+            pause=gap_around(steps, began),
+            bound=bound,
+        )
+        self.report.add(row)
+        assert training.attempt - before in attempts, f"{training.attempt - before} attempts were spent"
+        assert told, "no Event told a cause"
+        assert set(told) <= {cause.value for cause in causes}, training.events(began)
+        assert summary["cause"] in {cause.value for cause in causes}, summary
+        assert changed == set(replaced), f"other pods were replaced than {sorted(replaced)}: {sorted(changed)}"
+        assert row.again is not None
+        assert row.again <= again_at_most, f"{row.again} steps were trained again"
+        assert abs((row.lost_told or 0) - row.again) <= 1, f"{row.lost_told} lost steps were told, {row.again} it was"
+        return row
+
+    def leave_alone(
+        self,
+        fault: str,
+        inject: Callable[[], object],
+        *,
+        told: Callable[[], str] | None = None,
+        pause_at_most: float = 20.0,
+    ) -> Row:
+        """Training goes on through the fault, whatever fails on our side. `told`: what the job says meanwhile; empty: not yet."""
+        training = self.training
+        training.wait_until_protected()
+        before, pods, began = training.attempt, self._pods(), time.time()
+        heard: list[str] = []
+
+        def listen() -> None:
+            if told is not None and not heard and told():
+                heard.append(f"{told()} after {time.time() - began:.0f} s")
+
+        self._listening(inject, listen)
+        went = training.step
+        training.wait_for_step(went + 5)
+        training.wait_until_protected()
+        row = Row(
+            fault=fault, told=", ".join(heard) or "–", tiers="", again=None, lost_told=None, detect=None, ours=None,
+            next_step=None, replaced=len(set(self._pods().values()) - set(pods.values())),
+            pause=gap_around(training.steps, began),
+        )  # fmt: skip
+        self.report.add(row)
+        assert training.attempt == before, f"a healthy training was stopped: {training.status.get('lastRecovery')}"
+        assert self._pods() == pods, "pods of a healthy training were replaced"
+        assert not training.pods_deleted(began)
+        if told is not None:
+            assert heard, "the job did not tell that something was wrong"
+        assert row.pause is not None
+        assert row.pause < pause_at_most, f"training stood still for {row.pause:.0f} s"
+        return row
+
+    def _pods(self) -> dict[int, str]:
+        return {
+            int(pod["metadata"]["labels"][WORKER]): pod["metadata"]["name"]
+            for pod in self.training.pods()
+            if "deletionTimestamp" not in pod["metadata"] and WORKER in pod["metadata"]["labels"]
+        }
+
+    @staticmethod
+    def _listening(inject: Callable[[], object], listen: Callable[[], None]) -> None:
+        """Runs `inject` in a thread of its own, and listens until a while after it."""
+        thread = threading.Thread(target=inject)
+        thread.start()
+        end = time.monotonic() + 5
+        while thread.is_alive() or time.monotonic() < end:
+            listen()
+            time.sleep(0.1)
+            if thread.is_alive():
+                end = time.monotonic() + 5
+
+
+def trained_again(steps: list[Step], before: int) -> int:
+    """Steps of attempts up to `before` that a later attempt trained once more."""
+    old = max((entry.step for entry in steps if entry.attempt <= before), default=0)
+    new = min((entry.step for entry in steps if entry.attempt > before), default=old + 1)
+    return max(0, old - new + 1)

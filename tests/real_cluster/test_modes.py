@@ -1,0 +1,162 @@
+"""Other ways to run a job on the real cluster: spares, node memory, attached pods, and the orderly end."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import yaml
+from losses import LossReader
+from play import Play
+from report import Report, Row
+from stage import SYSTEM, TRAINING, Stage, job, remote, wait_until_gone
+from testbed.processes import run
+from training import Training
+
+from tiercheck_operator.controller.causes import Cause
+
+PRIVILEGED = "memory-of-nodes"
+"""A namespace that allows hostPath volumes, as NodeMemory needs them."""
+
+Begin = Callable[..., Training]
+
+
+@pytest.fixture
+def begin(stage: Stage, losses: LossReader) -> Iterator[Begin]:
+    """Starts a job of its own for a test; what is left of it afterwards is deleted."""
+    begun: list[Training] = []
+
+    def start(namespace: str, manifest: dict[str, Any]) -> Training:
+        training = Training(stage.testbed, losses, namespace, manifest["metadata"]["name"])
+        training.apply(manifest)
+        begun.append(training)
+        return training
+
+    yield start
+    for training in begun:
+        stage.testbed.kubectl("-n", training.namespace, "delete", "tcj", training.name, "--ignore-not-found")
+        training.stop_watching()
+        wait_until_gone(stage.testbed, training.namespace, "pods")
+
+
+def test_spare_takes_over(stage: Stage, begin: Begin, report: Report) -> None:
+    training = begin(TRAINING, job("spared", workers=2, spares=1))
+    training.wait_until_protected()
+    name = training.pod(1)["metadata"]["name"]
+    Play(training, report).recover(
+        "pod deleted, a spare waits",
+        lambda: stage.testbed.kubectl("-n", TRAINING, "delete", "pod", name, "--force", "--grace-period=0"),
+        causes=(Cause.POD_DELETED,), replaced={1}, bound=5,
+    )  # fmt: skip
+    assert "-spare-" in training.pod(1)["metadata"]["name"]
+
+
+def test_memory_of_a_node_outlives_the_pod(stage: Stage, begin: Begin, report: Report) -> None:
+    stage.make_namespace(PRIVILEGED, "privileged")
+    manifest = job("kept", workers=2)
+    manifest["spec"]["tiers"]["local"]["medium"] = "NodeMemory"
+    training = begin(PRIVILEGED, manifest)
+    training.wait_until_protected()
+    name = training.pod(1)["metadata"]["name"]
+    row = Play(training, report).recover(
+        "pod deleted, NodeMemory",
+        lambda: stage.testbed.kubectl("-n", PRIVILEGED, "delete", "pod", name, "--force", "--grace-period=0"),
+        causes=(Cause.POD_DELETED,), replaced={1}, bound=10,
+    )  # fmt: skip
+    assert row.tiers == "2 local"
+
+
+def test_completed_job_leaves_its_last_step_in_the_bucket_and_ends_within_seconds(
+    begin: Begin, report: Report, losses: LossReader
+) -> None:
+    training = begin(TRAINING, job("finite", workers=3, steps=60))
+    training.wait(lambda: losses.digest(training.key), "the last step")
+    ended = time.time()
+    training.wait(lambda: training.status.get("phase") == "Completed", "the job to be completed")
+    training.wait(lambda: all(_has_ended(pod) for pod in training.pods()), "every pod to end", 60)
+    seconds = time.time() - ended
+    assert training.status["tiers"]["remote"]["step"] == 60
+    assert training.status["progress"]["step"] == 60
+    report.add(
+        Row(
+            fault="completion, with a remote tier", told="Completed", tiers="", again=0, lost_told=0, detect=None, ours=seconds,
+            next_step=None, replaced=0, pause=None, bound=20,
+        )
+    )  # fmt: skip
+
+
+def test_pods_of_a_job_that_is_not_ours_come_back(stage: Stage, losses: LossReader, report: Report) -> None:
+    """Attach mode, with the real Job controller, the real webhook and the Eviction API."""
+    testbed = stage.testbed
+    stage.upgrade(attach={"enabled": True})
+    training = Training(testbed, losses, TRAINING, "job-attached", logs="attached")
+    training.apply(_policy())
+    apply_manifest(stage, _indexed_job())
+    training.wait_until_protected()
+    name = training.pod(1)["metadata"]["name"]
+    Play(training, report).recover(
+        "pod evicted, attach mode",
+        lambda: testbed.kubectl("create", "--raw", f"/api/v1/namespaces/{TRAINING}/pods/{name}/eviction", "-f", _eviction(stage, name)),
+        causes=(Cause.POD_EVICTED, Cause.POD_DELETED), replaced={1},
+    )  # fmt: skip
+    training.wait(lambda: training.status.get("phase") == "Completed", "the job to be completed")
+    done = '{.status.conditions[?(@.type=="Complete")].status}'
+    training.wait(
+        lambda: testbed.kubectl("-n", TRAINING, "get", "job", "attached", "-o", f"jsonpath={done}") == "True",
+        "the Job to be complete",
+    )
+    testbed.kubectl("-n", TRAINING, "delete", "job", "attached")
+    wait_until_gone(testbed, TRAINING, "pods,tcj")
+    training.stop_watching()
+    stage.upgrade()
+    left = testbed.kubectl("-n", SYSTEM, "get", "secret", "-o", "name")
+    assert "tiercheck-attach" not in left
+
+
+def apply_manifest(stage: Stage, manifest: dict[str, Any]) -> None:
+    command = ["kubectl", f"--kubeconfig={stage.testbed.kubeconfig}", "-n", TRAINING, "apply", "-f", "-"]
+    run(command, text=yaml.safe_dump(manifest))
+
+
+def _policy() -> dict[str, Any]:
+    topology = job("x")["spec"]["topology"]
+    tiers = {"local": {"sizeLimit": "512Mi"}, "peer": {"copies": 1}, "remote": {"s3": remote("attached")}}
+    return {
+        "apiVersion": "tiercheck.io/v1alpha1",
+        "kind": "TierCheckPolicy",
+        "metadata": {"name": "careful"},
+        "spec": {"topology": topology, "tiers": tiers},
+    }
+
+
+def _indexed_job() -> dict[str, Any]:
+    pod = job("x", steps=400)["spec"]["template"]["spec"]
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "attached"},
+        "spec": {
+            "completionMode": "Indexed", "completions": 2, "parallelism": 2, "backoffLimit": 3,
+            "podFailurePolicy": {
+                "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+            },
+            "template": {
+                "metadata": {"labels": {"tiercheck.io/inject": "careful"}},
+                "spec": {**pod, "restartPolicy": "Never"},
+            },
+        },
+    }  # fmt: skip
+
+
+def _eviction(stage: Stage, pod: str) -> str:
+    path = stage.testbed.folder / "eviction.json"
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": TRAINING}}
+    path.write_text(json.dumps(body))
+    return str(path)
+
+
+def _has_ended(pod: dict[str, Any]) -> bool:
+    return pod["status"]["phase"] in ("Succeeded", "Failed")
