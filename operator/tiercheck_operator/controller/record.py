@@ -390,15 +390,16 @@ def _parse_recovery(raw: Mapping[str, Any]) -> Recovery:
 
 
 def _render_recovery(recovery: Recovery) -> dict[str, Any]:
+    decided = recovery.attempt is not None  # before, step 0 would read as a start from scratch
     return _present(
         {
             "attempt": recovery.attempt,
             "cause": recovery.cause,
             "message": recovery.message,
             "reason": recovery.reason or None,
-            "step": recovery.step,
-            "versionAttempt": recovery.version_attempt,
-            "lostSteps": recovery.lost_steps,
+            "step": recovery.step if decided else None,
+            "versionAttempt": recovery.version_attempt if decided else None,
+            "lostSteps": recovery.lost_steps if decided else None,
             "reachedStep": recovery.reached or None,
             "failedAt": _spelled(recovery.failed_at),
             "noticedAt": _spelled(recovery.noticed_at),
