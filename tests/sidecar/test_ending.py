@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import threading
 import time
@@ -16,7 +17,8 @@ from test_offload import with_directory
 from world import FakeLauncher, World, until
 
 from tiercheck.protocol import names
-from tiercheck.protocol.directive import Phase
+from tiercheck.protocol.directive import Peer, Phase
+from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report, TrainerState
 from tiercheck.protocol.version import Version
 
@@ -165,6 +167,20 @@ def test_worker_that_owes_nothing_goes_at_once_if_the_coordinator_is_lost(make_w
     world.kill(0)
     trainers[1].close()
     assert world.terminate(1) == 0, world.logs(1)
+
+
+def test_worker_whose_coordinator_is_lost_for_good_gives_up_and_goes(make_world: MakeWorld) -> None:
+    """The operator then names none, and nobody else writes manifests: what is not complete will never be."""
+    world = make_world(workers=2)
+    store = training(world)
+    trainers = launchers(world)
+    save_everywhere(world, 7)
+    world.kill(0)
+    told = dataclasses.replace(world.directive(1, Phase.FINISH, holders=()), coordinator=Peer(0, ""))
+    assert world.call(1, "PUT", "/v1/directive", to_json(told))[0] == 200
+    trainers[1].close()
+    assert world.terminate(1) == 0, world.logs(1)
+    assert manifests(store) == []
 
 
 def test_without_a_remote_tier_nobody_waits_for_anybody(make_world: MakeWorld) -> None:
