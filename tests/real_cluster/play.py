@@ -23,6 +23,20 @@ class Play:
     training: Training
     report: Report
 
+    def begin(self) -> None:
+        """Waits until the training is protected. Where the faults before have left too many workers in one rack, they are
+        spread anew, as an owner would do it: suspended, and resumed."""
+        training = self.training
+        training.wait(lambda: training.is_protected() or self._crowded(), "training to be protected")
+        if self._crowded():
+            training.patch({"suspend": True})
+            training.wait(lambda: training.status["phase"] == "Suspended" and not training.pods(), "the pods to go")
+            training.patch({"suspend": False})
+        training.wait_until_protected()
+
+    def _crowded(self) -> bool:
+        return self.training.condition("Protected").get("reason") == "UnprotectedWorkers"
+
     def recover(
         self,
         fault: str,
@@ -36,12 +50,12 @@ class Play:
     ) -> Row:
         """`causes`: any of them may be told; `replaced`: the workers that get another pod, and nobody else."""
         training = self.training
-        training.wait_until_protected()
+        self.begin()
         before, pods = training.attempt, self._pods()
         began = time.time()
         inject()
         training.wait(lambda: training.attempt > before, "an attempt")
-        training.wait_until_protected()
+        training.wait(lambda: training.is_protected() or self._crowded(), "training to be protected")
         status, steps = training.status, training.steps
         summary = status["lastRecovery"]
         first = next(entry for entry in steps if entry.attempt > before and entry.time > began)
@@ -83,7 +97,7 @@ class Play:
     ) -> Row:
         """Training goes on through the fault, whatever fails on our side. `told`: what the job says meanwhile; empty: not yet."""
         training = self.training
-        training.wait_until_protected()
+        self.begin()
         before, pods, began = training.attempt, self._pods(), time.time()
         heard: list[str] = []
 

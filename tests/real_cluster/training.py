@@ -126,7 +126,7 @@ class Training:
 
     def wait_until_protected(self, seconds: float = PATIENCE) -> None:
         """All workers train, each version has its copies, and every pod is well."""
-        self.wait(self._is_protected, "training to be protected", seconds)
+        self.wait(self.is_protected, "training to be protected", seconds)
 
     def wait_for_step(self, step: int, seconds: float = PATIENCE) -> None:
         self.wait(lambda: self.step >= step, f"step {step}", seconds)
@@ -173,7 +173,8 @@ class Training:
             if sighting.at < since
         )
 
-    def _is_protected(self) -> bool:
+    def is_protected(self) -> bool:
+        """Whether it trains, nothing is being recovered, and peers hold the newest steps."""
         status, step = self.status, self.step
         peer = ((status.get("tiers") or {}).get("peer") or {}).get("step")
         pods = self.pods()
