@@ -35,7 +35,8 @@ class Play:
         training.wait_until_protected()
 
     def _crowded(self) -> bool:
-        return self.training.condition("Protected").get("reason") == "UnprotectedWorkers"
+        status, reason = self.training.status, self.training.condition("Protected").get("reason")
+        return status.get("phase") == "Running" and "recovery" not in status and reason == "UnprotectedWorkers"
 
     def recover(
         self,
