@@ -40,7 +40,7 @@ _KIND_EVERY = 2.0
 _LAST_WRITES = 5.0
 """Seconds for what was sent last to arrive, before the lease is given back."""
 _LAST_WATCHES = 0.5
-"""Seconds for the watches to be closed. Then nothing is owed any more, and kopf may still be trying to reach a server in vain."""
+"""Seconds for the watches to be closed. Nothing is owed by then; kopf may be trying to reach a server in vain."""
 _BEAT = 0.25
 """Seconds between two signs of life of the event loop."""
 
@@ -86,7 +86,7 @@ class Operator:
         )
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set, or a watch is lost for good (then the process ends, to be started again). A signal sets it."""
+        """Until `stop` is set, as signals do, or a watch is lost for good (then the process shall be started again)."""
         pages = Pages(self._metrics.text, self._trouble, self._ready)
         await pages.start(self._config.metrics_host, self._config.metrics_port)
         self._attach.start()
@@ -122,7 +122,7 @@ class Operator:
         tasks = await kopf.spawn_tasks(
             registry=self._registry(),
             settings=self._settings(),
-            # Without it kopf asks for the user's name, and ours has no entry in /etc/passwd. Its type is not public.
+            # Without it kopf asks for the user's name, and ours has none. Its type is not public.
             identity=self._config.identity,  # type: ignore[arg-type]
             standalone=True,
             clusterwide=not self._config.namespaces,
@@ -130,7 +130,7 @@ class Operator:
             stop_flag=quiet,
             ready_flag=self._watching,
         )
-        # kopf has taken the signals. They are ours: it would close the watches, which takes it five seconds, and only then hand over.
+        # kopf has taken the signals. It would close the watches, for five seconds, and only then hand over.
         end_by_signal(stop)
         await kopf.run_tasks(tasks, ignored=others)
 

@@ -5,7 +5,7 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    # PID 1 of a container ends by no signal that it does not catch. The event loop takes over when something has begun.
+    # PID 1 ends by no signal that it does not catch. The event loop takes over when something has begun.
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
     from tiercheck_sidecar.app import main

@@ -85,7 +85,7 @@ class Sidecar:
         loop = asyncio.get_running_loop()
         await self._serve(self._health(), self.config.metrics_port, secure=False)
         await asyncio.to_thread(self._open_memory)
-        # Not before: verifying a large memory takes long, nothing of it is owed to anyone, and it cannot be interrupted.
+        # Not before: verifying a large memory takes long, is owed to nobody, and cannot be interrupted.
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         self.socket.start()

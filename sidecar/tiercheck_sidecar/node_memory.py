@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 
-if __name__ == "__main__":  # PID 1 of a container ends by no signal that it does not catch
+if __name__ == "__main__":  # PID 1 ends by no signal that it does not catch
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Builds the three images as a user does, with `make images`, over a base that is made here from Debian's packages.
+"""Builds the three images as a user does, with `make images`, over a base of Debian's packages.
 
 Everything lies in one folder: buildah's store, with its layers for the next time, and the log of the build.
 `python -m tests.images.building FOLDER` leaves the images in FOLDER, in files that `ctr images import` takes.
@@ -131,7 +131,7 @@ def make_base(store: Store, say: Say) -> None:
 
 
 def build_images(store: Store, say: Say) -> None:
-    """`make images` in a copy of what git knows of this tree: what is not in there, or is ignored, is missed."""
+    """`make images` in a copy of what git knows of this tree: what it needs beyond that is missed."""
     with tempfile.TemporaryDirectory(dir=store.folder) as name:
         copy, settings = Path(name, "source"), Path(name, "pip.conf")
         copy_tree(copy)
@@ -155,7 +155,7 @@ def write_archives(store: Store, folder: Path, targets: Sequence[str] = TARGETS)
 
 
 def copy_tree(target: Path) -> None:
-    """Every file of the work tree that git does not ignore, with its time, by which layers are found again."""
+    """Every file of the work tree that git does not ignore."""
     listed = _output(["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"])
     for name in listed.split("\0"):
         if name and (ROOT / name).is_file():
@@ -164,7 +164,7 @@ def copy_tree(target: Path) -> None:
 
 
 def pip_settings() -> tuple[list[str], list[str]]:
-    """Lines of a pip.conf that says what pip is told here, and the folders and files of this machine that they name."""
+    """Lines of a pip.conf with what pip is told here, and the folders and files that they name."""
     found: dict[str, str] = {}
     for line in _output([sys.executable, "-m", "pip", "config", "list"]).splitlines():
         name, _, value = line.partition("=")

@@ -1,4 +1,4 @@
-"""The images, built once, and pods made of them; what was started is ended by the test that started it."""
+"""The images, built once, and pods made of them, which end with the test that started them."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Settings:
 
 @dataclass
 class Container:
-    """Started when made; `remove` ends it. It has the network of this machine, as pods here live on loopback addresses."""
+    """Started when made; `remove` ends it. It has this machine's network: pods live on loopback addresses."""
 
     name: str
     root: Path
@@ -135,7 +135,7 @@ class Container:
 
 
 def _configured(config: dict[str, Any], settings: Settings, root: Path) -> dict[str, Any]:
-    """runc's own example, which has the mounts and hidden paths that every container gets, with what is asked for."""
+    """runc's own example, which has the mounts that every container gets, with what is asked for."""
     config["process"].update(
         terminal=False,
         args=list(settings.args),

@@ -1,4 +1,4 @@
-"""One pod on this machine, from its manifest alone: what a kubelet and a container runtime make of it."""
+"""One pod on this machine, made from its manifest as a kubelet and its runtime make it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Image:
 
 @dataclass
 class Pod:
-    """Made from `manifest`, to which what an API server adds by itself is added here. `secrets`: name -> `data`."""
+    """Adds to `manifest` what an API server adds by itself. `secrets`: name -> `data`."""
 
     manifest: dict[str, Any]
     ip: str
@@ -129,7 +129,7 @@ class Pod:
 
 
 def _hand_over(place: Path, volume: Object, group: int | None) -> None:
-    """To the pod's users: an emptyDir is everybody's, and the fsGroup owns it and what was put into a volume."""
+    """To the pod's users: an emptyDir is everybody's, and the fsGroup owns what is in a volume."""
     if "hostPath" in volume:
         return
     if "emptyDir" in volume:

@@ -1,4 +1,4 @@
-"""What is in the images, and that pods here are as strict as in a namespace of the restricted standard."""
+"""What is in the images, and that pods here are as strict as the restricted standard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operator's image, run as the chart's Deployment runs it, does a whole job; and `helm test` finds nothing wrong with it."""
+"""The operator's image, run as the chart's Deployment runs it, brings a job to its end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def operators_pod() -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
 
 
-def test_operator_brings_a_job_to_its_end(cluster: LocalCluster, start_pod: StartPod, tmp_path: Path) -> None:
+def test_operator_brings_a_job_to_its_end_and_helm_test_passes(
+    cluster: LocalCluster, start_pod: StartPod, tmp_path: Path
+) -> None:
     account = tmp_path / "account"
     with in_cluster(load(cluster.kubeconfig).server, account, NAMESPACE) as variables:
         pod = start_pod(operators_pod(), variables=variables, account=account)

@@ -1,4 +1,4 @@
-"""A worker's pod of our images: the library comes by a volume, the sidecar keeps the state, the example trains to its end."""
+"""A worker's pod of our images: library, sidecar and example trainer bring a run to its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTPS in front of the laptop cluster's API server, as processes in a cluster reach theirs: by address, CA and token."""
+"""The laptop cluster's API server as pods in a cluster reach theirs: over TLS, by a service account."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiercheck_operator.certificates import issue_pair
 
 @contextmanager
 def in_cluster(api: str, folder: Path, namespace: str) -> Iterator[dict[str, str]]:
-    """The variables that tell a pod where the API server is; `folder` becomes its service account's volume."""
+    """The variables that tell a pod where it is; `folder` becomes its service account's volume."""
     target = urlsplit(api)
     pair = issue_pair("api", ["127.0.0.1"], datetime.timedelta(days=1))
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""A worker's pod of a small job, as the operator builds it, and what the operator would tell its sidecar."""
+"""A worker's pod as the operator builds it, and what the operator would tell its sidecar."""
 
 from __future__ import annotations
 

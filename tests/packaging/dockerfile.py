@@ -48,7 +48,7 @@ def lineage(all_stages: dict[str, Stage], name: str) -> list[Stage]:
 
 
 def let_through(root: Path, file: str) -> bool:
-    """Whether .dockerignore lets `file`, a path in `root`, into the build: the last line that matches it or a folder above decides."""
+    """Whether .dockerignore lets `file`, a path in `root`, into the build: the last line that matches decides."""
     ignored = False
     for line in (root / ".dockerignore").read_text().splitlines():
         pattern = line.strip().lstrip("!").strip("/")

@@ -80,7 +80,7 @@ def test_everything_copied_is_there_and_not_ignored(built: dict[str, Stage]) -> 
 
 
 def test_images_install_the_whole_wheel(built: dict[str, Stage], wheel: Path, tmp_path: Path) -> None:
-    """Built from what the Dockerfile copies and from nothing else, it is the one that everybody else installs."""
+    """Built from nothing but what the Dockerfile copies, it is the one that everybody else installs."""
     for name, file in (copied(built["tools"], ROOT) | copied(built["builder"], ROOT)).items():
         (tmp_path / "src" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, tmp_path / "src" / name)
@@ -110,7 +110,7 @@ def test_manifests_and_examples_name_our_images_with_their_version() -> None:
         *(ROOT / "deploy").glob("*.yaml"),
         *(ROOT / "examples").rglob("*.yaml"),
     ]
-    lines = [line for path in places for line in path.read_text().splitlines() if "image:" in line or "# IMAGE" in line]
+    lines = [line for path in places for line in path.read_text().splitlines() if re.search("image:|# IMAGE", line)]
     named = [name for line in lines for name in re.findall(r"tiercheck-[\w.:-]+", line)]
     assert len(named) >= 8
     assert {name.partition(":")[2] for name in named} == {__version__}, named

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-# PID 1 of a container ends by no signal that it does not catch.
+# PID 1 ends by no signal that it does not catch.
 signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 import time  # noqa: E402
