@@ -25,7 +25,7 @@ from tiercheck_local.addresses import free_ports
 
 PROGRAMS = ("ceph-mon", "ceph-osd", "ceph", "monmaptool", "radosgw", "radosgw-admin")
 ACCESS_KEY, SECRET_KEY = "tiercheck", "tiercheck-secret"
-_START_SECONDS = 60.0
+_START_SECONDS = 180.0
 
 
 def missing() -> str:
