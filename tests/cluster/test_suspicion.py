@@ -33,10 +33,14 @@ def kubernetes_trusts(cluster: LocalCluster, node: str) -> bool:
     return ready == "True" and not found["spec"].get("taints")
 
 
-def test_silent_node_is_left_while_kubernetes_still_believes_in_it(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=2)
+def test_silent_node_is_left_while_kubernetes_still_believes_in_it(
+    jobs: Jobs, cluster: LocalCluster, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    job = jobs.start(workers=2, env={"GATE": str(gate)})
     before = job.wait_trained(13)
     node = job.stage.node_of(1)
+    gate.touch()  # ranks whose network is cut wait for each other; the cut of the sidecars' links does not reach theirs
     cluster.faults.cut_links(job.stage.pod_of(1), [job.stage.pod_of(0)], operator=True)
     recovery = job.wait_recovered(before["attempt"])
     assert kubernetes_trusts(cluster, node)
