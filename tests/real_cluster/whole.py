@@ -13,7 +13,7 @@ from testbed.needs import missing
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]
 _FOLDER = Path(os.environ.get("TIERCHECK_TESTBED_FOLDER", "/var/tmp/tiercheck-testbed"))
-_PARTS = (["test_install_guide.py"], ["test_faults.py", "test_modes.py", "test_release.py"])
+_PARTS = (["test_install_guide.py"], ["test_real_faults.py", "test_real_modes.py", "test_real_release.py"])
 """Each on a cluster of its own, as the guide begins with nothing installed."""
 
 
