@@ -21,6 +21,8 @@ def test_two_workers_on_one_node_in_its_network_train_and_come_back_from_each_ot
     only = {"key": "kubernetes.io/hostname", "operator": "In", "values": ["node-0", "node-2"]}
     terms = {"nodeSelectorTerms": [{"matchExpressions": [only]}]}
     spec["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
+    cluster.faults.kill_operator()
+    jobs.restart_operator()  # it has forgotten nodes that other tests gave it reason to shun, so both are used
     job = jobs.apply(manifest)
     before = job.wait_trained(13)
     assert len({pod["status"]["podIP"] for pod in job.pods()}) == 2, "two addresses for four pods"
