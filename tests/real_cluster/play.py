@@ -86,7 +86,10 @@ class Play:
         assert changed == set(replaced), f"other pods were replaced than {sorted(replaced)}: {sorted(changed)}"
         assert row.again is not None
         assert row.again <= again_at_most * spent, f"{row.again} steps were trained again"
-        assert abs((row.lost_told or 0) - row.again) <= spent, f"{row.lost_told} lost steps were told, {row.again} it was"
+        told_lost = row.lost_told or 0
+        assert told_lost >= row.again - spent, f"{told_lost} lost steps were told, {row.again} it was"
+        if 0 not in changed:  # else its last lines may be lost with it, and the status knows more than the log
+            assert told_lost <= row.again + spent, f"{told_lost} lost steps were told, {row.again} it was"
         return row
 
     def leave_alone(
