@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -28,11 +29,16 @@ class Play:
         spread anew, as an owner would do it: suspended, and resumed."""
         training = self.training
         training.wait(lambda: training.is_protected() or self._crowded(), "training to be protected")
-        if self._crowded():
+        if self._crowded() or self._most_in_one_rack() > 2:
             training.patch({"suspend": True})
             training.wait(lambda: training.status["phase"] == "Suspended" and not training.pods(), "the pods to go")
             training.patch({"suspend": False})
         training.wait_until_protected()
+
+    def _most_in_one_rack(self) -> int:
+        workers = [pod for pod in self.training.pods() if WORKER in pod["metadata"]["labels"]]
+        nodes = [self.training.testbed.node(pod["spec"]["nodeName"]).number for pod in workers]
+        return max(Counter((number + 1) // 2 for number in nodes).values(), default=0)
 
     def _crowded(self) -> bool:
         status, reason = self.training.status, self.training.condition("Protected").get("reason")
