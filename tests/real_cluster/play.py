@@ -156,10 +156,10 @@ class Play:
 
 
 def trained_again(steps: list[Step], before: int) -> int:
-    """Steps that attempts after `before` trained once more."""
-    again, newest = 0, max((entry.step for entry in steps if entry.attempt <= before), default=0)
+    """Steps that attempts after `before` train once more, whether they have got so far or not."""
+    again, newest, attempt = 0, 0, 0
     for entry in steps:
-        if entry.attempt > before:
-            again += entry.step <= newest
-            newest = max(newest, entry.step)
+        if entry.attempt > before and entry.attempt != attempt:
+            again += max(0, newest - entry.step + 1)
+        newest, attempt = max(newest, entry.step), entry.attempt
     return again
