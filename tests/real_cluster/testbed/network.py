@@ -40,6 +40,7 @@ def start_core(processes: Processes) -> int:
         f"ip link add {_BRIDGE} type bridge",
         f"ip addr add {CORE}/24 dev {_BRIDGE}",
         f"ip link set {_BRIDGE} up",
+        f"ip route add {SERVICES} dev {_BRIDGE}",  # for webhooks: a ClusterIP needs a route before it is rewritten
         "sysctl -qw net.ipv4.ip_forward=1",
     ):
         run([*inside, *line.split()])
