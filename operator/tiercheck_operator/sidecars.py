@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from tiercheck.protocol import names
-from tiercheck.protocol.address import join_address, split_address
+from tiercheck.protocol.address import endpoint, join_address
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report
@@ -42,8 +42,7 @@ class SidecarError(Exception):
 
 
 def _url(address: str, path: str) -> str:
-    host, port = split_address(address)
-    return f"https://{join_address(host, names.CONTROL_PORT if port is None else port)}{path}"
+    return f"https://{join_address(*endpoint(address, names.CONTROL_PORT))}{path}"
 
 
 class JobSidecars:
@@ -219,11 +218,11 @@ class JobSidecars:
             self._wake()
 
 
-async def _knock(host: str) -> HostSign:
+async def _knock(address: str) -> HostSign:
     """Kernels refuse for processes that are gone, and accept for those that have no time."""
     try:
         async with asyncio.timeout(_KNOCK):
-            _, writer = await asyncio.open_connection(host, names.CONTROL_PORT)
+            _, writer = await asyncio.open_connection(*endpoint(address, names.CONTROL_PORT))
     except ConnectionRefusedError:
         return HostSign.REFUSED
     except (TimeoutError, OSError):

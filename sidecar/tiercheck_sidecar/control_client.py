@@ -8,7 +8,7 @@ import socket
 import ssl
 
 from tiercheck.protocol import names
-from tiercheck.protocol.address import split_address
+from tiercheck.protocol.address import endpoint
 from tiercheck.protocol.report import Break
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.exchange.frames import PeerSilent, broken
@@ -55,8 +55,7 @@ class ControlClient:
         self._connection = None
 
     def _connect(self) -> http.client.HTTPConnection:
-        host, port = split_address(self.host)
-        address = (host, names.CONTROL_PORT if port is None else port)
+        address = endpoint(self.host, names.CONTROL_PORT)
         raw = socket.create_connection(address, self._timeout, (self._config.pod_ip, 0))
         connection = http.client.HTTPConnection(*address, timeout=self._timeout)
         try:

@@ -11,12 +11,10 @@ import dataclasses
 
 from tiercheck.protocol.directive import HangLimits
 from tiercheck.protocol.local import LauncherEvent
+from tiercheck.protocol.reasons import COLLECTIVE_FAILED, CONTAINER_RESTARTED, VANISHED
 from tiercheck.protocol.report import RankFailure, TrainerReport, TrainerState
 from tiercheck_sidecar.stall_watch import StallWatch
 
-CONTAINER_RESTARTED = "ContainerRestarted"
-_COLLECTIVE_FAILED = "CollectiveFailed"
-_VANISHED = "Vanished"
 _GONE = "the process was gone without a word, as one is that was killed"
 COME_BACK_SECONDS = 3.0
 """How long a launcher may be silent before its command counts as lost."""
@@ -92,7 +90,7 @@ class TrainerWatch:
             state = TrainerState.SUCCEEDED if event.exit_code == 0 else TrainerState.FAILED
             failure = self._report.failure
             if failure is None and self._mute is not None and state is TrainerState.FAILED:
-                failure = RankFailure(self._mute, _VANISHED, _GONE, 0)
+                failure = RankFailure(self._mute, VANISHED, _GONE, 0)
             self._report = dataclasses.replace(
                 self._report,
                 state=state,
@@ -154,10 +152,10 @@ class TrainerWatch:
 
     def failing(self, failure: RankFailure) -> None:
         """A rank is about to end. What breaks a collective explains the others' broken collectives, and so does a rank that is gone."""
-        known, echo = self._report.failure, failure.reason == _COLLECTIVE_FAILED
+        known, echo = self._report.failure, failure.reason == COLLECTIVE_FAILED
         if echo and self._mute is not None:
             return
-        if known is None or (known.reason == _COLLECTIVE_FAILED and not echo):
+        if known is None or (known.reason == COLLECTIVE_FAILED and not echo):
             self._report = dataclasses.replace(self._report, failure=failure)
 
     def not_finite(self, rank: int, steps: int) -> int:

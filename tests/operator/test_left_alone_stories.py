@@ -269,6 +269,22 @@ def test_all_nodes_not_ready_while_every_sidecar_answers_costs_nothing() -> None
     assert placed(world)[1] == "AllPlaced"
 
 
+def test_placement_that_was_worth_less_before_such_an_outage_is_so_afterwards() -> None:
+    world = trained()
+    world.nodes = {name: replace(each, labels={"kubernetes.io/hostname": name}) for name, each in world.nodes.items()}
+    world.train(20)
+    before = placed(world)
+    assert before[1] == "NodesUnlabelled"
+    for name in world.nodes:
+        world.stop_kubelet(name)
+    world.train(60)
+    assert placed(world)[1] == "NodeNotReady"
+    for name in world.nodes:
+        world.start_kubelet(name)
+    world.train(2)
+    assert placed(world) == before
+
+
 def test_operator_that_restarts_in_such_an_outage_deletes_nobody() -> None:
     world = trained()
     for name in world.nodes:

@@ -19,6 +19,7 @@ from moments import until as until_turn
 from world_in_memory import World
 
 from tiercheck.protocol import names
+from tiercheck.protocol.address import join_address
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.encoding import from_json, to_json
 from tiercheck.protocol.report import Report
@@ -161,22 +162,24 @@ async def test_sidecar_that_stops_answering_is_silent_from_then_on(tmp_path: Pat
     await runner.cleanup()
 
 
+@pytest.mark.parametrize("first_port", [None, 12470], ids=["usual ports", "ports of its own"])
 async def test_host_that_refuses_is_told_from_one_that_takes_connections_and_from_silence(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, first_port: int | None
 ) -> None:
+    port = first_port or names.CONTROL_PORT
     monkeypatch.setattr(sidecars, "_KNOCK", 0.2)
     client = JobSidecars("job-uid", CREDENTIALS, lambda: None, call_seconds=0.2)
     with socket.socket() as listener, contextlib.ExitStack() as callers:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((HOST, names.CONTROL_PORT))
-        client.follow({"pod": HOST})
+        listener.bind((HOST, port))
+        client.follow({"pod": join_address(HOST, first_port)})
         await until(lambda: client.reports["pod"].host is HostSign.REFUSED)
         listener.listen(_QUEUE)  # the kernel accepts, and nobody answers
         await until(lambda: client.reports["pod"].host is HostSign.ACCEPTED)
         for _ in range(2 * _QUEUE):  # its queue is full then: the kernel drops what asks, as if the host were gone
             caller = callers.enter_context(socket.socket())
             caller.setblocking(False)
-            caller.connect_ex((HOST, names.CONTROL_PORT))
+            caller.connect_ex((HOST, port))
         await until(lambda: client.reports["pod"].host is HostSign.NOTHING)
         await client.close()
 

@@ -22,6 +22,7 @@ from tiercheck.launcher.sidecar_line import SidecarLine
 from tiercheck.launcher.stacks import dump_stacks
 from tiercheck.launcher.torch_check import torch_missing
 from tiercheck.launcher.warm import ENV_WARM_AFTER_SECONDS, WarmInterpreter
+from tiercheck.protocol import reasons
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.local import LauncherEvent, Order
 from tiercheck.protocol.names import ENV_RUN_DIR, RUN_DIR, SOCKET_NAME
@@ -189,11 +190,11 @@ class Launcher:
         self._attempt = order.attempt
         if self._started_before(order.attempt):
             message = "The trainer container was restarted, so its ranks of this attempt are gone."
-            self._tell(LauncherEvent("exited", order.attempt, 137, "ContainerRestarted", message))
+            self._tell(LauncherEvent("exited", order.attempt, 137, reasons.CONTAINER_RESTARTED, message))
             return
         if not self._checked:
             if message := torch_missing(self._command):
-                self._tell(LauncherEvent("exited", order.attempt, 1, "TorchMissing", message))
+                self._tell(LauncherEvent("exited", order.attempt, 1, reasons.TORCH_MISSING, message))
                 return
             self._checked = True
         self._marker.write_text(str(order.attempt))
@@ -214,7 +215,7 @@ class Launcher:
                 f"{self._command[0]} cannot be started: {error.strerror}. Check the command of the trainer container."
             )
             code = 127 if isinstance(error, FileNotFoundError) else 126
-            self._tell(LauncherEvent("exited", order.attempt, code, "CannotStart", message))
+            self._tell(LauncherEvent("exited", order.attempt, code, reasons.CANNOT_START, message))
             return
         if (self._state.event, self._state.attempt) != ("started", order.attempt):
             self._tell(LauncherEvent("started", order.attempt))
@@ -262,11 +263,11 @@ def _exited(attempt: int, code: int, out_of_memory: str) -> LauncherEvent:
     if code == 0:
         return LauncherEvent("exited", attempt, 0)
     if out_of_memory:  # torchrun ends with 1 when a rank was killed, so the code alone would not tell
-        return LauncherEvent("exited", attempt, code, "OOMKilled", out_of_memory)
+        return LauncherEvent("exited", attempt, code, reasons.OOM_KILLED, out_of_memory)
     if code > 128 and code - 128 in set(signal.Signals):
         name = signal.Signals(code - 128).name
-        return LauncherEvent("exited", attempt, code, "Signalled", f"The training command was ended by {name}.")
-    return LauncherEvent("exited", attempt, code, "Crashed", f"The training command ended with exit code {code}.")
+        return LauncherEvent("exited", attempt, code, reasons.SIGNALLED, f"The training command was ended by {name}.")
+    return LauncherEvent("exited", attempt, code, reasons.CRASHED, f"The training command ended with exit code {code}.")
 
 
 class _signals:  # noqa: N801  (used as a context manager)

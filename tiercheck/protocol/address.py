@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tiercheck.protocol import names
+
 
 def join_address(host: str, first_port: int | None) -> str:
     """`first_port` None: the usual ones."""
@@ -19,3 +21,9 @@ def split_address(address: str) -> tuple[str, int | None]:
         host, _, port = address.partition(":")
         return host, int(port)
     return address, None
+
+
+def endpoint(address: str, usual_port: int) -> tuple[str, int]:
+    """Host and port to connect to for what usually listens at `usual_port`; a sidecar's ports follow one another. Raises ValueError."""
+    host, first_port = split_address(address)
+    return host, usual_port if first_port is None else first_port + usual_port - names.CONTROL_PORT

@@ -66,8 +66,7 @@ class RankFailure:
 
     rank: int
     reason: str
-    """A CamelCase word: UncaughtException, Exited, OutOfGPUMemory, GPUFault, CollectiveFailed; or Vanished, by its sidecar, if it said
-    nothing."""
+    """One of `reasons`."""
     message: str
     exit_code: int
 
@@ -80,8 +79,7 @@ class TrainerReport:
     exit_code: int | None = None
     """As the shell counts: 128 + signal when a signal ended it."""
     reason: str = ""
-    """A CamelCase word when the launcher knows the cause: Crashed, Signalled, OOMKilled, ContainerRestarted,
-    TorchMissing, CannotStart."""
+    """One of `reasons` when the launcher knows the cause."""
     message: str = ""
     ended_at: float | None = None
     """Unix seconds by this node's clock."""

@@ -12,14 +12,7 @@ from types import TracebackType
 
 import torch
 
-OUT_OF_GPU_MEMORY = "OutOfGPUMemory"
-COLLECTIVE_FAILED = "CollectiveFailed"
-"""Usually the echo of what happened to another rank."""
-GPU_FAULT = "GPUFault"
-"""The driver says that the hardware failed."""
-UNCAUGHT = "UncaughtException"
-EXITED = "Exited"
-"""sys.exit with another code than 0."""
+from tiercheck.protocol.reasons import COLLECTIVE_FAILED, EXITED, GPU_FAULT, OUT_OF_GPU_MEMORY, UNCAUGHT
 
 _LONGEST = 500
 _HARDWARE = (

@@ -31,9 +31,8 @@ def started_again(obs: Observation) -> Observation | None:
     status = obs.job.status
     if obs.job.spec.attach is None or not status.holds(conditions.FAILED):
         return None
-    failed = {member.pod_uid for member in obs.placement.members} if obs.placement is not None else set()
     live = [pod for pod in obs.pods if not pod.terminal and not pod.deleting]
-    if not live or any(pod.uid in failed for pod in live):
+    if not live or any(pod.uid in obs.attempt_pods for pod in live):
         return None
     kept = tuple(entry for entry in status.conditions if entry.type != conditions.FAILED)
     fresh = replace(status, conditions=kept, completed=None, crashes=0, recovery=None)

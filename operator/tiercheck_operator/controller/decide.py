@@ -37,7 +37,7 @@ from tiercheck_operator.controller.leaving import told
 from tiercheck_operator.controller.membership import Membership, find_members, replacements
 from tiercheck_operator.controller.memory import equal_share, too_small
 from tiercheck_operator.controller.observation import JobView, Observation, PodView
-from tiercheck_operator.controller.placing import Unplaceable, place_members
+from tiercheck_operator.controller.placing import Unplaceable, describe_members, place_members
 from tiercheck_operator.controller.readiness import waiting_for_pods
 from tiercheck_operator.controller.record import JobRecord
 from tiercheck_operator.controller.replanning import replan
@@ -51,6 +51,8 @@ from tiercheck_operator.manifests.resources import resources_problem
 from tiercheck_operator.manifests.template import deadline_problem, pod_problem, template_problem
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
+_PASSING = (conditions.NO_ROOM_TO_MOVE, conditions.MOVING, conditions.NODE_NOT_READY)
+"""Reasons of Placed that say what goes on, and not what the placement is worth."""
 _LOOK_AGAIN = 10.0
 """Seconds until something outside of the job that was missing is looked for again."""
 
@@ -215,9 +217,12 @@ def _attempt_driven(
         findings = replace(findings, placed=moved.placed)
         later += moved.probes
         wake = sooner(wake, moved.wake)
-    for news in (lost_nodes.told(obs, members), told(obs, membership.departures)):
-        if news is not None:
-            findings = replace(findings, placed=Finding(*news))
+    news = told(membership.departures) or lost_nodes.told(obs, members)
+    if news is not None:
+        findings = replace(findings, placed=Finding(*news))
+    elif findings.placed is None and _said_what_has_passed(status):
+        worth = describe_members(obs, membership, saved)
+        findings = replace(findings, placed=Finding(worth.reason, worth.message))
     absent = waits_for_trainers(obs, status, reports)
     if absent:
         findings = replace(findings, waiting=_no_trainers(members, absent))
@@ -231,6 +236,11 @@ def _attempt_driven(
     after = [*directives, *checks(obs), *later]
     wake = sooner(wake, next_look(obs))
     return _concluded(obs, status, findings, reports=reports, before=before, after=after, wake=wake)
+
+
+def _said_what_has_passed(status: JobRecord) -> bool:
+    placed = status.condition(conditions.PLACED)
+    return placed is not None and placed.reason in _PASSING
 
 
 def sooner(*seconds: float | None) -> float | None:

@@ -56,9 +56,8 @@ def _survivors(
     obs: Observation, membership: Membership, topology: Topology, level: Level, domains: set[str | None]
 ) -> bool:
     """Whether a pod of the job that was placed in one of the domains lives."""
-    placed = {saved.pod_uid for saved in obs.placement.members} if obs.placement is not None else set()
     return any(
-        pod.uid in placed and pod.node in obs.nodes and topology.domain(pod.node, level) in domains
+        pod.uid in obs.attempt_pods and pod.node in obs.nodes and topology.domain(pod.node, level) in domains
         for pod in membership.members.values()
         if pod.node is not None
     )

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from tiercheck.protocol.reasons import COLLECTIVE_FAILED, CONTAINER_RESTARTED, GPU_FAULT, OOM_KILLED, VANISHED
 from tiercheck.protocol.report import Report, TrainerReport
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.membership import Membership
-from tiercheck_operator.controller.moving import GPU_FAULT
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.record import Facts
 from tiercheck_operator.controller.suspicion import trainer_failed
 
-OOM_KILLED = "OOMKilled"
-COLLECTIVE_FAILED = "CollectiveFailed"
-VANISHED = "Vanished"
-CONTAINER_RESTARTED = "ContainerRestarted"
 _SIGKILL, _SIGTERM = 137, 143
 _ECHOES = {1, 134, _SIGTERM}
 """Exit codes that a rank has whose partner is gone: an exception, the abort of a collective's watchdog, SIGTERM."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tiercheck.protocol import reasons
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.exits import describe_exit, failed_trainers
 from tiercheck_operator.controller.failure_rules import Verdict
@@ -13,11 +14,11 @@ from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.record import Recovery
 
 _HOPELESS = {
-    "TorchMissing": (
+    reasons.TORCH_MISSING: (
         conditions.TORCH_MISSING,
         "The training image needs Python 3.11 or newer with torch 2.6 or newer; use another image.",
     ),
-    "CannotStart": (
+    reasons.CANNOT_START: (
         conditions.CANNOT_START,
         "Check command, args and image of the container trainer in spec.template.",
     ),
@@ -39,8 +40,8 @@ def hopeless(obs: Observation, membership: Membership) -> GivenUp | None:
     for report in failed_trainers(obs, membership):
         trainer = report.trainer
         # A shell that does not find the command, or may not run it, says so with these codes.
-        shell = trainer.exit_code in _NOT_RUN and trainer.first_step_at is None and trainer.reason == "Crashed"
-        known = _HOPELESS.get("CannotStart" if shell else trainer.reason)
+        shell = trainer.exit_code in _NOT_RUN and trainer.first_step_at is None and trainer.reason == reasons.CRASHED
+        known = _HOPELESS.get(reasons.CANNOT_START if shell else trainer.reason)
         if known is not None:
             reason, advice = known
             return GivenUp(reason, f"{describe_exit(report).rstrip('.')}. {advice}")

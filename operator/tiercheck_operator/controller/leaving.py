@@ -51,13 +51,12 @@ class Assignment:
 
 def assign(obs: Observation, living: Mapping[int, Sequence[PodView]]) -> Assignment:
     """`living`: each worker's pods that are not lost, newest first, at least one."""
-    current = set() if obs.placement is None else {saved.pod_uid for saved in obs.placement.members}
     members: dict[int, PodView] = {}
     pairs: dict[int, Departure] = {}
     departures: dict[int, Departure] = {}
     for worker, pods in living.items():
         # A living member of the attempt stays: if it need not leave any more, its replacement goes again.
-        old = next((pod for pod in pods if pod.uid in current), pods[0])
+        old = next((pod for pod in pods if pod.uid in obs.attempt_pods), pods[0])
         why = leaving(obs, old)
         members[worker] = old
         if why and old is not pods[0]:
@@ -74,23 +73,20 @@ def assign(obs: Observation, living: Mapping[int, Sequence[PodView]]) -> Assignm
     return Assignment(members, {**departures, **{w: m for w, m in pairs.items() if w not in ready}}, departed)
 
 
-def told(obs: Observation, departures: Mapping[int, Departure]) -> tuple[str, str] | None:
-    """Reason and message for the condition Placed; None: nobody is on the move, and nothing has to be taken back."""
-    if departures:
-        first = departures[min(departures)]
-        others = f" ({len(departures)} workers in all)" if len(departures) > 1 else ""
-        text = f"worker {first.worker}{others} is to leave {first.old.name}: {first.why}. "
-        if first.new is not None and first.new.homeless:
-            return (
-                conditions.NO_ROOM_TO_MOVE,
-                f"{text}It stays and trains on, because no node has room for its replacement {first.new.name}: "
-                f"{first.new.message.rstrip('.')}. Add nodes before it is ended.",
-            )
-        return (conditions.MOVING, f"{text}It trains on until its replacement is ready.")
-    known = obs.job.status.condition(conditions.PLACED)
-    if known is not None and known.reason in (conditions.NO_ROOM_TO_MOVE, conditions.MOVING):
-        return (conditions.ALL_PLACED, "every worker has a pod on a node")
-    return None
+def told(departures: Mapping[int, Departure]) -> tuple[str, str] | None:
+    """Reason and message for the condition Placed; None: nobody is on the move."""
+    if not departures:
+        return None
+    first = departures[min(departures)]
+    others = f" ({len(departures)} workers in all)" if len(departures) > 1 else ""
+    text = f"worker {first.worker}{others} is to leave {first.old.name}: {first.why}. "
+    if first.new is not None and first.new.homeless:
+        return (
+            conditions.NO_ROOM_TO_MOVE,
+            f"{text}It stays and trains on, because no node has room for its replacement {first.new.name}: "
+            f"{first.new.message.rstrip('.')}. Add nodes before it is ended.",
+        )
+    return (conditions.MOVING, f"{text}It trains on until its replacement is ready.")
 
 
 def _comes(obs: Observation, pod: PodView) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from tiercheck.protocol.report import TrainerState
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.observation import Observation, PodView
-from tiercheck_operator.controller.signs_of_life import answers, in_attempt, training
+from tiercheck_operator.controller.signs_of_life import answers, training
 
 
 def why_lost(obs: Observation, pod: PodView) -> str:
@@ -40,22 +40,18 @@ def out_of_reach(obs: Observation, pod: PodView) -> bool:
 
 
 def told(obs: Observation, members: Mapping[int, PodView]) -> tuple[str, str] | None:
-    """Reason and message for the condition Placed; None: all nodes are ready, and nothing has to be taken
-    back."""
+    """Reason and message for the condition Placed; None: the members' nodes are ready."""
     unready = {name for name, node in obs.nodes.items() if node.lost}
     found = [pod for _, pod in sorted(members.items()) if pod.node in unready]
-    if found:
-        more = f" and those of {len(found) - 1} other workers are" if len(found) > 1 else " is"
-        return (
-            conditions.NODE_NOT_READY,
-            f"node {found[0].node} of worker {found[0].worker}{more} not ready: no kubelet is heard there. Who answers "
-            "trains on, and is left alone until Kubernetes evicts it, or its sidecar falls silent as well; new pods "
-            "go elsewhere",
-        )
-    known = obs.job.status.condition(conditions.PLACED)
-    if known is not None and known.reason == conditions.NODE_NOT_READY:
-        return (conditions.ALL_PLACED, "every worker has a pod on a node")
-    return None
+    if not found:
+        return None
+    more = f" and those of {len(found) - 1} other workers are" if len(found) > 1 else " is"
+    return (
+        conditions.NODE_NOT_READY,
+        f"node {found[0].node} of worker {found[0].worker}{more} not ready: no kubelet is heard there. Who answers "
+        "trains on, and is left alone until Kubernetes evicts it, or its sidecar falls silent as well; new pods "
+        "go elsewhere",
+    )
 
 
 def _silent_too(obs: Observation, pod: PodView) -> bool:
@@ -68,9 +64,9 @@ def _silent_too(obs: Observation, pod: PodView) -> bool:
         return False  # not asked yet
     seconds = obs.now - known.silent_since
     living = [other for other in obs.pods if not other.terminal and not other.deleting]
-    if not in_attempt(obs, pod):  # it holds nothing
+    if pod.uid not in obs.attempt_pods:  # it holds nothing
         return seconds > (patience.accused if any(answers(obs, other) for other in living) else patience.silent)
-    members = [other for other in living if in_attempt(obs, other)]
+    members = [other for other in living if other.uid in obs.attempt_pods]
     answering = sum(answers(obs, other) for other in members)
     limit = patience.silent if 2 * answering < len(members) else patience.accused
     return answering > 0 and min(seconds, training(obs).stepped) > limit

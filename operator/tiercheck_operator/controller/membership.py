@@ -74,7 +74,6 @@ def find_members(obs: Observation) -> Membership:
     living: dict[int, list[PodView]] = {}
     lost: dict[str, Loss] = {}
     beyond: list[PodView] = []
-    current = set() if obs.placement is None else {saved.pod_uid for saved in obs.placement.members}
     doubted, move = doubts(obs), find_move(obs)
     for pod in sorted(obs.pods, key=lambda pod: (pod.worker, -pod.incarnation, -pod.created)):
         loss = judge(obs, pod, doubted) or (_moved(move) if move is not None and move.pod is pod else None)
@@ -82,11 +81,11 @@ def find_members(obs: Observation) -> Membership:
             lost[pod.uid] = loss
         elif pod.worker < obs.job.spec.workers:
             living.setdefault(pod.worker, []).append(pod)
-        elif pod.uid in current and pod.node is not None:
+        elif pod.uid in obs.attempt_pods and pod.node is not None:
             beyond.append(pod)
     assigned = assign(obs, living)
     members = assigned.members
-    losses = [*_of_attempt(lost, current, members), *(_left(each) for each in assigned.departed)]
+    losses = [*_of_attempt(lost, obs.attempt_pods, members), *(_left(each) for each in assigned.departed)]
     losses += _vanished(obs, members, losses)
     unwell = {node.name for node in obs.nodes.values() if node.lost or node.leaving}
     suspected = {loss.node for loss in (*lost.values(), *losses) if loss.node is not None}

@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tiercheck.protocol.reasons import GPU_FAULT
 from tiercheck.protocol.report import Report
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.hang import held_up_again
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.suspicion import trainer_failed
-
-GPU_FAULT = "GPUFault"
-"""Reason that a rank gives for its end when the driver says that the hardware failed."""
 
 
 @dataclass(frozen=True)

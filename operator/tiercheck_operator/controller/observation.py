@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from tiercheck.protocol.address import join_address
@@ -336,6 +337,11 @@ class Observation:
     @property
     def all_pods(self) -> tuple[PodView, ...]:
         return (*self.pods, *self.spares)
+
+    @cached_property
+    def attempt_pods(self) -> frozenset[str]:
+        """UIDs of the pods that the current attempt was placed with; empty: there is no attempt."""
+        return frozenset() if self.placement is None else frozenset(saved.pod_uid for saved in self.placement.members)
 
     def report(self, pod: PodView) -> Report | None:
         """The newest report of the pod's sidecar, as that of the worker that the pod is: it may not know that yet."""

@@ -131,6 +131,12 @@ def _no_worse(one: Placement, other: Placement) -> bool:
     return one.achieved_level == other.achieved_level and len(one.unprotected) <= len(other.unprotected)
 
 
+def describe_members(obs: Observation, membership: Membership, saved: SavedPlacement) -> Placed | Unplaceable:
+    """What the placement that the members have is worth. Every worker must have a pod on a node."""
+    layout = lay_out(obs, membership)
+    return layout if isinstance(layout, Unplaceable) else judge(layout.describe(saved), layout)
+
+
 def judge(outcome: Placement, layout: Layout) -> Placed:
     """The planner's answer in the controller's words."""
     return _placed(outcome, layout.topology, layout.nodes, layout.level)

@@ -76,10 +76,9 @@ def waiting_for_sidecars(obs: Observation, membership: Membership, recovery: Rec
 
 def handing_over(obs: Observation) -> Waiting | None:
     """While a pod that is being ended says that its holders lack something: the next attempt would refuse it."""
-    current = set() if obs.placement is None else {saved.pod_uid for saved in obs.placement.members}
-    for pod in obs.pods:
+    for pod in (pod for pod in obs.pods if pod.deleting and pod.uid in obs.attempt_pods):
         known, since = obs.reports.get(pod.uid), pod.deleted_at
-        if not pod.deleting or pod.uid not in current or since is None or known is None or known.report is None:
+        if since is None or known is None or known.report is None:
             continue
         left = since + obs.patience.hand_over - obs.now
         mine = known.silent_since is None and known.report.attempt == obs.job.status.attempt

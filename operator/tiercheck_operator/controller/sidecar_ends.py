@@ -35,8 +35,7 @@ def sidecar_ended(obs: Observation, record: JobRecord, workers: Collection[int])
 def away(obs: Observation) -> list[PodView]:
     """Members of the attempt whose sidecars do not answer, for longer than a call may get lost. None if nobody
     answers: that is our own trouble."""
-    members = {saved.pod_uid for saved in obs.placement.members} if obs.placement is not None else set()
-    pods = sorted((pod for pod in obs.pods if pod.uid in members), key=lambda pod: pod.worker)
+    pods = sorted((pod for pod in obs.pods if pod.uid in obs.attempt_pods), key=lambda pod: pod.worker)
     living = [pod for pod in pods if not pod.terminal and not pod.deleting]
     if not any(answers(obs, pod) for pod in living):
         return []

@@ -42,11 +42,7 @@ def was_up(obs: Observation, pod: PodView) -> bool:
         return True
     if state is ContainerState.STARTING and not pod.sidecar.restarts:
         return (silence(obs, pod) or 0.0) > _STARTS
-    return pod.sidecar.restarting and in_attempt(obs, pod)
-
-
-def in_attempt(obs: Observation, pod: PodView) -> bool:
-    return obs.placement is not None and any(saved.pod_uid == pod.uid for saved in obs.placement.members)
+    return pod.sidecar.restarting and pod.uid in obs.attempt_pods
 
 
 def restart_due(obs: Observation, pod: PodView) -> float | None:

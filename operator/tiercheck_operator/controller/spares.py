@@ -134,9 +134,8 @@ def _renamed(obs: Observation, membership: Membership) -> tuple[Promote, ...]:
     have found a node meanwhile, because their memory holds state.
     """
     members, numbers = membership.members, range(obs.job.spec.workers)
-    current = {saved.pod_uid for saved in obs.placement.members} if obs.placement is not None else set()
     vacant = [worker for worker in numbers if not membership.housed(worker)]
-    empty = [worker for worker in numbers if worker not in vacant and members[worker].uid not in current]
+    empty = [worker for worker in numbers if worker not in vacant and members[worker].uid not in obs.attempt_pods]
     survivors = sorted((pod for pod in membership.beyond if pod.resource_version), key=lambda pod: pod.worker)
     pairs = zip(survivors, (*vacant, *empty), strict=False)
     return tuple(Promote(pod, worker, next_incarnation(obs, worker)) for pod, worker in pairs)

@@ -23,7 +23,7 @@ def suspend(obs: Observation) -> tuple[JobRecord, list[Action], list[Action]]:
     if not obs.all_pods:
         return replace(status, recovery=None, members="", placement=None, size=None), [], []
     recovery = status.recovery
-    if recovery is None or Cause.parse(recovery.cause) is not Cause.SUSPENDING:
+    if recovery is None or not _suspending(status):
         recovery = Recovery(Cause.SUSPENDING.value, "spec.suspend is true", obs.now, obs.now)
         status = replace(status, recovery=recovery)
     patience = finishing_time(obs) if status.attempt else 0.0
@@ -50,16 +50,18 @@ def still_ending(obs: Observation) -> bool:
     that began with them would lose them.
     """
     status = obs.job.status
-    told = status.recovery is not None and Cause.parse(status.recovery.cause) is Cause.SUSPENDING
-    return told and bool(status.attempt and obs.all_pods) and obs.job.spec.attach is None
+    return _suspending(status) and bool(status.attempt and obs.all_pods) and obs.job.spec.attach is None
 
 
 def resumed(obs: Observation) -> Recovery | None:
     """The recovery that brings a suspended job back; None: it was not suspended."""
     status = obs.job.status
-    suspending = status.recovery is not None and Cause.parse(status.recovery.cause) is Cause.SUSPENDING
-    if not suspending and not status.holds(conditions.SUSPENDED):
+    if not _suspending(status) and not status.holds(conditions.SUSPENDED):
         return None
     if not status.attempt:
         return Recovery(Cause.FIRST_START.value, "the job starts", obs.now, obs.now)
     return Recovery(Cause.RESUMED.value, "spec.suspend is false again", obs.now, obs.now)
+
+
+def _suspending(status: JobRecord) -> bool:
+    return status.recovery is not None and Cause.parse(status.recovery.cause) is Cause.SUSPENDING

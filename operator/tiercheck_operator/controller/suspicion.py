@@ -12,7 +12,7 @@ from tiercheck.protocol.report import Break, TrainerState
 from tiercheck_operator.controller.actions import Probe
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.observation import HostSign, Observation, PodView
-from tiercheck_operator.controller.signs_of_life import answers, in_attempt, restart_due, silence, training, was_up
+from tiercheck_operator.controller.signs_of_life import answers, restart_due, silence, training, was_up
 from tiercheck_operator.planning.suspicion import Accusation, Limits, Suspicion, Witness, suspected
 
 _ASK_AGAIN = 1.0
@@ -60,7 +60,7 @@ def checks(obs: Observation) -> list[Probe]:
     witnesses = _witnesses(obs, running)
     named = {entry.pod for witness in witnesses for entry in witness.accuses}
     if any(witness.silent is not None for witness in witnesses):
-        named |= set([pod.uid for pod in running if answers(obs, pod) and in_attempt(obs, pod)][:1])
+        named |= set([pod.uid for pod in running if answers(obs, pod) and pod.uid in obs.attempt_pods][:1])
     due = []
     for uid in sorted(named):
         known = obs.reports.get(uid)
@@ -115,7 +115,7 @@ def _witness(obs: Observation, pod: PodView, homes: Mapping[tuple[int, str], str
         silent,
         host_answers=known is not None and known.host is not HostSign.NOTHING,
         held=None if silent is None else _held(obs, pod),
-        takes_part=silent is None or in_attempt(obs, pod),
+        takes_part=silent is None or pod.uid in obs.attempt_pods,
         failed=trainer_failed(obs, pod),
         accuses=accuses,
     )
@@ -129,9 +129,9 @@ def _held(obs: Observation, pod: PodView) -> float | None:
     """As `restart_due`. A pod whose memory nobody else has is worth any wait that its kubelet names. One
     that was never in an attempt holds nothing, and another one in its place would fare no better."""
     due = restart_due(obs, pod)
-    if due is None or (in_attempt(obs, pod) and (obs.job.spec.copies or obs.job.spec.parity is not None)):
+    if due is None or (pod.uid in obs.attempt_pods and (obs.job.spec.copies or obs.job.spec.parity is not None)):
         return due
-    return min(due, 0.0) if in_attempt(obs, pod) else 0.0
+    return min(due, 0.0) if pod.uid in obs.attempt_pods else 0.0
 
 
 def _sentence(suspicion: Suspicion, pods: Mapping[str, PodView], due: float | None) -> str:

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiercheck.protocol.address import split_address
+from tiercheck.protocol.address import endpoint
 from tiercheck_sidecar.exchange.frames import IO_TIMEOUT, LONGEST_STRANGER, Say, Wire, broken
 
 CONNECT_TIMEOUT = 3.0
@@ -65,11 +65,8 @@ class Identity:
 
 def dial(identity: Identity, attempt: int, host: str, port: int) -> Wire:
     """A proven connection to another sidecar. `host`: its address; `port`: the usual one, which that need not name. Raises WireBroken, PeerRefused."""
-    bare, first = split_address(host)
     try:
-        connection = socket.create_connection(
-            (bare, port if first is None else first + 1), CONNECT_TIMEOUT, (identity.host, 0)
-        )
+        connection = socket.create_connection(endpoint(host, port), CONNECT_TIMEOUT, (identity.host, 0))
     except OSError as error:
         raise type(broken(error))(f"{host} cannot be reached: {error}") from error
     wire = Wire(connection, CONNECT_TIMEOUT)
