@@ -133,15 +133,20 @@ def make_base(store: Store, say: Say) -> None:
 def build_images(store: Store, say: Say) -> None:
     """`make images` in a copy of what git knows of this tree: what it needs beyond that is missed."""
     with tempfile.TemporaryDirectory(dir=store.folder) as name:
-        copy, settings = Path(name, "source"), Path(name, "pip.conf")
+        copy = Path(name, "source")
         copy_tree(copy)
-        lines, places = pip_settings()
-        settings.write_text("[global]\n" + "".join(f"{line}\n" for line in lines))
-        volumes = [f"--volume={place}:{place}:ro" for place in places] + [f"--volume={settings}:/etc/pip.conf:ro"]
-        variables = ["BUILDER=buildah", f"PYTHON_IMAGE={BASE}", f"BUILD_FLAGS={' '.join(volumes)}"]
         log = store.folder / "build.log"
         say(f"building {', '.join(TARGETS)} (log: {log})")
-        _logged(["make", "--directory", str(copy), "images", *variables], log, store.environment)
+        _logged(["make", "--directory", str(copy), "images"], log, builder_environment(store, Path(name)))
+
+
+def builder_environment(store: Store, folder: Path) -> dict[str, str]:
+    """Of a person whose `make images` takes our base, and gets its packages as this machine does. `folder`: there as long as it is used."""
+    settings = folder / "pip.conf"
+    lines, places = pip_settings()
+    settings.write_text("[global]\n" + "".join(f"{line}\n" for line in lines))
+    volumes = [f"--volume={place}:{place}:ro" for place in places] + [f"--volume={settings}:/etc/pip.conf:ro"]
+    return {**store.environment, "BUILDER": "buildah", "PYTHON_IMAGE": BASE, "BUILD_FLAGS": " ".join(volumes)}
 
 
 def write_archives(store: Store, folder: Path, targets: Sequence[str] = TARGETS) -> None:

@@ -13,6 +13,7 @@ from testbed.network import CORE, REGISTRY_NAME
 from testbed.processes import wait_for
 from testbed.registry import push_archive
 
+from tests.images.building import TARGETS
 from tests.sidecar.remote.radosgw import ACCESS_KEY, SECRET_KEY, Cluster
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +21,6 @@ CHART = ROOT / "charts" / "tiercheck"
 SYSTEM, TRAINING = "tiercheck-system", "training"
 REPOSITORY = f"{REGISTRY_NAME}/me"
 TAG = "0.1.0"
-IMAGES = ("operator", "sidecar", "example-trainer")
 BUCKET, SECRET = "checkpoints", "bucket"
 OPERATOR_NODE = "node-5"
 POOL = "example.com/pool"
@@ -75,14 +75,14 @@ class Stage:
 def push_images(testbed: Testbed) -> None:
     """The archives that `make images` left; TIERCHECK_IMAGES names their folder."""
     folder = Path(os.environ["TIERCHECK_IMAGES"])
-    for name in IMAGES:
+    for name in TARGETS:
         push_archive(testbed.core, folder / f"{name}.tar", f"me/tiercheck-{name}:{TAG}")
 
 
 def pull_images(testbed: Testbed) -> None:
     """Onto every node, so that no recovery waits for a registry, as on nodes that have trained before."""
     first, *others = testbed.nodes
-    for name in IMAGES:
+    for name in TARGETS:
         first.pull(f"me/tiercheck-{name}:{TAG}")
     for node in testbed.nodes:
         node.kill_userland()

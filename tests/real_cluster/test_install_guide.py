@@ -12,15 +12,19 @@ from pathlib import Path
 
 import boto3
 import pytest
-from stage import IMAGES, ROOT, TAG, start_s3
+from stage import ROOT, start_s3
 from testbed.cluster import Testbed
 from testbed.network import REGISTRY
-from testbed.registry import push_archive
 
+from tests.images.building import CACHE, Store, builder_environment
 from tests.sidecar.remote.radosgw import ACCESS_KEY, SECRET_KEY
 
 _GUIDE = ROOT / "docs" / "install.md"
 _SECTION = "## From nothing to a training job"
+_IN_CLUSTER = """#!/bin/sh
+{only}exec nsenter -t {core} -n {program} "$@"
+"""
+"""The newcomer's machine has its own network, from which these step into the cluster's."""
 _HELM = """#!{python}
 # The commands of the guide, through the real Helm SDK: there is no package of the program itself.
 import sys
@@ -66,18 +70,21 @@ def newcomer(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
         subprocess.run(["git", "clone", "-q", str(ROOT), str(work)], check=True)
         example = work / "examples" / "first-job.yaml"
         example.write_text(_theirs(example.read_text(), server.endpoint))
+        helm = _program(tmp_path / "helm-sdk", _HELM.format(python=sys.executable, here=str(Path(__file__).parent)))
         tools = tmp_path / "bin"
         tools.mkdir()
-        helm = tools / "helm"
-        helm.write_text(_HELM.format(python=sys.executable, here=str(Path(__file__).parent)))
-        helm.chmod(0o755)
+        buildah = str(shutil.which("buildah"))
+        pushes_only = f'[ "$1" = push ] || exec {buildah} "$@"\nshift\n'
+        for name, program, only in (
+            ("kubectl", str(shutil.which("kubectl")), ""),
+            ("helm", str(helm), ""),
+            ("buildah", f"{buildah} push --tls-verify=false", pushes_only),
+        ):
+            _program(tools / name, _IN_CLUSTER.format(only=only, core=testbed.core, program=program))
         subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
         path = f"{tools}:{tmp_path / 'venv' / 'bin'}:{os.environ['PATH']}"
-        for name in IMAGES:
-            push_archive(
-                testbed.core, Path(os.environ["TIERCHECK_IMAGES"]) / f"{name}.tar", f"me/tiercheck-{name}:{TAG}"
-            )
-        yield work, {**os.environ, "PATH": path, "TIERCHECK_ENDPOINT": server.endpoint}
+        builder = builder_environment(Store(CACHE), tmp_path)
+        yield work, {**builder, "PATH": path, "TIERCHECK_ENDPOINT": server.endpoint}
     finally:
         server.stop()
         shutil.rmtree(tmp_path / "s3", ignore_errors=True)
@@ -89,11 +96,17 @@ def test_newcomer_gets_from_nothing_to_a_training_job_and_back(newcomer: tuple[P
         typed = _theirs(command, environment["TIERCHECK_ENDPOINT"])
         print(f"$ {typed}", flush=True)
         done = subprocess.run(
-            ["bash", "-c", typed], cwd=work, env=environment, text=True, stdin=subprocess.DEVNULL,
+            ["nsenter", "-t", str(os.getppid()), "-n", "bash", "-c", typed], cwd=work, env=environment, text=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=900,
         )  # fmt: skip
         print(done.stdout, flush=True)
         assert done.returncode == 0, f"{command}\n{done.stdout}"
+
+
+def _program(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
 
 
 def _theirs(text: str, endpoint: str) -> str:

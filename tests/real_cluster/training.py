@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import subprocess
 import threading
@@ -17,6 +16,8 @@ from losses import LossReader, Step
 from testbed.cluster import Testbed
 from testbed.node import Node
 from testbed.processes import wait_for
+
+from tiercheck_operator.controller.record import parse_time
 
 GROUP, VERSION, PLURAL = "tiercheck.io", "v1alpha1", "tiercheckjobs"
 WORKER = "tiercheck.io/worker"
@@ -121,7 +122,7 @@ class Training:
             for event in json.loads(raw.data)["items"]
             if event["involvedObject"].get("name") == self.name
             and event["involvedObject"].get("kind") == "TierCheckJob"
-            and (_time(event.get("lastTimestamp")) or _time(event.get("eventTime")) or 0) >= since - 1
+            and (parse_time(event.get("lastTimestamp")) or parse_time(event.get("eventTime")) or 0) >= since - 1
         ]
 
     def wait_until_protected(self, seconds: float = PATIENCE) -> None:
@@ -151,7 +152,7 @@ class Training:
         """When the trainers of an attempt begun after `since` were released, unix seconds."""
         for sighting in self.seen:
             released = ((sighting.body.get("status") or {}).get("recovery") or {}).get("releasedAt")
-            moment = _time(released)
+            moment = parse_time(released)
             if moment is not None and moment >= since:
                 return moment
         return None
@@ -231,11 +232,3 @@ def _all_ready(pod: dict[str, Any]) -> bool:
         and bool(statuses)
         and all(status.get("ready") for status in statuses)
     )
-
-
-def _time(value: object) -> float | None:
-    if isinstance(value, int | float):
-        return float(value)
-    if not isinstance(value, str):
-        return None
-    return datetime.datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp()

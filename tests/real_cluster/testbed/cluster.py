@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from testbed import cgroups, control_plane, network, registry
 from testbed.node import Node
 from testbed.processes import Processes, run, wait_for
 
+FOLDER = Path(os.environ.get("TIERCHECK_TESTBED_FOLDER", "/var/tmp/tiercheck-testbed"))
 NODES = 5
 """Four to train on, and the last for the operator, as the nodes of a cluster's own services are kept apart elsewhere."""
 
@@ -26,6 +28,15 @@ class Testbed:
         self.processes = Processes(folder)
         self.nodes = [Node(self.processes, folder, number) for number in range(1, nodes + 1)]
 
+    @classmethod
+    def anew(cls, folder: Path) -> Testbed:
+        """A new one that is up, in place of what was in `folder`. Raises as `up` does."""
+        cls(folder).down()
+        folder.mkdir(parents=True)
+        testbed = cls(folder)
+        testbed.up()
+        return testbed
+
     @property
     def core(self) -> int:
         """The pid that holds the network of API server, registry and S3. Raises RuntimeError: the cluster is down."""
@@ -37,6 +48,11 @@ class Testbed:
     def inside(self, command: list[str]) -> list[str]:
         """`command`, in the core's network."""
         return ["nsenter", "-t", str(self.core), "-n", *command]
+
+    def call(self, command: list[str]) -> int:
+        """Exit code of `command`, which runs in the core's network and finds the cluster by its environment."""
+        variables = {"KUBECONFIG": str(self.kubeconfig), "TIERCHECK_TESTBED": str(self.folder)}
+        return subprocess.run(self.inside(command), env={**os.environ, **variables}, check=False).returncode
 
     def node(self, name: str) -> Node:
         return next(node for node in self.nodes if node.name == name)
