@@ -11,6 +11,7 @@ from fake_cluster import FakeCluster
 from golden import matches, rendered
 
 from tiercheck.protocol.directive import Tier
+from tiercheck_cli.explain import estimate as estimates
 from tiercheck_cli.explain.answer import Answer, answer, scenario_of
 from tiercheck_cli.explain.estimate import Estimate, Failure, estimate
 from tiercheck_cli.explain.losses import losses
@@ -20,6 +21,7 @@ from tiercheck_cli.files import made_up_nodes, read_job
 from tiercheck_cli.layout import layout_of
 from tiercheck_cli.planned import planned
 from tiercheck_cli.recoveries import PastRecovery, recoveries
+from tiercheck_operator.controller.causes import Cause
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -206,3 +208,9 @@ def test_what_cannot_be_lost_is_refused_with_what_can(asked: str, complaint: str
     with pytest.raises(CannotDo, match=complaint) as refusal:
         answers(asked)
     assert refusal.value.status == 2
+
+
+def test_recoveries_are_told_apart_by_what_the_operator_knows_of_their_causes() -> None:
+    assert {cause.value for cause in Cause if cause.in_place} == estimates._IN_PLACE
+    # No recovery of a job that is being suspended is ever told.
+    assert {cause.value for cause in Cause if cause.planned} - {Cause.SUSPENDING.value} == estimates._PLANNED

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,19 +20,6 @@ def training(**changes: object) -> World:
     world.until("Running")
     world.train(9)
     return world
-
-
-def recovered(world: World, attempt: int = 2) -> dict[str, Any]:
-    world.tick()
-    world.until("Running", attempt=attempt)
-    assert world.status.last_recovery is not None
-    return dict(world.status.last_recovery)
-
-
-def home(world: World, worker: int) -> str:
-    node = world.pods[world.member(worker)].node
-    assert node is not None
-    return node
 
 
 def cut_off(world: World, node: str) -> None:
@@ -67,7 +53,7 @@ def test_pod_that_somebody_deleted_is_told_as_deleted_however_its_containers_end
     world = training()
     world.ends_as, world.grace = phase, grace
     world.end_gracefully(world.member(1))
-    summary = recovered(world)
+    summary = world.recovered()
     assert summary["cause"] == "PodDeleted"
     assert "no reason given" not in summary["message"]
     assert "PodFailed" not in world.notices
@@ -76,7 +62,7 @@ def test_pod_that_somebody_deleted_is_told_as_deleted_however_its_containers_end
 def test_eviction_stays_an_eviction_when_its_pod_turns_failed() -> None:
     world = training()
     world.evict(world.member(1))
-    assert recovered(world)["cause"] == "PodEvicted"
+    assert world.recovered()["cause"] == "PodEvicted"
     assert world.notices.count("PodEvicted") == 1
     assert not {"PodFailed", "PodDeleted"} & set(world.notices)
 
@@ -84,9 +70,9 @@ def test_eviction_stays_an_eviction_when_its_pod_turns_failed() -> None:
 def test_pod_that_was_given_up_keeps_the_cause_for_which_it_was() -> None:
     """Its network is cut, its kubelet is well: what we delete turns Failed there."""
     world = training()
-    cut_off(world, home(world, 3))
+    cut_off(world, world.home(3))
     world.grace = 1.0
-    summary = recovered(world)
+    summary = world.recovered()
     assert summary["cause"] == "NodeSilent"
     assert "PodFailed" not in world.notices
     assert "no reason given" not in summary["message"]
@@ -96,34 +82,34 @@ def test_pod_that_failed_by_itself_is_told_so_when_we_have_deleted_it() -> None:
     world = training()
     uid = world.member(1)
     world.pods[uid] = replace(world.pods[uid], phase="Failed", disruption="UnexpectedAdmissionError")
-    summary = recovered(world)
+    summary = world.recovered()
     assert summary["cause"] == "PodFailed"
     assert "UnexpectedAdmissionError" in summary["message"]
 
 
 def test_drain_that_ends_with_the_node_switched_off_was_a_drain() -> None:
     world = training()
-    node = home(world, 1)
+    node = world.home(1)
     world.nodes = {name: replace(each, schedulable=False) for name, each in world.nodes.items()}
     world.evict(world.member(1))
     world.train(5)
     world.nodes[node] = replace(world.nodes[node], lost="node is not ready (NodeStatusUnknown)")
     world.train(5)
     world.nodes = {name: replace(each, schedulable=True) for name, each in world.nodes.items()}
-    assert recovered(world)["cause"] == "PodEvicted"
+    assert world.recovered()["cause"] == "PodEvicted"
 
 
 def test_operator_that_was_killed_after_it_gave_a_pod_up_still_knows_why() -> None:
     """The deletion is done before the status is written."""
     for moment in range(12):
         world = training()
-        cut_off(world, home(world, 3))
+        cut_off(world, world.home(3))
         while not world.deleted:
             world.tick(killed_after=moment if world.now > 0 else None)
             if world.now > 1_800_000_100:
                 break
         if world.deleted:
-            assert recovered(world)["cause"] == "NodeSilent", f"killed after {moment} actions"
+            assert world.recovered()["cause"] == "NodeSilent", f"killed after {moment} actions"
 
 
 CONSEQUENCES = ("not ready", "echo", "operator", "gone", "slow", "succeeded", "quick")
@@ -143,7 +129,7 @@ def strike(world: World, first: str, worker: int) -> str:
             world.pods[uid] = replace(world.pods[uid], phase="Failed", disruption="OutOfcpu")
             return "PodFailed"
         case "cut":
-            cut_off(world, home(world, worker))
+            cut_off(world, world.home(worker))
             return "NodeSilent"
         case "gpu":
             failed(world, worker, world.now, 1, "GPUFault", "RuntimeError: CUDA error: uncorrectable ECC error")
@@ -161,7 +147,7 @@ def test_whatever_the_order_in_which_consequences_are_seen_the_cause_told_is_the
     first: str, worker: int, after: list[tuple[str, int]]
 ) -> None:
     world = training()
-    uid, node = world.member(worker), home(world, worker)
+    uid, node = world.member(worker), world.home(worker)
     for what, _ in after:
         world.ends_as = {"succeeded": "Succeeded"}.get(what, world.ends_as)
         world.grace = {"slow": 20.0, "quick": 1.5}.get(what, world.grace)
@@ -183,7 +169,7 @@ def test_whatever_the_order_in_which_consequences_are_seen_the_cause_told_is_the
                 world._gone(uid)
         for _ in range(wait if world.status.attempt == 1 else 0):
             world.tick()
-    assert recovered(world)["cause"] == cause
+    assert world.recovered()["cause"] == cause
     assert {"PodDeleted", "PodEvicted", "PodFailed", "NodeSilent", "NodeLost", "GPUFault"} & set(world.notices) == {
         cause
     }
@@ -196,7 +182,7 @@ def test_nodes_of_a_rack_that_fall_silent_one_after_the_other_are_told_as_the_ra
         world.train(1)
     while world.status.recovery is None or not world.deleted:
         world.tick()
-    assert recovered(world)["cause"] == "DomainLost"
+    assert world.recovered()["cause"] == "DomainLost"
 
 
 # Old pods.
@@ -215,7 +201,7 @@ def test_whatever_old_pods_are_terminating_they_are_blamed_for_nothing(left: lis
         uid = world.member(attempt)
         old.append(world.pods[uid].name)
         strike(world, how, attempt)
-        recovered(world, attempt)
+        world.recovered(attempt)
         world.cut.clear()
         world.train(120)
     struck = world.now
@@ -228,10 +214,10 @@ def test_whatever_old_pods_are_terminating_they_are_blamed_for_nothing(left: lis
         case "deleted":
             world._gone(world.member(len(left) + 1))
         case "node":
-            node = home(world, len(left) + 1)
+            node = world.home(len(left) + 1)
             world.kill_node(node)
             world.nodes[node] = replace(world.nodes[node], lost="node is not ready (NodeStatusUnknown)")
-    summary = recovered(world, world.status.attempt + 1)
+    summary = world.recovered(world.status.attempt + 1)
     assert not [name for name in old if name in summary["message"]], summary["message"]
     assert summary["detectSeconds"] < 10
     assert summary["totalSeconds"] <= world.now - struck
@@ -248,7 +234,7 @@ def test_second_failure_on_the_way_back_does_not_make_the_first_one_look_noticed
     assert world.status.recovery is not None
     world.end_gracefully(world.member(2))
     world.slow_trainers.clear()
-    summary = recovered(world, 3)
+    summary = world.recovered(3)
     assert summary["detectSeconds"] < 5
     assert summary["totalSeconds"] >= 40, "training was away since the first one"
     assert summary["detectSeconds"] + summary["restoreSeconds"] <= summary["totalSeconds"]
@@ -264,7 +250,7 @@ def test_rank_that_was_killed_is_blamed_before_the_peer_whose_connection_broke()
     world = training()
     failed(world, 1, world.now, 1, "CollectiveFailed", RESET)
     failed(world, 0, world.now + 1, 137, "CollectiveFailed", RESET)
-    summary = recovered(world)
+    summary = world.recovered()
     assert "worker 0" in summary["message"]
     assert "137" in summary["message"]
 
@@ -281,7 +267,7 @@ def test_killed_rank_is_blamed_even_if_its_report_comes_after_a_long_sentence_of
     assert world.status.recovery is not None
     assert "worker 1" in world.status.recovery.message
     world.sidecars[killed].reachable = True
-    summary = recovered(world)
+    summary = world.recovered()
     assert "worker 0" in summary["message"]
     assert summary["cause"] == "TrainerCrash"
 
@@ -291,7 +277,7 @@ def test_worker_of_which_no_rank_could_say_why_is_blamed_before_those_that_name_
     world = training()
     echoed(world, 2)
     failed(world, 2, world.now + 2, 1)
-    assert "worker 2" in recovered(world)["message"]
+    assert "worker 2" in world.recovered()["message"]
 
 
 def test_commands_that_were_stopped_are_blamed_last() -> None:
@@ -299,7 +285,7 @@ def test_commands_that_were_stopped_are_blamed_last() -> None:
     for worker in (0, 1, 2):
         failed(world, worker, world.now - 1, 143)
     failed(world, 3, world.now, 1, "CollectiveFailed", RESET)
-    assert "worker 3" in recovered(world)["message"]
+    assert "worker 3" in world.recovered()["message"]
 
 
 ENDS: dict[str, tuple[int, str, str]] = {
@@ -339,6 +325,6 @@ def test_origin_is_blamed_whatever_the_clocks_say_and_in_whatever_order_the_side
     for each in seen:
         world.sidecars[world.member(each)].reachable = True
         world.tick()
-    summary = recovered(world)
+    summary = world.recovered()
     assert f"worker {worker}" in summary["message"]
     assert summary["cause"] == ("OOMKilled" if origin == "OOMKilled" else "TrainerCrash")

@@ -25,13 +25,6 @@ def running_world(**changes: object) -> World:
     return world
 
 
-def recovered(world: World, attempt: int = 2) -> dict[str, Any]:
-    world.tick()
-    world.until("Running", attempt=attempt)
-    assert world.status.last_recovery is not None
-    return dict(world.status.last_recovery)
-
-
 def failure(world: World) -> tuple[str, str]:
     found = world.status.condition("Failed")
     assert found is not None
@@ -67,7 +60,7 @@ def test_exit_code_that_a_rule_calls_final_fails_the_job_at_once_and_names_the_r
 def test_rule_for_other_codes_leaves_a_crash_what_it_is() -> None:
     world = running_world(rules=rules(on_codes("bad-data", "Fail", 42)))
     world.crash(1, code=43)
-    assert recovered(world)["cause"] == "TrainerCrash"
+    assert world.recovered()["cause"] == "TrainerCrash"
     assert (world.status.crashes, world.status.counted) == (1, 1)
 
 
@@ -75,7 +68,7 @@ def test_restart_that_ignores_the_limit_is_not_counted_however_often_it_happens(
     world = running_world(max_restarts=1, rules=rules(on_codes("flaky-disk", "RestartIgnoringLimit", 75)))
     for attempt in (2, 3, 4):
         world.crash(0, code=75)
-        summary = recovered(world, attempt)
+        summary = world.recovered(attempt)
         assert summary["rule"] == "flaky-disk"
         assert "rule flaky-disk" in summary["message"]
         world.train(4)
@@ -85,13 +78,13 @@ def test_restart_that_ignores_the_limit_is_not_counted_however_often_it_happens(
 def test_first_rule_that_matches_decides() -> None:
     world = running_world(rules=rules(on_codes("first", "RestartIgnoringLimit", 7), on_codes("second", "Fail", 7)))
     world.crash(2, code=7)
-    assert recovered(world)["rule"] == "first"
+    assert world.recovered()["rule"] == "first"
 
 
 def test_eviction_counts_if_a_rule_says_so() -> None:
     world = running_world(max_restarts=1, rules=rules(on_reasons("evicted", "Restart", "PodEvicted")))
     world.evict(world.member(1))
-    assert recovered(world)["rule"] == "evicted"
+    assert world.recovered()["rule"] == "evicted"
     assert (world.status.crashes, world.status.disruptions, world.status.counted) == (1, 0, 1)
     world.train(4)
     world.evict(world.member(1))
@@ -115,11 +108,11 @@ def test_condition_of_the_node_makes_a_crash_the_hardwares_fault() -> None:
     assert node is not None
     world.nodes[node] = replace(world.nodes[node], conditions={"GpuEcc": "True"})
     world.crash(2, code=1)
-    assert recovered(world)["rule"] == "gpu"
+    assert world.recovered()["rule"] == "gpu"
     assert world.status.counted == 0
     world.train(4)
     world.crash(1, code=1)
-    assert "rule" not in recovered(world, 3), "another node's condition says nothing about this one"
+    assert "rule" not in world.recovered(3), "another node's condition says nothing about this one"
 
 
 def test_lost_node_behind_a_crash_is_not_judged_by_the_echos_exit_code() -> None:
@@ -129,7 +122,7 @@ def test_lost_node_behind_a_crash_is_not_judged_by_the_echos_exit_code() -> None
     world.nodes[node] = replace(world.nodes[node], lost="node is not ready")
     world.sidecars[world.member(3)].reachable = False
     world.crash(0, code=1)
-    assert recovered(world)["cause"] == "NodeLost"
+    assert world.recovered()["cause"] == "NodeLost"
 
 
 def test_rule_that_fails_the_job_waits_until_no_dead_node_can_explain_the_crash() -> None:
@@ -138,7 +131,7 @@ def test_rule_that_fails_the_job_waits_until_no_dead_node_can_explain_the_crash(
     assert node is not None
     world.kill_node(node)
     world.crash(0, code=1)
-    summary = recovered(world)
+    summary = world.recovered()
     assert summary["cause"] in ("NodeLost", "NodeSilent", "SidecarSilent")
     assert "rule" not in summary
 
@@ -199,7 +192,7 @@ def test_shell_that_does_not_find_the_command_ends_the_job_before_it_spends_rest
 def test_exit_code_of_a_shell_in_the_middle_of_training_is_a_crash() -> None:
     world = running_world()
     world.crash(0, code=127)
-    assert recovered(world)["cause"] == "TrainerCrash"
+    assert world.recovered()["cause"] == "TrainerCrash"
 
 
 def test_process_that_the_kernel_killed_for_memory_is_told_from_other_kills_with_numbers() -> None:
@@ -209,7 +202,7 @@ def test_process_that_the_kernel_killed_for_memory_is_told_from_other_kills_with
     sidecar = world.live_sidecar(1)
     assert sidecar is not None
     world.crash(1, code=137, reason="OOMKilled")
-    summary = recovered(world)
+    summary = world.recovered()
     assert summary["cause"] == "OOMKilled"
     assert "64Gi" in summary["message"]
     assert "resources.limits.memory" in summary["message"]
@@ -223,16 +216,16 @@ def test_container_that_the_kernel_killed_for_memory_is_told_from_one_that_was_r
     ended = ContainerView(1, "OOMKilled", world.now, 137, "64Gi")
     world.pods[uid] = replace(world.pods[uid], trainer=ended)
     world.crash(1, code=137, reason="ContainerRestarted")
-    assert recovered(world)["cause"] == "OOMKilled"
+    assert world.recovered()["cause"] == "OOMKilled"
     world.train(5)
     world.crash(1, code=137, reason="ContainerRestarted")
-    assert recovered(world, 3)["cause"] == "TrainerCrash", "the container's last end is one of an earlier attempt"
+    assert world.recovered(3)["cause"] == "TrainerCrash", "the container's last end is one of an earlier attempt"
 
 
 def test_plain_kill_is_a_crash_that_names_the_signal() -> None:
     world = running_world()
     world.crash(1, code=137, reason="Signalled")
-    summary = recovered(world)
+    summary = world.recovered()
     assert summary["cause"] == "TrainerCrash"
     assert "137 (Signalled)" in summary["message"]
 
@@ -262,7 +255,7 @@ def test_broken_collective_is_an_echo_of_the_exception_elsewhere_even_if_it_ende
     assert sidecar is not None
     say(world, 3, "UncaughtException", "ValueError: bad sample")
     sidecar.trainer = replace(sidecar.trainer, state=TrainerState.FAILED, exit_code=1, ended_at=world.now + 2)
-    summary = recovered(world)
+    summary = world.recovered()
     assert "rank 3: ValueError: bad sample" in summary["message"]
 
 
@@ -280,7 +273,7 @@ def test_worker_with_a_broken_gpu_moves_and_nobody_is_blamed() -> None:
     survivors = {world.member(worker) for worker in (0, 1, 3)}
     say(world, 2, "GPUFault", "RuntimeError: CUDA error: uncorrectable ECC error encountered")
     world.crash(2)
-    summary = recovered(world)
+    summary = world.recovered()
     assert summary["cause"] == "GPUFault"
     assert "uncorrectable ECC" in summary["message"]
     assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
@@ -294,7 +287,7 @@ def test_worker_whose_memory_nobody_shares_stays_where_it_is_whatever_its_gpu_sa
     pods = set(world.pods)
     say(world, 2, "GPUFault", "RuntimeError: CUDA error: uncorrectable ECC error encountered")
     world.crash(2)
-    assert recovered(world)["cause"] == "TrainerCrash"
+    assert world.recovered()["cause"] == "TrainerCrash"
     assert set(world.pods) == pods
 
 
@@ -304,14 +297,14 @@ def test_gpus_that_all_complain_at_once_move_nobody() -> None:
     for worker in range(4):
         say(world, worker, "GPUFault", "RuntimeError: CUDA error: hardware stack error")
         world.crash(worker)
-    assert recovered(world)["cause"] == "TrainerCrash"
+    assert world.recovered()["cause"] == "TrainerCrash"
     assert set(world.pods) == pods
 
 
 def test_bus_error_comes_with_the_advice_that_usually_helps() -> None:
     world = running_world()
     world.crash(1, code=135, reason="Signalled")
-    assert "/dev/shm" in recovered(world)["message"]
+    assert "/dev/shm" in world.recovered()["message"]
 
 
 # How restarts are counted.
@@ -321,7 +314,7 @@ def test_crashes_far_apart_do_not_end_a_long_run() -> None:
     world = running_world(max_restarts=2, reset_seconds=50)
     for attempt in range(2, 8):
         world.crash(attempt % 4, code=1)
-        recovered(world, attempt)
+        world.recovered(attempt)
         world.train(60)
         assert world.status.counted == 0
     assert world.status.crashes == 6
@@ -331,7 +324,7 @@ def test_crashes_at_the_same_step_spend_the_restarts_however_long_each_takes() -
     world = running_world(max_restarts=2, reset_seconds=5, snapshot_every=1000)
     for attempt in (2, 3):
         world.crash(0, code=1)
-        recovered(world, attempt)
+        world.recovered(attempt)
         assert world.status.last_recovery is not None
         while world.newest_step() < 9:
             world.tick()
@@ -343,10 +336,10 @@ def test_crashes_at_the_same_step_spend_the_restarts_however_long_each_takes() -
 def test_node_loss_neither_counts_nor_forgives() -> None:
     world = running_world(max_restarts=2)
     world.crash(0, code=1)
-    recovered(world)
+    world.recovered()
     world.train(4)
     world.evict(world.member(1))
-    recovered(world, 3)
+    world.recovered(3)
     assert (world.status.crashes, world.status.disruptions, world.status.counted) == (1, 1, 1)
 
 
@@ -373,7 +366,7 @@ def test_job_that_makes_no_step_is_restarted_in_place_and_the_one_behind_is_name
     pods = set(world.pods)
     world.train(15)
     assert world.status.attempt == 1, "not before its time"
-    summary = recovered(world)
+    summary = world.recovered()
     assert summary["cause"] == "Hung"
     assert "worker 2 (rank 2) is at step" in summary["message"]
     assert summary["tiers"] == {"local": 4, "peer": 0, "remote": 0}
@@ -385,7 +378,7 @@ def test_job_that_makes_no_step_is_restarted_in_place_and_the_one_behind_is_name
 
 def test_hang_without_a_laggard_sends_the_reader_to_the_stacks() -> None:
     world = hanging_world(None)
-    summary = recovered(world)
+    summary = world.recovered()
     assert "no single worker is behind" in summary["message"]
     assert "stacks" in summary["message"]
     assert world.status.hang is None
@@ -395,10 +388,10 @@ def test_worker_that_holds_the_others_up_again_moves_to_another_node() -> None:
     world = hanging_world(2)
     node = world.pods[world.member(2)].node
     survivors = {world.member(worker) for worker in (0, 1, 3)}
-    recovered(world)
+    world.recovered()
     world.train(4)
     world.hung = (2, 2)
-    summary = recovered(world, 3)
+    summary = world.recovered(3)
     assert summary["cause"] == "Hung"
     assert "again" in summary["message"]
     assert world.pods[world.member(2)].node != node
@@ -408,11 +401,11 @@ def test_worker_that_holds_the_others_up_again_moves_to_another_node() -> None:
 
 def test_another_worker_that_hangs_the_next_time_stays() -> None:
     world = hanging_world(2)
-    recovered(world)
+    world.recovered()
     world.train(4)
     world.hung = (2, 1)
     pods = set(world.pods)
-    recovered(world, 3)
+    world.recovered(3)
     assert set(world.pods) == pods
     assert world.status.hang is not None
     assert (world.status.hang.worker, world.status.hang.times) == (1, 1)
@@ -420,7 +413,7 @@ def test_another_worker_that_hangs_the_next_time_stays() -> None:
 
 def test_hang_can_be_ruled_no_fault_of_training() -> None:
     world = hanging_world(None, max_restarts=0, rules=rules(on_reasons("fabric", "RestartIgnoringLimit", "Hung")))
-    assert recovered(world)["rule"] == "fabric"
+    assert world.recovered()["rule"] == "fabric"
     assert (world.status.crashes, world.status.disruptions) == (0, 1)
 
 
@@ -437,7 +430,7 @@ def test_lost_node_explains_a_hang() -> None:
     node = world.pods[world.member(3)].node
     assert node is not None
     world.kill_node(node)
-    summary = recovered(world)
+    summary = world.recovered()
     assert summary["cause"] in ("NodeLost", "SidecarSilent")
 
 
@@ -495,7 +488,7 @@ def test_pod_that_fails_for_no_known_reason_is_replaced_alone() -> None:
     survivors = {world.member(worker) for worker in (0, 2, 3)}
     uid = world.member(1)
     world.pods[uid] = replace(world.pods[uid], phase="Failed", disruption="UnexpectedAdmissionError")
-    summary = recovered(world)
+    summary = world.recovered()
     assert summary["cause"] == "PodFailed"
     assert summary["rule"] == "odd"
     assert survivors <= set(world.pods)
@@ -513,7 +506,7 @@ def lose(world: World, *names: str) -> None:
 def test_lost_rack_is_called_by_its_name() -> None:
     world = running_world()
     lose(world, "n00", "n01")
-    summary = recovered(world)
+    summary = world.recovered()
     workers = sorted(pod.worker for pod in world.pods.values() if pod.incarnation)
     assert summary["cause"] == "DomainLost"
     assert summary["message"].startswith(f"rack r0 lost: workers {workers[0]}, {workers[1]}")
@@ -523,14 +516,14 @@ def test_lost_rack_is_called_by_its_name() -> None:
 def test_rule_on_lost_nodes_means_those_of_a_lost_rack_as_well() -> None:
     world = running_world(rules=rules(on_reasons("nodes", "Restart", "NodeLost")))
     lose(world, "n00", "n01")
-    summary = recovered(world)
+    summary = world.recovered()
     assert (summary["cause"], summary["rule"]) == ("DomainLost", "nodes")
 
 
 def test_one_lost_node_of_a_rack_is_a_lost_node() -> None:
     world = running_world()
     lose(world, "n00")
-    summary = recovered(world)
+    summary = world.recovered()
     assert summary["cause"] == "NodeLost"
     assert "rack" not in summary["message"]
 
@@ -540,7 +533,7 @@ def test_two_nodes_of_different_racks_are_not_a_lost_rack() -> None:
     world.until("Running")
     world.train(9)
     lose(world, "n00", "n10")
-    summary = recovered(world)
+    summary = world.recovered()
     assert summary["cause"] == "NodeLost"
     assert "rack" not in summary["message"]
 
@@ -552,7 +545,7 @@ def test_rack_of_which_a_node_is_well_is_said_to_have_lost_what_the_job_had_ther
     world.until("Running")
     world.train(9)
     lose(world, "n00", "n01")
-    summary = recovered(world)
+    summary = world.recovered()
     assert summary["cause"] == "NodeLost"
     assert summary["message"].startswith("all nodes of the job in rack r0 lost: workers ")
 
@@ -565,7 +558,7 @@ def test_zone_is_named_where_more_than_one_rack_of_it_is_gone() -> None:
     world.until("Running")
     world.train(9)
     lose(world, "n00", "n01", "n10", "n11")
-    assert recovered(world)["message"].startswith("zone east lost: workers ")
+    assert world.recovered()["message"].startswith("zone east lost: workers ")
 
 
 # activeDeadlineSeconds.
@@ -585,7 +578,7 @@ def test_restarts_do_not_prolong_the_deadline() -> None:
     world = running_world(active_deadline=60.0)
     began = world.now
     world.evict(world.member(1))
-    recovered(world)
+    world.recovered()
     world.until("Failed")
     assert world.now - began < 60
 

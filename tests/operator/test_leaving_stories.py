@@ -20,12 +20,6 @@ def trained(racks: int = 2, nodes_per_rack: int = 3, **changes: object) -> World
     return world
 
 
-def home(world: World, worker: int) -> str:
-    node = world.pods[world.member(worker)].node
-    assert node is not None
-    return node
-
-
 def empty(world: World, *names: str, why: str = WHY) -> None:
     """Nodes are to be emptied (or, with no `why`, need not be any more)."""
     for name in names:
@@ -41,7 +35,7 @@ def placed(world: World) -> tuple[str, str]:
 
 def test_node_that_will_be_emptied_is_left_with_one_restart_and_no_pause_before_it() -> None:
     world = trained()
-    node, old, before = home(world, 3), world.member(3), world.newest_step()
+    node, old, before = world.home(3), world.member(3), world.newest_step()
     empty(world, node)
     world.tick()
     assert old in world.pods
@@ -50,7 +44,7 @@ def test_node_that_will_be_emptied_is_left_with_one_restart_and_no_pause_before_
     world.tick()
     assert world.newest_step() > before, "training goes on while the replacement comes up"
     world.until("Running", attempt=2)
-    assert home(world, 3) != node
+    assert world.home(3) != node
     assert world.pods.get(old) is None or world.pods[old].deleting
     summary = world.status.last_recovery
     assert summary is not None
@@ -60,7 +54,7 @@ def test_node_that_will_be_emptied_is_left_with_one_restart_and_no_pause_before_
     assert summary["detectSeconds"] == 0
     assert (world.status.attempt, world.status.crashes, world.status.disruptions) == (2, 0, 1)
     assert placed(world)[0] == "DegradedSpread", "moving is over, and three of the four workers are in one rack now"
-    racks = [world.nodes[home(world, worker)].labels["topology.kubernetes.io/rack"] for worker in range(4)]
+    racks = [world.nodes[world.home(worker)].labels["topology.kubernetes.io/rack"] for worker in range(4)]
     assert max(map(racks.count, racks)) == 3
     world.train(10)
     assert world.status.attempt == 2
@@ -69,7 +63,7 @@ def test_node_that_will_be_emptied_is_left_with_one_restart_and_no_pause_before_
 
 def test_where_no_node_has_room_the_job_stays_and_says_so_until_there_is_one() -> None:
     world = trained(nodes_per_rack=2)
-    node, old = home(world, 3), world.member(3)
+    node, old = world.home(3), world.member(3)
     for name in set(world.nodes) - {node}:
         world.nodes[name] = replace(world.nodes[name], schedulable=False)
     empty(world, node)
@@ -86,12 +80,12 @@ def test_where_no_node_has_room_the_job_stays_and_says_so_until_there_is_one() -
     )
     world.nodes["n9"] = empty_node
     world.until("Running", attempt=2)
-    assert home(world, 3) == "n9"
+    assert world.home(3) == "n9"
 
 
 def test_taint_that_is_taken_back_takes_the_replacement_back() -> None:
     world = trained(nodes_per_rack=2)
-    node, old = home(world, 3), world.member(3)
+    node, old = world.home(3), world.member(3)
     for name in set(world.nodes) - {node}:
         world.nodes[name] = replace(world.nodes[name], schedulable=False)
     empty(world, node)
@@ -108,29 +102,29 @@ def test_rack_that_is_drained_at_once_costs_one_restart() -> None:
     rack = [name for name in world.nodes if name.startswith("n1")]
     empty(world, *rack)
     world.until("Running", attempt=2)
-    assert not {home(world, worker) for worker in range(4)} & set(rack)
+    assert not {world.home(worker) for worker in range(4)} & set(rack)
     world.train(20)
     assert world.status.attempt == 2
 
 
 def test_spare_takes_over_from_a_pod_that_has_to_leave() -> None:
     world = trained(spares=1)
-    node = home(world, 3)
+    node = world.home(3)
     (spare,) = [uid for uid, pod in world.pods.items() if pod.is_spare]
     empty(world, node)
     world.until("Running", attempt=2)
     assert world.pods[spare].worker == 3
-    assert home(world, 3) != node
+    assert world.home(3) != node
 
 
 def test_eviction_that_comes_before_the_replacement_is_ready_changes_nothing_in_the_end() -> None:
     world = trained()
-    node, old = home(world, 3), world.member(3)
+    node, old = world.home(3), world.member(3)
     empty(world, node)
     world.tick()
     world.evict(old)
     world.until("Running", attempt=2)
-    assert home(world, 3) != node
+    assert world.home(3) != node
     assert world.status.attempt == 2
     assert world.status.last_recovery is not None
     assert world.status.last_recovery["cause"] == "PodEvicted"
@@ -151,12 +145,12 @@ def test_preemption_that_is_announced_starts_the_replacement_before_the_end() ->
 @pytest.mark.parametrize("moment", range(1, 9))
 def test_operator_that_dies_during_a_move_finishes_it(moment: int) -> None:
     world = trained()
-    node = home(world, 3)
+    node = world.home(3)
     empty(world, node)
     for tick in range(12):
         world.tick(killed_after=moment % 4 if tick == moment else None)
     world.until("Running", attempt=2)
-    assert home(world, 3) != node
+    assert world.home(3) != node
     world.train(10)
     assert world.status.attempt == 2
     assert sorted(pod.worker for pod in world.pods.values() if not pod.deleting) == [0, 1, 2, 3]

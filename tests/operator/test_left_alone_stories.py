@@ -21,12 +21,6 @@ def trained(**changes: object) -> World:
     return world
 
 
-def home(world: World, worker: int) -> str:
-    found = world.pods[world.member(worker)].node
-    assert found is not None
-    return found
-
-
 def protected(world: World) -> tuple[bool, str, str]:
     found = world.status.condition("Protected")
     assert found is not None
@@ -165,7 +159,7 @@ def test_sidecar_that_nobody_reaches_is_left_alone_as_long_as_training_makes_ste
     the trainers is not."""
     world = trained()
     world.fabric = True
-    node_3 = home(world, 3)
+    node_3 = world.home(3)
     world.cut |= {frozenset((node_3, other)) for other in (*world.nodes, "controller") if other != node_3}
     assert_trains_on(world, 120)
 
@@ -198,7 +192,7 @@ def long_held_back(world: World, uid: str) -> None:
 
 def test_crash_while_a_sidecar_is_held_back_for_minutes_replaces_its_pod_because_others_keep_what_it_held() -> None:
     world = trained()
-    uid, where = world.member(1), home(world, 1)
+    uid, where = world.member(1), world.home(1)
     long_held_back(world, uid)
     world.crash(2)
     began = world.now
@@ -245,7 +239,7 @@ def test_host_that_dies_while_its_sidecar_is_held_back_is_left_in_seconds() -> N
     uid = world.member(1)
     long_held_back(world, uid)
     died = world.now
-    world.kill_node(home(world, 1))
+    world.kill_node(world.home(1))
     world.until("Running", attempt=2)
     assert world.now - died < 20
 
@@ -310,18 +304,18 @@ def test_crash_in_such_an_outage_restarts_in_place() -> None:
 
 def test_node_whose_kubelet_has_stopped_for_good_is_told_avoided_and_left_when_kubernetes_evicts() -> None:
     world = trained()
-    node_3 = home(world, 3)
+    node_3 = world.home(3)
     world.stop_kubelet(node_3)
     assert_trains_on(world, 300)
     assert node_3 in placed(world)[2]
     world.evict(world.member(0))
     world.until("Running", attempt=2)
-    assert home(world, 0) != node_3
+    assert world.home(0) != node_3
     old = world.member(3)
     assert world.pods[old].node == node_3
     world.evict(old)  # by the taint manager, after tolerationSeconds
     world.until("Running", attempt=3)
-    assert home(world, 3) != node_3
+    assert world.home(3) != node_3
     assert [action for action in world.deleted if action.force] == [], "its kubelet ends it when it is back"
 
 
@@ -329,7 +323,7 @@ def test_node_that_is_not_ready_and_silent_is_lost_without_waiting_for_an_evicti
     world = trained()
     world.pulses = False
     died = world.now
-    world.kill_node(home(world, 3))
+    world.kill_node(world.home(3))
     world.until("Running", attempt=2)
     assert world.now - died < 60
     assert world.status.last_recovery is not None
@@ -338,12 +332,12 @@ def test_node_that_is_not_ready_and_silent_is_lost_without_waiting_for_an_evicti
 
 def test_word_of_an_admin_that_a_node_is_out_of_service_is_decisive() -> None:
     world = trained()
-    name = home(world, 3)
+    name = world.home(3)
     labels = world.nodes[name].labels
     world.nodes[name] = node(name, labels, unready="Unknown", out_of_service=True)
     world.train(3)
     world.until("Running", attempt=2)
-    assert home(world, 3) != name
+    assert world.home(3) != name
 
 
 def test_nodes_that_are_all_not_ready_and_all_silent_are_not_given_up_because_it_may_be_us() -> None:
@@ -360,15 +354,15 @@ def test_node_that_dies_before_the_first_attempt_holds_nobody_up() -> None:
     world.pulses, world.node_grace, world.start_seconds = True, 40, 5
     for _ in range(3):
         world.tick()
-    name = home(world, 1)
+    name = world.home(1)
     world.kill_node(name)
     world.until("Running")
-    assert home(world, 1) != name
+    assert world.home(1) != name
 
 
 def test_trainer_that_ended_on_a_node_without_a_kubelet_is_brought_back_elsewhere() -> None:
     world = trained()
-    name = home(world, 3)
+    name = world.home(3)
     world.stop_kubelet(name)
     world.train(60)
     world.slow_trainers.add(3)  # its launcher is gone, and nobody starts it again
@@ -378,7 +372,7 @@ def test_trainer_that_ended_on_a_node_without_a_kubelet_is_brought_back_elsewher
         if world.pods[world.member(3)].node not in (None, name):
             world.slow_trainers.clear()
     world.until("Running", attempt=2)
-    assert home(world, 3) != name
+    assert world.home(3) != name
 
 
 # A dead node that still says that nobody is there.
@@ -386,12 +380,12 @@ def test_trainer_that_ended_on_a_node_without_a_kubelet_is_brought_back_elsewher
 
 def test_node_whose_processes_are_all_dead_is_recognised_and_avoided_although_its_kernel_answers() -> None:
     world = trained()
-    name, died = home(world, 3), world.now
+    name, died = world.home(3), world.now
     world.kill_processes(name)
     world.until("Running", attempt=2)
     assert world.now - died < 25, "Kubernetes has not noticed yet"
     assert not world.nodes[name].lost
-    assert home(world, 3) != name
+    assert world.home(3) != name
     assert name in world.pods[world.member(3)].avoided
     assert world.status.last_recovery is not None
     assert "kubelet" in world.status.last_recovery["message"]
@@ -419,7 +413,7 @@ def test_container_that_its_kubelet_never_starts_again_is_noticed_and_its_pod_re
     """kubernetes/kubernetes#136969: after a restart of the kubelet, trainers that end stay ended beside a
     sidecar that runs."""
     world = trained()
-    uid, name = world.member(1), home(world, 1)
+    uid, name = world.member(1), world.home(1)
     world.nodes[name] = node(name, world.nodes[name].labels, kubelet=version)
     world.slow_trainers.add(1)
     world.crash(1, code=137, reason="ContainerRestarted")
@@ -440,7 +434,7 @@ def test_container_that_its_kubelet_never_starts_again_is_noticed_and_its_pod_re
 
 def test_trainer_that_ended_well_or_is_held_back_is_not_one_that_was_forgotten() -> None:
     world = trained()
-    uid, name = world.member(1), home(world, 1)
+    uid, name = world.member(1), world.home(1)
     world.nodes[name] = node(name, world.nodes[name].labels, kubelet="v1.35.1")
     for status in (
         has_ended(world.now, "trainer", code=0, reason="Completed"),

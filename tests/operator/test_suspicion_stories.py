@@ -23,25 +23,19 @@ def trained(**changes: object) -> World:
     return world
 
 
-def home(world: World, worker: int) -> str:
-    node = world.pods[world.member(worker)].node
-    assert node is not None
-    return node
-
-
 def cut_off(world: World, node: str, *others: str) -> None:
     world.cut |= {frozenset((node, other)) for other in others}
 
 
 def test_dead_node_is_left_in_seconds_because_its_peers_miss_it() -> None:
     world = trained()
-    node = home(world, 3)
+    node = world.home(3)
     died = world.now
     world.kill_node(node)
     world.until("Running", attempt=2)
     assert world.now - died < 20, "Kubernetes would have needed 50 + 300 s, and has not noticed yet"
     assert not world.nodes[node].lost
-    assert home(world, 3) != node
+    assert world.home(3) != node
     summary = world.status.last_recovery
     assert summary is not None
     assert summary["cause"] == "NodeSilent"
@@ -60,13 +54,13 @@ def test_dead_rack_is_left_in_seconds_too() -> None:
         world.kill_node(node)
     world.until("Running", attempt=2)
     assert world.now - died < 20
-    assert not {home(world, worker) for worker in range(4)} & dead
+    assert not {world.home(worker) for worker in range(4)} & dead
 
 
 def test_accused_pod_is_asked_at_once() -> None:
     """Its long poll, which is under way, would notice its death only seconds later."""
     world = trained()
-    node, uid = home(world, 3), world.member(3)
+    node, uid = world.home(3), world.member(3)
     cut_off(world, node, *(set(world.nodes) - {node}))
     world.train(6)
     seen = world.observe()
@@ -83,7 +77,7 @@ def test_accused_pod_is_asked_at_once() -> None:
 
 def test_link_between_controller_and_one_node_moves_nobody_for_a_minute() -> None:
     world = trained()
-    pods, node = set(world.pods), home(world, 2)
+    pods, node = set(world.pods), world.home(2)
     cut_off(world, node, "controller")
     world.train(55)
     assert set(world.pods) == pods
@@ -95,13 +89,13 @@ def test_link_between_controller_and_one_node_moves_nobody_for_a_minute() -> Non
 
 def test_node_that_answers_us_but_no_peer_is_left_after_a_while() -> None:
     world = trained()
-    node = home(world, 3)
+    node = world.home(3)
     cut_off(world, node, *(set(world.nodes) - {node}))
     world.train(20)
     assert world.status.attempt == 1
     world.train(20)
     world.until("Running", attempt=2)
-    assert home(world, 3) != node
+    assert world.home(3) != node
     assert world.status.last_recovery is not None
     assert "cut off" in world.status.last_recovery["message"]
 
@@ -138,7 +132,7 @@ def test_sidecar_that_is_started_again_keeps_its_pod() -> None:
 
 def test_sidecar_that_hangs_when_the_way_back_needs_it_is_replaced_and_its_node_is_not_blamed() -> None:
     world = trained()
-    uid, node = world.member(1), home(world, 1)
+    uid, node = world.member(1), world.home(1)
     world.sidecars[uid].hung = True
     world.train(60)
     assert world.member(1) == uid, "training went on"
@@ -153,7 +147,7 @@ def test_sidecar_that_hangs_when_the_way_back_needs_it_is_replaced_and_its_node_
 
 def test_flapping_link_moves_nobody() -> None:
     world = trained()
-    pods, node = set(world.pods), home(world, 3)
+    pods, node = set(world.pods), world.home(3)
     others = [*(set(world.nodes) - {node}), "controller"]
     for _ in range(30):
         cut_off(world, node, *others)
@@ -166,7 +160,7 @@ def test_flapping_link_moves_nobody() -> None:
 
 def test_node_that_one_job_had_to_leave_is_shunned_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     world = trained()
-    node = home(world, 3)
+    node = world.home(3)
     known = SuspectNodes()
     decides = world.reconcile
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kubelet_words import SidecarContainer, sidecar_view
 
@@ -980,3 +981,16 @@ class World:
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.tick()
+
+    def recovered(self, attempt: int = 2) -> dict[str, Any]:
+        """Tick until training goes on in that attempt; `status.lastRecovery` then."""
+        self.tick()
+        self.until("Running", attempt=attempt)
+        assert self.status.last_recovery is not None
+        return dict(self.status.last_recovery)
+
+    def home(self, worker: int) -> str:
+        """Name of the node that the worker's pod is on."""
+        node = self.pods[self.member(worker)].node
+        assert node is not None
+        return node
