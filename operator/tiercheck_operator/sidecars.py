@@ -33,6 +33,8 @@ _RETRY = 1.0
 """Seconds between calls to a sidecar that does not answer any more."""
 _FIRST_RETRY = 0.2
 """The same for one that has never answered: it is probably starting, and somebody waits for it."""
+_AT_ONCE = 2.0
+"""Seconds that a sidecar may take to answer a call that waits for nothing. Its host is knocked at before it is called silent."""
 _KNOCK = 1.0
 """Seconds that a host may take to accept or refuse a connection."""
 
@@ -118,7 +120,7 @@ class JobSidecars:
     async def _listen(self, uid: str, host: str) -> None:
         serial, wait = -1, 0.0
         while True:
-            asked = self._asked[uid]
+            asked, due = self._asked[uid], self._clock() + wait
             try:
                 report = await self._poll_unless(asked, host, serial, wait)
                 if report is not None:
@@ -131,8 +133,8 @@ class JobSidecars:
                     asked.clear()
                     serial, wait, pause = -1, 0.0, 0.0
             except SidecarError as error:
-                self._not_heard(uid, str(error))
-                self._host_heard(uid, await _knock(host))
+                since = min(due, self._clock())
+                self._not_heard(uid, str(error), since, await _knock(host))
                 known = self._reports.get(uid)
                 never = known is None or known.answered_at is None
                 serial, wait, pause = -1, 0.0, _FIRST_RETRY if never else _RETRY
@@ -144,8 +146,9 @@ class JobSidecars:
     async def _poll_unless(self, asked: asyncio.Event, host: str, serial: int, wait: float) -> Report | None:
         """The next report; None if somebody asked for one at once in the meantime."""
         query = {"after": str(serial), "wait": f"{wait:g}"}
+        seconds = wait + self._call if wait else min(_AT_ONCE, self._call)
         call = asyncio.create_task(
-            self._request("GET", host, "/v1/report", body=None, query=query, seconds=wait + self._call)
+            self._request("GET", host, "/v1/report", body=None, query=query, seconds=seconds)
         )
         if wait == 0:
             asked.clear()
@@ -193,27 +196,25 @@ class JobSidecars:
         known = self._reports.get(uid)
         if known is None:
             return
-        if report.pod_uid != uid:
-            self._not_heard(uid, "another pod answers at this address")
-            return
         now = self._clock()
+        if report.pod_uid != uid:
+            self._not_heard(uid, "another pod answers at this address", now, HostSign.NOTHING)
+            return
         stepped = now if _stepped(known.report, report) else known.stepped_at
         self._reports[uid] = WorkerReport(report, now, None, stepped_at=stepped)
         if known.report != report or known.silent_since is not None:
             self._wake()
 
-    def _not_heard(self, uid: str, why: str) -> None:
+    def _not_heard(self, uid: str, why: str, since: float, sign: HostSign) -> None:
+        """`since`: when it ought to have answered; `sign`: what came back from its host."""
         known = self._reports.get(uid)
         if known is None:
             return
         if known.silent_since is None:
             log.log(logging.INFO if known.answered_at else logging.DEBUG, "sidecar of pod %s is silent: %s", uid, why)
-            self._reports[uid] = replace(known, silent_since=self._clock(), host=HostSign.NOTHING)
+            self._reports[uid] = replace(known, silent_since=since, host=sign)
             self._wake()
-
-    def _host_heard(self, uid: str, sign: HostSign) -> None:
-        known = self._reports.get(uid)
-        if known is not None and known.silent_since is not None and known.host is not sign:
+        elif known.host is not sign:
             self._reports[uid] = replace(known, host=sign)
             self._wake()
 

@@ -184,6 +184,28 @@ async def test_host_that_refuses_is_told_from_one_that_takes_connections_and_fro
         await client.close()
 
 
+async def test_silence_counts_from_the_call_in_vain_and_the_host_was_looked_at_before_it_is_told() -> None:
+    told: list[tuple[float, HostSign]] = []
+
+    def look() -> None:
+        known = client.reports.get("pod")
+        if known is not None and known.silent_since is not None:
+            told.append((known.silent_since, known.host))
+
+    client = JobSidecars("job-uid", CREDENTIALS, look, call_seconds=0.5)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((HOST, names.CONTROL_PORT))
+        listener.listen(_QUEUE)  # the kernel accepts, and nobody answers
+        began = time.time()
+        client.follow({"pod": HOST})
+        await until(lambda: told)
+        since, host = told[0]
+        assert host is HostSign.ACCEPTED, "else a busy sidecar would be taken for a dead host for a moment"
+        assert since - began < 0.5 <= time.time() - began, "it was due at once, and had half a second for it"
+        await client.close()
+
+
 async def test_step_of_a_trainer_is_heard_but_not_what_a_restarted_sidecar_learns_of_old_ones(
     sidecar: StandIn, listening: JobSidecars
 ) -> None:

@@ -33,7 +33,8 @@ class Play:
             training.patch({"suspend": True})
             training.wait(lambda: training.status["phase"] == "Suspended" and not training.pods(), "the pods to go")
             training.patch({"suspend": False})
-        training.wait_until_protected()
+        # The first steps of an attempt are slow, and their copies come a moment later: a fault hits a job that is on its way.
+        training.wait(training.is_on_its_way, "training to be on its way")
 
     def _most_in_one_rack(self) -> int:
         workers = [pod for pod in self.training.pods() if WORKER in pod["metadata"]["labels"]]
@@ -57,7 +58,7 @@ class Play:
     ) -> Row:
         """`causes`: any of them may be told; `replaced`: the workers that get another pod, and nobody else."""
         training = self.training
-        self.begin()
+        training.wait_until_protected()
         before, pods = training.attempt, self._pods()
         began = time.time()
         inject()
@@ -108,7 +109,7 @@ class Play:
     ) -> Row:
         """Training goes on through the fault, whatever fails on our side. `told`: what the job says meanwhile; empty: not yet."""
         training = self.training
-        self.begin()
+        training.wait_until_protected()
         before, pods, began = training.attempt, self._pods(), time.time()
         heard: list[str] = []
 

@@ -35,6 +35,11 @@ def play(stage: Stage, losses: LossReader, report: Report) -> Iterator[Play]:
 
 
 @pytest.fixture(autouse=True)
+def on_its_way(play: Play, healed: Testbed) -> None:
+    play.begin()
+
+
+@pytest.fixture(autouse=True)
 def healed(stage: Stage) -> Iterator[Testbed]:
     """Whatever a test broke is well again before the next one."""
     testbed = stage.testbed
@@ -281,7 +286,6 @@ def test_upgrade_and_rollback_stop_no_training(play: Play, stage: Stage) -> None
 
 def test_suspended_job_ends_within_seconds_and_goes_on_where_it_was(play: Play, stage: Stage) -> None:
     training = play.training
-    training.wait_until_protected()
     began, before = time.time(), training.attempt
     training.patch({"suspend": True})
     training.wait(

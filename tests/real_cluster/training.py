@@ -191,6 +191,12 @@ class Training:
             and all(_all_ready(pod) for pod in pods)
         )
 
+    def is_on_its_way(self) -> bool:
+        """Whether it is protected, and has been long enough for its copies to follow every step."""
+        made = [entry for entry in self.steps if entry.attempt == self.attempt]
+        peer = ((self.status.get("tiers") or {}).get("peer") or {}).get("step") or 0
+        return self.is_protected() and len(made) >= 20 and peer >= self.step - 1
+
     def _is_ours(self, pod: dict[str, Any]) -> bool:
         if not self.seen:
             return False

@@ -17,7 +17,7 @@ from tiercheck_sidecar.exchange.frames import Ask, PeerSilent, Say, Wire, WireBr
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
 
 EVERY = 1.0
-ANSWER = 3.0
+ANSWER = 2.0
 """Seconds that an answer may take."""
 
 
