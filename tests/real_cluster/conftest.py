@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from report import Report
     from stage import Stage
 
+_PATIENCE = 3600
+"""Seconds for a test: the run without faults trains every step of the one with faults again."""
 _FOLDER = os.environ.get("TIERCHECK_TESTBED", "")
 
 
@@ -28,6 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker("real_cluster")
+            item.add_marker(pytest.mark.timeout(_PATIENCE))
             if reason and item.get_closest_marker("anywhere") is None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -326,9 +326,11 @@ def test_losses_of_the_whole_run_are_those_of_a_run_without_faults(
     alone["spec"]["tiers"]["peer"] = {"copies": 0}
     reference = Training(stage.testbed, losses, TRAINING, "reference")
     reference.apply(alone)
-    reference.wait_for_step(last, seconds=3000)
-    stage.testbed.kubectl("-n", TRAINING, "delete", "tcj", "reference", "--wait=false")
-    reference.stop_watching()
+    try:
+        reference.wait_for_step(last, seconds=3000)
+    finally:
+        stage.testbed.kubectl("-n", TRAINING, "delete", "tcj", "reference", "--wait=false")
+        reference.stop_watching()
     right = {entry.step: entry.loss for entry in reference.steps}
     trained = training.steps
     wrong = [entry for entry in trained if entry.loss != right[entry.step]]
