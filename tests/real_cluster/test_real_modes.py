@@ -112,8 +112,10 @@ def test_pods_of_a_job_that_is_not_ours_come_back(stage: Stage, losses: LossRead
     wait_until_gone(testbed, TRAINING, "pods,tcj")
     training.stop_watching()
     stage.upgrade()
-    left = testbed.kubectl("-n", SYSTEM, "get", "secret", "-o", "name")
-    assert "tiercheck-attach" not in left
+    assert not testbed.kubectl("get", "mutatingwebhookconfigurations", "-o", "name").strip()
+    owner = "jsonpath={.metadata.ownerReferences[*].kind}"
+    kept = testbed.kubectl("-n", SYSTEM, "get", "secret", "tiercheck-attach", "-o", owner)
+    assert kept == "Deployment", "its Secret goes with the operator"
 
 
 def apply_manifest(stage: Stage, manifest: dict[str, Any]) -> None:
