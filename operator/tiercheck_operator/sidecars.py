@@ -147,9 +147,7 @@ class JobSidecars:
         """The next report; None if somebody asked for one at once in the meantime."""
         query = {"after": str(serial), "wait": f"{wait:g}"}
         seconds = wait + self._call if wait else min(_AT_ONCE, self._call)
-        call = asyncio.create_task(
-            self._request("GET", host, "/v1/report", body=None, query=query, seconds=seconds)
-        )
+        call = asyncio.create_task(self._request("GET", host, "/v1/report", body=None, query=query, seconds=seconds))
         if wait == 0:
             asked.clear()
         interrupt = asyncio.create_task(asked.wait())

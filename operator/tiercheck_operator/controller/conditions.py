@@ -89,6 +89,8 @@ SIDECAR_NOT_ANSWERING = "SidecarNotAnswering"
 """A sidecar does not answer, and its kubelet says nothing of it. Training goes on if it makes steps."""
 SIDECAR_RESTARTED = "SidecarRestarted"
 """A sidecar ended and was started again; no version was completed since. Training was not touched."""
+CANNOT_SAVE = "CannotSave"
+"""Something in the state cannot be captured, so no version is taken; the message names it."""
 REMOTE_UNREACHABLE = "RemoteUnreachable"
 """The remote tier does not answer or refuses; the message says what to do."""
 

@@ -35,7 +35,9 @@ def doubts(obs: Observation) -> dict[str, Doubt]:
     running = _running(obs)
     pods = {pod.uid: pod for pod in running}
     witnesses, patience = _witnesses(obs, running), obs.patience
-    limits = Limits(patience.accused, patience.suspect, patience.silent, patience.isolated)
+    limits = Limits(
+        accused=patience.accused, suspect=patience.suspect, silent=patience.silent, isolated=patience.isolated
+    )
     silent = {witness.pod: witness for witness in witnesses if witness.silent is not None}
     found = {}
     for uid, suspicion in suspected(witnesses, limits, training(obs)).items():
@@ -114,6 +116,7 @@ def _witness(obs: Observation, pod: PodView, homes: Mapping[tuple[int, str], str
         pod.node or "",
         silent,
         host_answers=known is not None and known.host is not HostSign.NOTHING,
+        heard=0.0 if known is None or known.answered_at is None else obs.now - known.answered_at,
         held=None if silent is None else _held(obs, pod),
         takes_part=silent is None or pod.uid in obs.attempt_pods,
         failed=trainer_failed(obs, pod),

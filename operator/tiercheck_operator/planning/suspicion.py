@@ -8,7 +8,8 @@ two independent observers where seconds count, and for none where nothing else c
    if its host answers peers but its sidecar does not, or if training broke elsewhere; after `silent` in any
    case. If no pod answers at all, it is the controller that is cut off, and nobody is given up. If more
    than half are silent, only `silent` counts: so much memory is not thrown away for a switch that is being
-   restarted.
+   restarted. While another pod that is accused of a silent host is being asked, a node waits for it, for at
+   most `together` seconds: what fails together is left together, and no new pod goes to a node that is next.
 2. Pods that answer the controller are given up only if one node explains every broken connection among
    those who answer, its connections to at least two other nodes are broken, one of these says so itself,
    most pods are elsewhere, and all that has lasted for `isolated` seconds. So no confused peer moves
@@ -52,6 +53,8 @@ class Witness:
     """Seconds for which it has not answered the controller; None: it answers."""
     host_answers: bool = False
     """While it is silent: something came back from its host all the same."""
+    heard: float = 0.0
+    """Seconds since it last answered the controller."""
     held: float | None = None
     """While it is silent: seconds until its kubelet, which knows of it, starts it again; negative if that
     is late."""
@@ -68,6 +71,7 @@ class Limits:
     """Seconds."""
 
     accused: float = 2.0
+    together: float = 4.0
     suspect: float = 10.0
     silent: float = 60.0
     isolated: float = 30.0
@@ -110,6 +114,7 @@ def suspected(witnesses: Sequence[Witness], limits: Limits, training: Training =
     if not answering:
         return {}
     found = {}
+    accused = limits.accused + (limits.together if _being_asked(answering) else 0.0)
     broken = any(witness.failed for witness in answering)
     most = 2 * len(answering) < len(witnesses)
     for witness in witnesses:
@@ -129,7 +134,7 @@ def suspected(witnesses: Sequence[Witness], limits: Limits, training: Training =
         elif most:
             gone = quiet > max(limits.silent, _PACES * training.pace)
         elif host_silent:
-            gone = quiet > limits.accused
+            gone = quiet > accused
         elif broken or (named and training.waits):
             gone = quiet > limits.suspect
         else:
@@ -137,6 +142,13 @@ def suspected(witnesses: Sequence[Witness], limits: Limits, training: Training =
         if gone:
             found[witness.pod] = Suspicion(quiet, tuple(sorted(named)), host_silent)
     return {**found, **_isolated(answering, witnesses, limits, training)}
+
+
+def _being_asked(answering: Sequence[Witness]) -> bool:
+    """Whether a pod, from whose host a peer hears nothing, has not answered the controller since then, and is not silent yet."""
+    heard = {witness.pod: witness.heard for witness in answering}
+    accusations = (accusation for witness in answering for accusation in witness.accuses)
+    return any(entry.host_silent and heard.get(entry.pod, 0.0) > entry.seconds for entry in accusations)
 
 
 def _isolated(
