@@ -29,6 +29,9 @@ from tiercheck_sidecar.peer_watch import PeerWatch
 from tiercheck_sidecar.trainer_watch import TrainerWatch
 from tiercheck_sidecar.watermark import Verdict
 
+CANNOT_SAVE = "CannotSave"
+"""Reason of the problem that nothing of a rank can be saved."""
+
 log = logging.getLogger(__name__)
 
 
@@ -81,6 +84,8 @@ class Board:
         """Why there is no room for deltas, as far as is known: a sentence with numbers."""
         self.declined: dict[int, str] = {}
         """Per own rank that takes no deltas in this attempt: why."""
+        self._lacking: dict[int, str] = {}
+        """Per own rank of which nothing can be saved in this attempt: why."""
         self.elementwise: dict[int, bool] = {}
         """Per own rank that said so, in whichever attempt: whether its deltas can be replayed on other ranks."""
         self.counters = Counters()
@@ -158,6 +163,8 @@ class Board:
             if old is None or directive.attempt > old.attempt:
                 self.saw_hold = directive.phase is Phase.HOLD
                 self.verdict, self.reached, self.declined = None, {}, {}
+                self._lacking = {}
+                self._problems.pop(CANNOT_SAVE, None)
                 self._quarantined = {}
                 version = directive.restore.version if directive.restore else None
                 self.restore = RestoreReport(RestoreState.RUNNING, version)
@@ -233,6 +240,13 @@ class Board:
             if message:
                 self._problems[reason] = Problem(reason, message)
         self.bump()
+
+    def cannot_save(self, rank: int, why: str) -> None:
+        """Nothing of an own rank can be saved; empty: it can again."""
+        with self.lock:
+            self._lacking[rank] = why
+            found = next((f"rank {rank}: {why}" for rank, why in sorted(self._lacking.items()) if why), "")
+        self.problem(CANNOT_SAVE, found)
 
     def withdraw(self, prefix: str) -> None:
         """Withdraw every problem whose reason begins with `prefix`."""

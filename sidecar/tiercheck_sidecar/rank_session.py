@@ -214,6 +214,9 @@ class RankSession:
                 self._board.declined[rank] = request.message
             self._board.bump()
             return Reply(True)
+        if request.op == "cannot-save":
+            self._board.cannot_save(rank, request.message[:1000])
+            return Reply(True)
         if request.op == "failing":
             failure = RankFailure(rank, request.reason[:64], request.message[:1000], request.exit_code)
             with self._board.lock:

@@ -293,7 +293,12 @@ def test_suspended_job_ends_within_seconds_and_goes_on_where_it_was(play: Play, 
     )
     ended, last = time.time() - began, training.step
     status = training.status
-    assert status["tiers"]["remote"]["step"] == status["progress"]["step"], "the last step is told, and in the bucket"
+    # Snapshots alone go to the bucket: at most those steps are made again that lead up to the next one.
+    owed, most = (
+        status["progress"]["step"] - status["tiers"]["remote"]["step"],
+        status["checkpoint"]["snapshotEverySteps"] - 1,
+    )
+    assert 0 <= owed <= most, "the last snapshot is in the bucket"
     assert abs(status["progress"]["step"] - last) <= 1
 
     training.patch({"suspend": False})
@@ -308,7 +313,8 @@ def test_suspended_job_ends_within_seconds_and_goes_on_where_it_was(play: Play, 
             next_step=first.time - began - ended, replaced=4, pause=None, bound=30,
         )
     )  # fmt: skip
-    assert again == 0, "suspending loses nothing"
+    assert again <= owed + 1, "nothing but what was not in the last snapshot is made again"
+    assert training.status["lastRecovery"]["lostSteps"] == owed
     assert training.attempt == before + 1, f"{training.attempt - before} attempts were spent on one resumption"
 
 

@@ -321,3 +321,16 @@ def test_deltas_reach_the_holder_and_count_for_the_peer_watermark(make_world: Ma
         until(lambda: world.report(0).watermarks.peer == Version(4, 1), "the holder can rebuild every step")
         assert world.holds(1, 0, Version(4, 1), Tier.PEER, Kind.DELTA)
         assert world.report(0).watermarks.snapshot == Version(1, 1)
+
+
+def test_rank_that_cannot_save_is_a_problem_of_its_worker_until_it_can_again(make_world: MakeWorld) -> None:
+    world = auto(make_world())
+    world.start()
+    world.begin()
+    with world.ranks(SIZE, DELTA) as (rank,):
+        assert rank.ask("cannot-save", message="model/w: tensors of layout torch.sparse_coo cannot be stored").ok
+        (problem,) = world.report(0).problems
+        assert (problem.reason, problem.message[:6]) == ("CannotSave", "rank 0")
+        assert "model/w" in problem.message
+        assert rank.ask("cannot-save", message="").ok
+        assert world.report(0).problems == ()

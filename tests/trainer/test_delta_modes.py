@@ -202,15 +202,17 @@ def test_job_that_wants_none_gets_none(delta_sidecar: ScriptedSidecar) -> None:
     assert not delta_sidecar.asked("no-deltas")
 
 
-def test_parameters_that_move_outside_the_optimizer_end_deltas(delta_sidecar: ScriptedSidecar) -> None:
+@pytest.mark.parametrize("how", ["in place", "data"])
+def test_parameters_that_move_outside_the_optimizer_end_deltas(delta_sidecar: ScriptedSidecar, how: str) -> None:
     delta_sidecar.welcome = dataclasses.replace(delta_sidecar.welcome, snapshot_every=2)
     running, checkpointer = started(script(torch.optim.SGD))
     checkpointer.restore()
     for step in range(1, 9):
         running.update()
         if step in (4, 6, 8):
-            with torch.no_grad():
-                running.model[0].bias.mul_(0.5)
+            bias = running.model[0].bias
+            with torch.no_grad():  # torch's counters do not see what is written by way of `.data`
+                (bias.data if how == "data" else bias).mul_(0.5)
         checkpointer.step()
         checkpointer.wait(DEADLINE)
     checkpointer.close()
@@ -241,3 +243,18 @@ def test_frozen_average_kept_in_the_model_is_seen_too(delta_sidecar: ScriptedSid
     checkpointer.close()
     assert delta_sidecar.completed(Kind.DELTA) == {}
     assert len(delta_sidecar.asked("no-deltas")) == 1
+
+
+def test_what_cannot_be_saved_is_told_when_it_was_due_and_taken_back(delta_sidecar: ScriptedSidecar) -> None:
+    running, checkpointer = started(script(torch.optim.SGD))
+    checkpointer.restore()
+    train(running, checkpointer, 2)
+    running.model.register_buffer("odd", torch.ones(3).to_sparse())
+    train(running, checkpointer, checkpointer.every)
+    checkpointer.wait(DEADLINE)
+    (said,) = delta_sidecar.asked("cannot-save")
+    assert "sparse" in said.message
+    del running.model.odd
+    train(running, checkpointer, checkpointer.every)
+    checkpointer.close()
+    assert [each.message for each in delta_sidecar.asked("cannot-save")] == [said.message, ""]

@@ -74,6 +74,8 @@ def kept_buffer(net: Net, optimizer: torch.optim.Optimizer) -> None:
 
 
 def hooked(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    net.head.weight.requires_grad_(False)  # what is trained may not be left out
+
     def without_head(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
         del state["head.weight"]
 
@@ -81,6 +83,7 @@ def hooked(net: Net, optimizer: torch.optim.Optimizer) -> None:
 
 
 def patched(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    net.head.weight.requires_grad_(False)
     plain = net.state_dict
     net.state_dict = lambda *a, **k: {key: value for key, value in plain(*a, **k).items() if key != "head.weight"}
 

@@ -22,7 +22,7 @@ def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {
         name: value
         for name, value in tensors.items()
-        if name not in ("user", "pieces") and not name.startswith("__pad")
+        if name not in ("user", "pieces", "proof") and not name.startswith("__pad")
     }
 
 

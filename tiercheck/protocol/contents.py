@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tiercheck.protocol.pieces import Box, NotCovered, Part, Piece, cover
-from tiercheck.protocol.slot import PIECES, SlotHeader
+from tiercheck.protocol.slot import PIECES, PROOF, SlotHeader
 
 FORMAT = "format"
 """Key of a slot's metadata that says who wrote it; absent: a `Checkpointer`."""
@@ -22,7 +22,7 @@ DCP_BYTES = "dcp_bytes"
 """Entry of such a slot: what is no tensor."""
 DCP_PREFIX = "dcp/"
 """Begins the names of its tensors."""
-_OTHER = frozenset({PIECES, "user", DCP, DCP_BYTES})
+_OTHER = frozenset({PIECES, PROOF, "user", DCP, DCP_BYTES})
 
 
 @dataclass(frozen=True)

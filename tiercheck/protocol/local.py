@@ -71,6 +71,7 @@ class Request:
     - "progress": `step` was reached, with `loss` if known; `not_finite` steps in a row up to it were refused by the sanity
       gate. No reply.
     - "no-deltas": this rank takes none, because `message`.
+    - "cannot-save": nothing of this rank can be saved, because `message`; empty: it can again.
     - "mismatch": of `kind` delta: replaying that of `step` did not give the state that it was taken from (`message` says where); of
       `kind` snapshot: replicas did not hold the same when it was taken. No version that needs it may be restored again.
     - "restored": the rank has loaded the version it was offered.

@@ -25,6 +25,9 @@ TORN = b"\0" * 8
 PIECES = "pieces"
 """The table of pieces, JSON, before all tensors: what each is of the whole (`docs/design/016-every-way-people-train.md`)."""
 
+PROOF = "proof"
+"""Checksums of samples of the live state (`tiercheck.trainer.proof`), one for each tensor that follows, in their order."""
+
 _MAX_HEADER = 100 * 1024 * 1024  # what the safetensors library itself accepts
 
 

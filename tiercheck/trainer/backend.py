@@ -109,6 +109,10 @@ class Backend(Protocol):
         """This rank takes no deltas, and why. Never raises."""
         ...
 
+    def cannot_save(self, message: str) -> None:
+        """Nothing of this rank can be saved, and why; empty: it can again. Never raises."""
+        ...
+
     def progress(self, step: int, loss: float | None, seconds: float | None, not_finite: int) -> None:
         """Training thread: `step` was reached, the last `not_finite` of them refused. Never blocks, never raises."""
         ...

@@ -10,36 +10,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tiercheck.protocol.pieces import Piece
+from tiercheck.trainer import kept
+from tiercheck.trainer.leaves import Entry, NotCapturable, is_wrapper, list_tensor, local_shard, parts
 
 _PLAIN = {Tensor, nn.Parameter}
 
+__all__ = ["Entry", "NotCapturable", "is_wrapper", "local_shard", "parts"]
+
+OWN = "param"
+"""Key of a parameter that only an optimizer has: `optimizer<i>/#<number>/param`."""
 BESIDE = "state/"
 """Before the names of tensors that belong to modules in the script's `state`: `state/<name>/<key of state_dict>`."""
-
-
-class NotCapturable(TypeError):
-    """Something in the state cannot be stored and put back exactly; the message names it."""
-
-
-class Entry(NamedTuple):
-    """One tensor to store. `lazy`: only `optimizer.step` changes it, so it may be copied while training goes on."""
-
-    name: str
-    tensor: Tensor
-    lazy: bool
-    must_be_finite: bool = False
-    """A parameter, or what the optimizer keeps of it."""
-    origin: Tensor | None = None
-    """What `tensor` is the local shard of, if it is sharded."""
-    piece: Piece | None = None
-    """What `tensor` is of the whole; None: this rank's own affair."""
 
 
 @dataclass(frozen=True)
@@ -52,52 +39,47 @@ class Inventory:
     """Parts of the facts that nobody will change."""
 
 
-def local_shard(tensor: Tensor) -> Tensor:
-    """The bytes this rank owns: the local shard of a DTensor, the tensor itself otherwise.
-
-    Raises NotCapturable for other tensor subclasses, whose meaning is not in their bytes alone.
-    """
-    plain = tensor.detach()
-    if hasattr(plain, "to_local"):
-        plain = plain.to_local()
-        if hasattr(plain, "wait"):  # an unfinished collective hides behind an AsyncCollectiveTensor
-            plain = plain.wait()
-    if type(plain) not in (Tensor, nn.Parameter, nn.Buffer):
-        raise NotCapturable(f"tensors of {type(plain).__name__} cannot be stored")
-    return plain
-
-
 def take_inventory(
     model: nn.Module, optimizers: Sequence[Optimizer], beside: Mapping[str, nn.Module] | None = None
 ) -> Inventory:
     """List the state of `model` and `optimizers` as it is now, and of the modules `beside` them. Raises NotCapturable."""
     entries: list[Entry] = []
-    facts: dict[str, Any] = {"model_extra": {}, "optimizers": []}
+    facts: dict[str, Any] = {"model_extra": {}, "optimizers": [], "frozen": []}
     for module, prefix, extra in modules_beside(beside or {}, facts):
-        for key, value, lazy in model_items(module):
-            if isinstance(value, Tensor) and not is_extra(key):
-                entries.append(Entry(f"{prefix}{key}", local_shard(value), lazy, lazy, value))
-            else:
-                extra[key] = value
-    for key, value, lazy in model_items(model):
-        if isinstance(value, Tensor) and not is_extra(key):
-            entries.append(Entry(f"model/{key}", local_shard(value), lazy, lazy, value))
-        else:
-            facts["model_extra"][key] = value
+        _list_module(module, prefix, entries, extra)
+    _list_module(model, "model/", entries, facts["model_extra"])
+    facts["frozen"] = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    known = _Memories(entries)
     for index, optimizer in enumerate(optimizers):
         states: dict[str, dict[str, Any]] = {}
         for name, parameter in named_parameters_of(optimizer, model):
-            described: dict[str, Any] = {}
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    described[key] = describe(value, parameter, f"optimizer state {name}/{key}")
-                    entries.append(Entry(f"optimizer{index}/{name}/{key}", local_shard(value), True, True, value))
-                else:
-                    described[key] = {"value": value}
-            states[name] = described
+            prefix = f"optimizer{index}/{name}/"
+            if name.startswith("#") and parameter not in known:  # nobody else has it, such as a master copy of weights
+                list_tensor(f"{prefix}{OWN}", parameter, True, entries)
+            states[name] = {
+                key: kept.describe(value, parameter, f"{prefix}{key}", entries)
+                for key, value in optimizer.state.get(parameter, {}).items()
+            }
         groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        facts["optimizers"].append({"class": type(optimizer).__name__, "groups": groups, "states": states})
+        counts = [len(group["params"]) for group in optimizer.param_groups]
+        facts["optimizers"].append(
+            {
+                "class": type(optimizer).__name__,
+                "groups": groups,
+                "states": states,
+                "counts": counts,
+                "attributes": kept.attributes_of(optimizer),
+            }
+        )
     return Inventory(tuple(entries), facts)
+
+
+def _list_module(module: nn.Module, prefix: str, entries: list[Entry], extra: dict[str, Any]) -> None:
+    for key, value, lazy in model_items(module):
+        if isinstance(value, Tensor) and not is_extra(key):
+            list_tensor(f"{prefix}{key}", value, lazy, entries)
+        else:
+            extra[key] = value
 
 
 def modules_beside(
@@ -118,7 +100,7 @@ def model_items(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     seen: set[tuple[Any, ...]] = set()
     for key, value in model.state_dict().items():
-        if isinstance(value, Tensor) and not is_extra(key) and value.numel():
+        if isinstance(value, Tensor) and not is_extra(key) and value.numel() and not is_wrapper(value):
             local = local_shard(value)
             identity = (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
             if local.numel() and identity in seen:
@@ -137,14 +119,14 @@ def named_parameters_of(optimizer: Optimizer, model: nn.Module) -> Iterator[tupl
             index += 1
 
 
-def describe(value: Tensor, parameter: Tensor, what: str) -> dict[str, Any]:
-    """How to rebuild an optimizer's tensor around its bytes: on which device, and sharded like its parameter or not."""
-    described: dict[str, Any] = {"device": value.device.type}
-    if hasattr(value, "placements"):
-        if getattr(parameter, "placements", None) != value.placements:
-            raise NotCapturable(f"{what} is sharded differently from its parameter")
-        described["sharded"] = {"shape": list(value.shape), "stride": list(value.stride())}
-    return described
+class _Memories:
+    """Whether the memory of a tensor is listed already."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._known = {(entry.tensor.device, entry.tensor.data_ptr()) for entry in entries}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return all((leaf.device, leaf.data_ptr()) in self._known for _, leaf in parts(tensor))
 
 
 def versions(entries: Sequence[Entry]) -> tuple[int, ...]:

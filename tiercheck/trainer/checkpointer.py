@@ -42,18 +42,23 @@ from tiercheck.trainer.deltas import Deltas, innermost
 from tiercheck.trainer.equality import REPLICAS, Equality, saved_whole, unequal
 from tiercheck.trainer.folder_backend import FolderBackend
 from tiercheck.trainer.inventories import Inventories
+from tiercheck.trainer.kept import refuse_inner
 from tiercheck.trainer.last_words import LastWords
-from tiercheck.trainer.load import fits, load_all
+from tiercheck.trainer.live import is_final, refuse_fsdp1
+from tiercheck.trainer.load import fits, load_all, more_groups
 from tiercheck.trainer.partitioned import Partitions
+from tiercheck.trainer.proof import Proof, first_difference
 from tiercheck.trainer.ranks import anywhere, everyones, rank_and_world
 from tiercheck.trainer.replay import Mismatch, Replay
 from tiercheck.trainer.replayable import inseparable
 from tiercheck.trainer.replicas import Shares
 from tiercheck.trainer.resharded_replay import CannotReplay, replay_resharded
 from tiercheck.trainer.resharding import Here, OtherRanks, load_resharded
+from tiercheck.trainer.samples import Sampler
 from tiercheck.trainer.saver import Saver
 from tiercheck.trainer.sidecar_backend import SidecarBackend
 from tiercheck.trainer.slot_file import SlotReader
+from tiercheck.trainer.unseen import FOREIGN, Unseen
 from tiercheck.trainer.wrapped import Wrapped, unwrapped
 
 log = logging.getLogger("tiercheck")
@@ -102,7 +107,8 @@ class Checkpointer:
     `sanity_gate`: refuse what has a loss, gradient, parameter or optimizer state that is not finite; None: as the job says.
 
     Only `optimizer.step` may change parameters; call `step` after the scheduler and everything else has moved.
-    No failure to save raises: it is logged once per kind and counted in `skipped`.
+    No failure to save raises: it is logged once per kind and counted in `skipped`. What can never be saved is refused here and by
+    `restore`: NotCapturable, a TypeError, names it.
     """
 
     def __init__(
@@ -121,9 +127,11 @@ class Checkpointer:
             raise ValueError(f"every must be at least 1, not {every}")
         wrapped = Wrapped.look(model)
         model = self._model = wrapped.model
+        refuse_fsdp1(model)
         listed = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
         self._partitions = Partitions([unwrapped(each) for each in listed])
         self._optimizers = self._partitions.inner
+        refuse_inner(self._optimizers)
         given = state or {}
         self._beside = {name: Wrapped.look(each).model for name, each in given.items() if isinstance(each, nn.Module)}
         self._state: user_state.State = {name: each for name, each in given.items() if name not in self._beside}
@@ -138,11 +146,15 @@ class Checkpointer:
             stacks.answer_with_stacks()
             self._last_words = LastWords(self._backend.failing)
         self._inventories = Inventories(model, self._optimizers, self._beside)
+        if all(map(is_final, (model, *self._beside.values()))):
+            self._inventories.take()  # what cannot be captured is better said now than after an hour
+        self._sampler = Sampler()
         self._shares = Shares(wrapped, self._partitions)
         self._sanity_gate = sanity_gate
         self._saver = Saver(
             self._backend, self.rank, self.world_size, Equality(self._shares), gate=lambda: self.sanity_gate
         )
+        self._unseen = Unseen(self._optimizers)
         self._deltas = Deltas(model, self._optimizers, self._shares, self._backend, self._saver)
         self.step_number = 0
         """Optimizer steps done, restored ones included."""
@@ -232,6 +244,7 @@ class Checkpointer:
         """Mark the end of an optimizer step. Starts what is due of it; returns without waiting for it."""
         self.step_number += 1
         self._partitions.stepped()
+        self._look_for_unseen()
         poisoned = self.sanity_gate and loss is not None and not math.isfinite(loss)
         if poisoned:
             self._saver.sanity.refused(self.step_number)
@@ -247,6 +260,8 @@ class Checkpointer:
         taken: list[Pending] = [artifact for artifact in (snapshot, delta) if artifact is not None]
         if taken:
             self._saver.submit(*taken)  # the snapshot first: it has more to copy before the next update
+            if self._unseen.found:
+                self._saver.barrier()  # nobody will say when the next one begins
         for optimizer, before, after in zip(self._optimizers, self._before, self._after, strict=True):
             innermost(optimizer, before.id, after.id)
 
@@ -283,11 +298,26 @@ class Checkpointer:
         self.close()
 
     def _before_update(self, index: int, _: Optimizer, arguments: Any, named: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # traced once, and never called: `Unseen` finds out
         self._saver.barrier()
-        self._deltas.before_update(index, self.step_number + 1, arguments, named)
+        if self._unseen.hooked():
+            self._deltas.before_update(index, self.step_number + 1, arguments, named)
 
     def _after_update(self, index: int, *_: object) -> None:
-        self._deltas.after_update(index)
+        if not torch.compiler.is_compiling():
+            self._deltas.after_update(index)
+
+    def _look_for_unseen(self) -> None:
+        before = self._unseen.found
+        try:
+            self._unseen.look()
+        except NotCapturable:
+            return  # the inventory will say it better
+        if self._unseen.found and not before:
+            self._deltas.give_up(self._unseen.found)
+        if self._unseen.found == FOREIGN != before:
+            self._saver.tell_cannot_save(FOREIGN)
 
     def _load(self, offer: Offer) -> int:
         """Bring back what is offered; the bytes of the largest delta in it. Raises RestoreError or DifferentState."""
@@ -301,6 +331,7 @@ class Checkpointer:
         if not self._shares.whole:
             self._refuse_unequal(slot.header.version, everyones(slot.header.metadata.get(REPLICAS, "")))
         load_all(self._model, self._optimizers, self._shares, slot, content["facts"], beside=self._beside)
+        self._refuse_other_state(slot)
         step, room = slot.header.version.step, 0
         replay = Replay(self._model, self._optimizers, self._shares) if offer.deltas else None
         for path in offer.deltas:
@@ -347,15 +378,32 @@ class Checkpointer:
             saved = user_state.unpack(slot.user_blob())["facts"]["optimizers"]
         except (KeyError, NotCapturable):
             return True  # the load will say what is wrong with it
-        here = [[name for name, _ in named_parameters_of(optimizer, self._model)] for optimizer in self._optimizers]
-        there = [list(each["states"]) for each in saved]
-        return len(here) != len(there) or all({*own} == {*theirs} for own, theirs in zip(here, there, strict=True))
+        if len(saved) != len(self._optimizers):
+            return True
+        for optimizer, each in zip(self._optimizers, saved, strict=True):
+            here, there = [name for name, _ in named_parameters_of(optimizer, self._model)], list(each["states"])
+            if more_groups(optimizer, each):
+                there = there[: len(here)]
+            if {*here} != {*there}:
+                return False
+        return True
 
     def _refuse_unequal(self, version: Version, written: Iterable[str]) -> None:
         """Raises RestoreError if what would be put together is of replicas that did not hold the same."""
         if unequal(written):
             message = f"replicas held different bits when {version} was saved, so that it cannot be put together"
             self._backend.mismatch(version.step, message, Kind.SNAPSHOT)
+            raise RestoreError(message)
+
+    def _refuse_other_state(self, slot: SlotReader) -> None:
+        """Raises RestoreError if the live state is not the one that the slot was taken of."""
+        proof = slot.proof()
+        if not proof:
+            return
+        here = {entry.name: entry.tensor for entry in self._inventories.take().entries}
+        if name := first_difference(list(proof), list(proof.values()), here):
+            message = f"after {slot.header.version} was loaded, {name} is not what it was when it was saved"
+            self._backend.mismatch(slot.header.version.step, message, Kind.SNAPSHOT)
             raise RestoreError(message)
 
     def _load_resharded(self, offer: Offer, *, imported: bool) -> None:
@@ -401,19 +449,28 @@ class Checkpointer:
             self._skip("NotFinite", f"the loss is {loss}")
             return None
         try:
+            if self._unseen.found == FOREIGN:
+                raise NotCapturable(FOREIGN)
             return self._capture()
         except NotCapturable as error:
             self._skip("NotCapturable", str(error))
+            self._saver.tell_cannot_save(str(error))
+            return None
+        except Exception as error:  # invariant: no failure of ours stops training
+            self._skip(type(error).__name__, repr(error))
+            self._saver.tell_cannot_save(repr(error))
             return None
 
     def _capture(self) -> Snapshot:
         """List the state; copy at once what changes before the next update (buffers, the user blob)."""
         inventory = self._inventories.take()
         blob = user_state.Packed(self._state, inventory.facts, inventory.fixed)
-        entries = [self._at_once(entry) for entry in self._shares.own(inventory.entries)]
+        stored = self._shares.own(inventory.entries)
+        proof = Proof.take(self._sampler, inventory.entries, stored)
+        entries = [self._at_once(entry) for entry in stored]
         device = on_cuda(entries)
         ready = None if device is None else self._final(device)
-        return Snapshot(step=self.step_number, entries=entries, blob=blob, device=device, ready=ready)
+        return Snapshot(step=self.step_number, entries=entries, blob=blob, proof=proof, device=device, ready=ready)
 
     def _final(self, device: torch.device) -> torch.cuda.Event:
         """Passes when all that the training stream was given until the end of this step is done."""
@@ -435,6 +492,9 @@ class Checkpointer:
             self._saver.layouts.plan(self._shares.own(inventory.entries), blob_bytes, delta_room)
         except NotCapturable as error:
             self._saver.warn("NotCapturable", str(error))
+            self._saver.tell_cannot_save(str(error))
+        except Exception as error:  # invariant: no failure of ours stops training
+            self._saver.warn(type(error).__name__, repr(error))
 
     def _skip(self, kind: str, message: str) -> None:
         self._saver.skip_snapshot(self.step_number, kind, message)

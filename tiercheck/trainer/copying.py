@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tiercheck.trainer.capture import Entry, versions
 from tiercheck.trainer.crew import Crew
+from tiercheck.trainer.proof import Proof
 from tiercheck.trainer.user_state import Packed
 
 CHUNK = 16 * 1024 * 1024
@@ -38,6 +39,8 @@ class Pending:
     copied: threading.Event = field(default_factory=threading.Event)
     """No byte of the model is read any more."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    moved: threading.Event = field(default_factory=threading.Event)
+    """The next update may have begun: the model is not what was captured any more."""
     cancelled: bool = False
     """The barrier gave it up, and has counted it."""
 
@@ -66,6 +69,8 @@ class Snapshot(Pending):
 
     entries: Sequence[Entry]
     blob: Packed
+    proof: Proof
+    """What the state was when `step` was called."""
     seen: tuple[int, ...] = ()
     crew: Crew | None = None
     """Set before the copy begins, where the training thread can take part in it."""

@@ -7,7 +7,7 @@ run, with a reason that the job's status shows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from tiercheck.trainer.replicas import Shares
 from tiercheck.trainer.saver import Saver
 from tiercheck.trainer.watch import Watch
 
+T = TypeVar("T")
 MakeReady = Callable[[torch.device], torch.cuda.Event]
 
 _PATIENCE = 3
@@ -78,6 +79,13 @@ class Deltas:
 
     def before_update(self, index: int, step: int, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
         """The optimizer is about to do the update of `step`."""
+        self._harmless(lambda: self._before_update(index, step, arguments, named))
+
+    def after_update(self, index: int) -> None:
+        """It has done it."""
+        self._harmless(lambda: self._after_update(index))
+
+    def _before_update(self, index: int, step: int, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
         self._depth[index] += 1
         if self._depth[index] > 1:
             return  # its class calls the step of its base class: still the same update
@@ -96,7 +104,9 @@ class Deltas:
             self.give_up(f"{type(self._optimizers[index]).__name__} was called with a closure")
             self._recording = False
 
-    def after_update(self, index: int) -> None:
+    def _after_update(self, index: int) -> None:
+        if not self._depth[index]:
+            return  # its beginning was not seen
         self._depth[index] -= 1
         if self._depth[index] > 0 or not self._recording:
             return
@@ -110,6 +120,9 @@ class Deltas:
 
     def end_step(self, step: int, state: user_state.State, ready: MakeReady, poisoned: bool) -> Delta | None:
         """The delta of the step that ends here, if it is to be taken. `poisoned`: its loss is not finite."""
+        return self._harmless(lambda: self._end_step(step, state, ready, poisoned))
+
+    def _end_step(self, step: int, state: user_state.State, ready: MakeReady, poisoned: bool) -> Delta | None:
         accepted = self._accepted
         events, inexact = self._recorder.take()
         self._depth = [0] * len(self._optimizers)  # an update that raised did not end
@@ -194,6 +207,16 @@ class Deltas:
         probe, event = self._probes[index], self._recorder.open
         if probe is not None and event is not None and self._backend.delta is DeltaMode.AUTO and not probe.passed:
             self._judge(lambda: probe.before(event))
+
+    def _harmless(self, work: Callable[[], T]) -> T | None:
+        """Nothing of ours may end an update: with memory for it lacking, for example, there are no deltas any more."""
+        try:
+            return work()
+        except Exception as error:  # invariant: no failure of ours stops training
+            self._recorder.forget()
+            self._recording = False
+            self.give_up(f"{type(error).__name__}: {error}"[:300])
+            return None
 
     def _judge(self, look: Callable[[], None]) -> None:
         try:

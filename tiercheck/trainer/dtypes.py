@@ -22,6 +22,19 @@ _NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+# What the format has no name for, or torch not in every version. Only our own readers know the former.
+_NAMES |= {
+    dtype: name
+    for attribute, name in (
+        ("complex128", "C128"),
+        ("complex32", "C32"),
+        ("float8_e4m3fnuz", "F8_E4M3FNUZ"),
+        ("float8_e5m2fnuz", "F8_E5M2FNUZ"),
+        ("float8_e8m0fnu", "F8_E8M0"),
+        ("float4_e2m1fn_x2", "F4_E2M1_X2"),
+    )
+    if (dtype := getattr(torch, attribute, None)) is not None
+}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 

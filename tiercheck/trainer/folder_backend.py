@@ -119,6 +119,9 @@ class FolderBackend:
     def no_deltas(self, message: str) -> None:
         return
 
+    def cannot_save(self, message: str) -> None:
+        return
+
     def progress(self, step: int, loss: float | None, seconds: float | None, not_finite: int) -> None:
         return
 

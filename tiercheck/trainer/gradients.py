@@ -134,6 +134,11 @@ class Recorder:
         self._events, self._inexact = [], ""
         return taken
 
+    def forget(self) -> None:
+        """Let go of all gradients and copies of them."""
+        self._events, self._open, self._inexact = [], None, "the update was not recorded"
+        self._staging.clear()
+
     def copy_at_once(self, optimizer: int, gradients: Sequence[int]) -> None:
         """From now on: the memory of these gradients was used again while they were read."""
         self._eager |= {(optimizer, number) for number in gradients}

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tiercheck.trainer.capture import Entry, Inventory, take_inventory
+from tiercheck.trainer.kept import attributes_of
+from tiercheck.trainer.live import refuse_copies
 
 _PLAIN = {Tensor, nn.Parameter, nn.Buffer}
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state", "named_parameters")
@@ -22,6 +24,7 @@ _HOOKS = attrgetter("_state_dict_hooks"), attrgetter("_state_dict_pre_hooks")
 _left_out = attrgetter("_non_persistent_buffers_set")
 _children, _parameters, _buffers = attrgetter("_modules"), attrgetter("_parameters"), attrgetter("_buffers")
 _look, _device = attrgetter("device", "dtype", "shape"), attrgetter("device")
+_trained = attrgetter("requires_grad")
 _EMPTY: dict[str, Any] = {}
 
 
@@ -52,11 +55,12 @@ class Inventories:
         if self._marks is not None:
             try:
                 marks, tensors = self._read()
-            except _NotPlain:
+            except (_NotPlain, RuntimeError):  # the latter: of a tensor without memory that could be looked at
                 marks, tensors = [], []
             if marks == self._marks:
                 return self._again(tensors)
         inventory = take_inventory(self._model, self._optimizers, self._beside)
+        refuse_copies(self._model, self._beside, inventory.entries)
         self._remember(inventory)
         return inventory
 
@@ -66,7 +70,11 @@ class Inventories:
             tensor = tensors[place]
             entries.append(Entry(name, tensor.detach(), lazy, finite, tensor))
         optimizers = [
-            {**known, "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]}
+            {
+                **known,
+                "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
+                "attributes": attributes_of(optimizer),
+            }
             for known, optimizer in zip(self._facts["optimizers"], self._optimizers, strict=True)
         ]
         fixed = tuple(known["states"] for known in optimizers)  # of tensors: nothing but how to rebuild them
@@ -83,10 +91,10 @@ class Inventories:
             if len(places) != len({*map(id, tensors)}):
                 return  # something shares memory, or has none: only a new list tells what is stored of it
             self._places = [places[_memory(entry.tensor)] for entry in inventory.entries]
-        except (_NotPlain, KeyError):
+        except (_NotPlain, KeyError, RuntimeError):
             return
         self._described = [(entry.name, entry.lazy, entry.must_be_finite) for entry in inventory.entries]
-        facts = [{**known, "groups": []} for known in inventory.facts["optimizers"]]
+        facts = [{**known, "groups": [], "attributes": {}} for known in inventory.facts["optimizers"]]
         self._facts = {**inventory.facts, "optimizers": facts}
         self._marks = marks
 
@@ -113,6 +121,7 @@ class Inventories:
             list(map(id, held)),
             list(map(Tensor.data_ptr, found)) if {*map(type, found)} <= _PLAIN else [],
             list(map(_look, found)),
+            list(map(_trained, found)),
         ]
         tensors = list(found)
         for optimizer in self._optimizers:
@@ -124,6 +133,7 @@ class Inventories:
             if {*map(type, kept)} - {Tensor}:
                 raise _NotPlain
             marks += [list(map(id, trained)), list(map(len, states)), list(_all(dict.keys, states))]
+            marks.append([len(group["params"]) for group in optimizer.param_groups])
             marks.append(list(map(_device, kept)))
             tensors += kept
         if {*map(type, tensors)} - _PLAIN:

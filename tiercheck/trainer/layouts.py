@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.protocol.pieces_table import pieces_table
-from tiercheck.protocol.slot import PIECES, SlotLayout
+from tiercheck.protocol.slot import PIECES, PROOF, SlotLayout
 from tiercheck.trainer import user_state
 from tiercheck.trainer.capture import Entry, NotCapturable
 from tiercheck.trainer.dtypes import dtype_name
+from tiercheck.trainer.proof import SUM_BYTES
 from tiercheck.trainer.slot_file import USER_BLOB
 
 
@@ -60,6 +61,7 @@ class Layouts:
                     slot = SlotLayout.plan(
                         [
                             (PIECES, "U8", (len(pieces),), len(pieces)),
+                            (PROOF, "U8", (SUM_BYTES * len(entries),), SUM_BYTES * len(entries)),
                             *stored,
                             (USER_BLOB, "U8", (self._capacity,), self._capacity),
                         ]

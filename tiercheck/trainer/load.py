@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +12,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tiercheck.protocol.pieces import Piece
-from tiercheck.trainer.capture import Entry, is_extra, local_shard, model_items, modules_beside, named_parameters_of
+from tiercheck.trainer import kept
+from tiercheck.trainer.capture import OWN, is_extra, model_items, modules_beside, named_parameters_of
 from tiercheck.trainer.gradients import set_hyper_parameters
+from tiercheck.trainer.leaves import Entry, is_wrapper, list_tensor, local_shard, parts
 from tiercheck.trainer.replicas import Replicas, Shares, cut, exchange, share_of
 from tiercheck.trainer.slot_file import SlotReader
 from tiercheck.trainer.stored import StoredTensors
+
+log = logging.getLogger("tiercheck")
 
 
 class DifferentState(ValueError):
@@ -41,6 +47,8 @@ def load_all(
     tensors.ensure_whole()
     if len(optimizers) != len(facts["optimizers"]):
         raise DifferentState(f"the checkpoint has {len(facts['optimizers'])} optimizers, here are {len(optimizers)}")
+    for optimizer, saved in zip(optimizers, facts["optimizers"], strict=True):
+        _add_groups(optimizer, model, saved)
     targets = _model_targets(model, shares, tensors, pieces)
     extra_beside = dict(facts)
     for module, prefix, _ in modules_beside(beside or {}, extra_beside):
@@ -56,6 +64,19 @@ def load_all(
     for index, (optimizer, saved) in enumerate(zip(optimizers, facts["optimizers"], strict=True)):
         wanted += _load_optimizer(index, optimizer, model, saved, slot)
     _fill(wanted, shares, tensors, pieces)
+    if "frozen" in facts:
+        freeze_as_saved(model, {*facts["frozen"]})
+
+
+def freeze_as_saved(model: nn.Module, frozen: Collection[str]) -> None:
+    """Parameters that the script froze, or thawed, on its way are so again: they would be trained otherwise, or not at all."""
+    changed = [name for name, parameter in model.named_parameters() if parameter.requires_grad == (name in frozen)]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad == (name in frozen):
+            parameter.requires_grad_(name not in frozen)
+    if changed:
+        some = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+        log.warning("as when it was saved, requires_grad is %s of %s", changed[0] not in frozen, some)
 
 
 def fits(slot: SlotReader, entries: Sequence[Entry]) -> bool:
@@ -95,10 +116,12 @@ def _model_targets(
     prefix: str = "model/",
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Of each tensor of the model the tensor itself and its local shard."""
+    listed: list[Entry] = []
+    for key, value, lazy in model_items(model):
+        if isinstance(value, Tensor) and not is_extra(key):
+            list_tensor(f"{prefix}{key}", value, lazy, listed)
     targets = {
-        f"{prefix}{key}": (value, local_shard(value))
-        for key, value, _ in model_items(model)
-        if isinstance(value, Tensor) and not is_extra(key)
+        entry.name: (entry.origin if entry.origin is not None else entry.tensor, entry.tensor) for entry in listed
     }
     saved = {name for name in tensors if name.startswith(prefix)}
     if different := saved.symmetric_difference(targets):
@@ -121,6 +144,25 @@ def _model_targets(
     return targets
 
 
+def _add_groups(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Parameter groups that the script added on its way, as when layers are thawed: here it has not come so far yet."""
+    names, here = list(saved["states"]), [name for name, _ in named_parameters_of(optimizer, model)]
+    known = dict(model.named_parameters())
+    missing = more_groups(optimizer, saved)
+    if not missing or names[: len(here)] != here or any(name not in known for name in names[len(here) :]):
+        return  # `_check_optimizer` says what does not fit
+    begin = len(here)
+    for count, group in zip(missing, saved["groups"][len(optimizer.param_groups) :], strict=True):
+        optimizer.add_param_group({"params": [known[name] for name in names[begin : begin + count]], **group})
+        begin += count
+
+
+def more_groups(optimizer: Optimizer, saved: Mapping[str, Any]) -> Sequence[int]:
+    """How many parameters each group has that was saved after those that the optimizer has here, which are the same."""
+    counts, here = saved.get("counts", []), [len(group["params"]) for group in optimizer.param_groups]
+    return counts[len(here) :] if counts[: len(here)] == here else []
+
+
 def _check_optimizer(
     index: int, optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
@@ -133,8 +175,9 @@ def _check_optimizer(
         raise DifferentState(f"optimizer {index} has other parameters or groups than in the checkpoint")
     for name, state in saved["states"].items():
         for key, described in state.items():
-            if "value" not in described and f"optimizer{index}/{name}/{key}" not in tensors:
-                raise DifferentState(f"optimizer{index}/{name}/{key} is missing in the checkpoint")
+            for stored in kept.stored_names(described, f"optimizer{index}/{name}/{key}"):
+                if stored not in tensors:
+                    raise DifferentState(f"{stored} is missing in the checkpoint")
 
 
 def _load_optimizer(
@@ -146,21 +189,25 @@ def _load_optimizer(
 ) -> list[tuple[str, Tensor, Tensor]]:
     """Rebuild its state, empty; the tensors to fill: name, the tensor itself, its local shard."""
     set_hyper_parameters(optimizer, saved["groups"])
+    kept.put_attributes(optimizer, saved.get("attributes", {}))
     optimizer.state.clear()
     tensors, pieces = slot.tensors(), slot.pieces()
     wanted: list[tuple[str, Tensor, Tensor]] = []
 
-    def rebuilt(name: str, described: Mapping[str, Any], parameter: Tensor) -> Tensor:
-        shape = pieces[name].box.shape if name in pieces else tuple(tensors[name].shape)
-        local, value = room_for(shape, tensors[name].dtype, described, parameter)
-        wanted.append((name, value, local))
+    def rebuilt(stored: str, described: Mapping[str, Any], parameter: Tensor) -> Tensor:
+        shape = pieces[stored].box.shape if stored in pieces else tuple(tensors[stored].shape)
+        local, value = room_for(shape, tensors[stored].dtype, described, parameter)
+        wanted.append((stored, value, local))
         return value
 
     for name, parameter in named_parameters_of(optimizer, model):
+        prefix, make = f"optimizer{index}/{name}/", partial(rebuilt, parameter=parameter)
+        own: list[Entry] = []
+        if any(stored.startswith(f"{prefix}{OWN}") for stored in tensors):
+            list_tensor(f"{prefix}{OWN}", parameter, True, own)
+        wanted += ((entry.name, parameter if len(own) == 1 else entry.tensor, entry.tensor) for entry in own)
         state = {
-            key: described["value"]
-            if "value" in described
-            else rebuilt(f"optimizer{index}/{name}/{key}", described, parameter)
+            key: kept.put_together(described, f"{prefix}{key}", make)
             for key, described in saved["states"][name].items()
         }
         if state:
@@ -175,7 +222,7 @@ def room_for(
 
     What is to be filled, of local `shape`, and the tensor that it is the local shard of (or itself).
     """
-    shard = local_shard(parameter)
+    shard = next(leaf for _, leaf in parts(parameter)) if is_wrapper(parameter) else local_shard(parameter)
     device = shard.device if described["device"] == shard.device.type else torch.device(described["device"])
     if shape == tuple(shard.shape):
         local = torch.empty_like(shard, dtype=dtype, device=device)

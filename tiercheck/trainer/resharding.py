@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from tiercheck.protocol.contents import FORMAT, IMPORT
 from tiercheck.protocol.pieces import Box, NotCovered, Piece, Take, cover
+from tiercheck.trainer import kept as kept_parts
 from tiercheck.trainer import user_state
 from tiercheck.trainer.backend import Ranges
 from tiercheck.trainer.capture import (
@@ -219,6 +220,7 @@ def _optimizer(
     if len(own["groups"]) != len(optimizer.param_groups):
         raise DifferentState(f"optimizer {index} has another number of parameter groups than in the checkpoint")
     set_hyper_parameters(optimizer, own["groups"])
+    kept_parts.put_attributes(optimizer, own.get("attributes", {}))
     optimizer.state.clear()
     wanted: list[_Wanted] = []
     for name, parameter in named_parameters_of(optimizer, model):
@@ -229,6 +231,8 @@ def _optimizer(
                 state[key] = described["value"]
                 continue
             stored = f"optimizer{index}/{name}/{key}"
+            if not kept_parts.is_plain(described):
+                raise DifferentState(f"{stored} is made of several tensors and cannot come back on another mesh")
             local, state[key] = _room(others.shape(stored), others.dtype(stored), described, parameter)
             wanted.append(_Wanted(stored, local, shares.shard(stored, state[key])))
         if state:

@@ -33,6 +33,11 @@ class _SkippedStep:
 
 
 @dataclass(frozen=True)
+class _CannotSave:
+    why: str
+
+
+@dataclass(frozen=True)
 class _Reserve:
     size: int
     delta_size: int | None
@@ -67,10 +72,12 @@ class Saver:
         self._count_lock = threading.Lock()
         self._current: list[Pending] = []
         self._busy_since = 0.0
+        self._lacking = ""
+        """Why nothing can be saved, as the backend knows it."""
         self._unfinished: deque[Job] = deque()
-        self._tasks: queue.SimpleQueue[Pending | _SkippedStep | _Reserve | str | threading.Event | None]
+        self._tasks: queue.SimpleQueue[Pending | _SkippedStep | _Reserve | _CannotSave | str | threading.Event | None]
         self._tasks = queue.SimpleQueue()
-        self._later: deque[_SkippedStep | _Reserve | str | threading.Event | None] = deque()
+        self._later: deque[_SkippedStep | _Reserve | _CannotSave | str | threading.Event | None] = deque()
         self._thread = threading.Thread(target=self._run, name="tiercheck-saver", daemon=True)
         before, alone = torch.get_num_threads(), threading.Event()
         self._alone = alone
@@ -94,6 +101,8 @@ class Saver:
     def barrier(self) -> None:
         """Return when the state may change: at once if no copy is under way."""
         current, self._current = self._current, []
+        for pending in current:
+            pending.moved.set()
         patience = self._backend.patience
         for pending in current:
             if patience is not None:
@@ -140,6 +149,10 @@ class Saver:
         """Let the backend know that this rank takes none."""
         self._tasks.put(message)
 
+    def tell_cannot_save(self, why: str) -> None:
+        """Let the backend know that nothing can be saved, until a snapshot is."""
+        self._tasks.put(_CannotSave(why))
+
     def wait(self, timeout: float | None = None) -> bool:
         """Until all that was submitted is done and progress was delivered; False if `timeout` seconds were not enough."""
         done = threading.Event()
@@ -176,12 +189,14 @@ class Saver:
                     self.warn(kind, message)
                 elif not artifact.cancelled and not (isinstance(artifact, Delta) and artifact.only_measure):
                     self.skip(artifact, kind, message)
+                    if kind == "NotCapturable" and isinstance(artifact, Snapshot):
+                        self._lack(message)
                 else:
                     self.warn(kind, message)
             finally:
                 self._busy_since = 0.0
 
-    def _next(self) -> Job | Pending | _SkippedStep | _Reserve | str | threading.Event | None:
+    def _next(self) -> Job | Pending | _SkippedStep | _Reserve | _CannotSave | str | threading.Event | None:
         """What training may wait for comes first; what was copied is handed over as soon as nothing else is to do."""
         if len(self._unfinished) >= _UNFINISHED:
             return self._unfinished.popleft()
@@ -199,11 +214,13 @@ class Saver:
                 return task
             self._later.append(task)
 
-    def _do(self, task: Job | Pending | _SkippedStep | _Reserve | str | threading.Event) -> None:
+    def _do(self, task: Job | Pending | _SkippedStep | _Reserve | _CannotSave | str | threading.Event) -> None:
         if isinstance(task, Pending):
             self._copy(task)
         elif isinstance(task, (SnapshotJob, DeltaJob)):
             task.finish()
+            if task.kind is Kind.SNAPSHOT:
+                self._lack("")
             with self._count_lock:
                 self.captured += task.kind is Kind.SNAPSHOT
                 self.deltas += task.kind is Kind.DELTA
@@ -214,6 +231,8 @@ class Saver:
             self._reserve(task)
         elif isinstance(task, str):
             self._backend.no_deltas(task)
+        elif isinstance(task, _CannotSave):
+            self._lack(task.why)
         elif isinstance(task, threading.Event):
             self._backend.flush()
             task.set()
@@ -231,6 +250,11 @@ class Saver:
         finally:
             pending.end()
         self._unfinished.append(job)
+
+    def _lack(self, why: str) -> None:
+        if why != self._lacking:
+            self._lacking = why
+            self._backend.cannot_save(why)
 
     def _reserve(self, wanted: _Reserve) -> None:
         desk = self._desk

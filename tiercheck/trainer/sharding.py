@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from tiercheck.protocol.pieces import Box, Piece
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,18 @@ def shard_of(value: Tensor, local: Tensor) -> Shard | None:
     mesh, placements = getattr(value, "device_mesh", None), getattr(value, "placements", None)
     if mesh is None or placements is None or any(placement.is_partial() for placement in placements):
         return None
+    return _placed(mesh, tuple(placements), tuple(value.shape), tuple(local.shape))
+
+
+@lru_cache(maxsize=64 * 1024)
+def _placed(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], local: tuple[int, ...]
+) -> Shard | None:
+    """Remembered, because torch takes long to tell it, and it is asked for every tensor at every snapshot."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    extent, offset = compute_local_shape_and_global_offset(value.shape, mesh, placements)
-    if tuple(extent) != tuple(local.shape) or len(offset) != len(extent):
+    extent, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
+    if tuple(extent) != local or len(offset) != len(extent):
         return None
     dims = tuple(dim for dim, placement in enumerate(placements) if placement.is_replicate() and mesh.size(dim) > 1)
-    return Shard(Piece(tuple(value.shape), Box(tuple(offset), tuple(extent))), (mesh, dims))
+    return Shard(Piece(shape, Box(tuple(offset), tuple(extent))), (mesh, dims))

@@ -44,6 +44,7 @@ class SidecarBackend:
         self._welcome: Welcome | None = None
         self._restored_step: int | None = None
         self._no_deltas = ""
+        self._lacking = ""
         self._reserved: tuple[int, int | None] = (0, 0)
         self._wanted = (0, 0)
         self._retry_at = 0.0
@@ -139,6 +140,10 @@ class SidecarBackend:
     def no_deltas(self, message: str) -> None:
         self._no_deltas = message
         self._say(Request("no-deltas", message=message))
+
+    def cannot_save(self, message: str) -> None:
+        self._lacking = message
+        self._say(Request("cannot-save", message=message))
 
     def failing(self, reason: str, message: str, exit_code: int) -> None:
         self._say(Request("failing", kind=Kind.SNAPSHOT, reason=reason, message=message, exit_code=exit_code))
@@ -239,6 +244,8 @@ class SidecarBackend:
                 self._exchange(link, Request("restored", step=self._restored_step), ANSWER_SECONDS)
             if self._no_deltas:
                 self._exchange(link, Request("no-deltas", message=self._no_deltas), ANSWER_SECONDS)
+            if self._lacking:
+                self._exchange(link, Request("cannot-save", message=self._lacking), ANSWER_SECONDS)
         except LinkBroken as error:
             self._retry_at = time.monotonic() + self._backoff
             self._backoff = min(2 * self._backoff, _BACKOFF[1])

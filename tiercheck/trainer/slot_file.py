@@ -13,10 +13,11 @@ from torch import Tensor
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.pieces import Piece
 from tiercheck.protocol.pieces_table import read_pieces
-from tiercheck.protocol.slot import PIECES, SlotHeader, SlotLayout, read_header
+from tiercheck.protocol.slot import PIECES, PROOF, SlotHeader, SlotLayout, read_header
 from tiercheck.protocol.slot import Tensor as SlotTensor
 from tiercheck.protocol.version import Version
 from tiercheck.trainer.dtypes import dtype_of
+from tiercheck.trainer.proof import read_proof
 from tiercheck.trainer.stored import StoredTensors
 
 USER_BLOB = "user"
@@ -130,7 +131,7 @@ class SlotReader:
             buffer = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
             with memoryview(buffer) as view:
                 header = read_header(view)
-            places = [tensor for tensor in header.tensors if tensor.name not in (USER_BLOB, PIECES)]
+            places = [tensor for tensor in header.tensors if tensor.name not in (USER_BLOB, PIECES, PROOF)]
             views = {tensor.name: view_of(buffer, tensor) for tensor in places}
         except BaseException:
             os.close(descriptor)
@@ -146,6 +147,13 @@ class SlotReader:
         """What its tensors are of the whole, by name. Raises ValueError, KeyError or TypeError if the table is broken."""
         place = next((tensor for tensor in self.header.tensors if tensor.name == PIECES), None)
         return {} if place is None else read_pieces(self.buffer[place.begin : place.end])
+
+    def proof(self) -> dict[str, int]:
+        """A checksum of each tensor as it was at `step`, by name (`proof`); empty: it was saved without one."""
+        place = next((tensor for tensor in self.header.tensors if tensor.name == PROOF), None)
+        if place is None:
+            return {}
+        return dict(zip(self.stored, read_proof(self.buffer[place.begin : place.end]), strict=True))
 
     def user_blob(self) -> bytes:
         return self.blob(USER_BLOB, USER_BYTES)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from tiercheck.protocol.artifact import Kind
-from tiercheck.protocol.slot import PIECES
-from tiercheck.trainer import copying
+from tiercheck.protocol.slot import PIECES, PROOF
+from tiercheck.trainer import copying, proof
 from tiercheck.trainer.backend import Skipped
 from tiercheck.trainer.capture import NotCapturable
 from tiercheck.trainer.copying import Snapshot
@@ -70,7 +70,9 @@ class SnapshotJob:
 
     def _finish(self) -> None:
         snapshot = self._snapshot
+        self._prove()
         bytes_into(self._views[PIECES], self._planned.pieces)
+        bytes_into(self._views[PROOF], snapshot.proof.written())
         bytes_into(self._views[USER_BLOB], snapshot.blob.written())
         if self._desk.gate():
             # Buffers may hold infinities: masks do.
@@ -87,3 +89,13 @@ class SnapshotJob:
             self._desk.world_size,
             {USER_BYTES: str(len(snapshot.blob.written())), REPLICAS: self._looked.written()},
         )
+
+    def _prove(self) -> None:
+        """Raises Skipped if the slot does not hold what the state was at `step`."""
+        snapshot = self._snapshot
+        torn = snapshot.proof.torn(self._views)
+        if not torn and (other := proof.whole_difference(snapshot.entries, self._views, snapshot.moved.is_set)):
+            torn = [other]
+        if torn:
+            self._mutating |= set(torn)
+            raise Skipped("CopyDiffers", f"{torn[0]} was written while it was copied; it is copied at once from now on")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tiercheck.trainer.capture import local_shard
+from tiercheck.trainer.leaves import is_wrapper, local_shard, parts
 
 MOST = 8
 """A delta carries the fingerprints of every k-th tensor, in turn; k is at most this."""
@@ -46,11 +46,20 @@ def _state(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Place, Tensor]]:
     for index, optimizer in enumerate(optimizers):
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         for number, parameter in enumerate(parameters):
-            yield (index, number, ""), parameter
+            yield from _leaves((index, number, ""), parameter)
             state = optimizer.state.get(parameter)
             for key, value in sorted(state.items()) if state else ():
                 if isinstance(value, Tensor):
-                    yield (index, number, key), value
+                    yield from _leaves((index, number, key), value)
+
+
+def _leaves(place: Place, value: Tensor) -> Iterator[tuple[Place, Tensor]]:
+    if not is_wrapper(value):
+        yield place, value
+        return
+    index, number, key = place
+    for path, leaf in parts(value):
+        yield (index, number, f"{key}{path}"), leaf
 
 
 @torch.no_grad()

@@ -76,7 +76,7 @@ class StoredTensors(Mapping[str, Tensor]):
             if not _is_plain(target, stored):
                 target.copy_(stored)
                 continue
-            target.view(-1)[:0].zero_()  # changes nothing but torch's counter of changes
+            target.view(-1).view(torch.uint8)[:0].zero_()  # changes nothing but torch's counter of changes
             memory = (ctypes.c_char * target.nbytes).from_address(target.data_ptr())
             view = memoryview(memory).cast("B")
             pieces += ((view[at : at + _PIECE], offset + at) for at in range(0, target.nbytes, _PIECE))

@@ -1,4 +1,6 @@
-"""A delta is exact only if nothing but the optimizer changed the state: torch's in-place counters tell."""
+"""A delta is exact only if nothing but the optimizer changed the state: torch's in-place counters tell, and for what is written
+behind their back, as through `.data`, a sample of the parameters' bytes does, where looking costs no wait for a device.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tiercheck.trainer.capture import counter
+from tiercheck.trainer.samples import Sampler
 
 _version = attrgetter("_version")
+_PLAIN = (Tensor, nn.Parameter)
 
 
 class Watch:
@@ -26,6 +30,17 @@ class Watch:
                 known[id(parameter)] = parameter
         self._sharded = [parameter for parameter in known.values() if hasattr(parameter, "placements")]
         self._plain = [parameter for parameter in known.values() if not hasattr(parameter, "placements")]
+        # What other ranks update (ZeRO) is sent here by way of `.data`.
+        own = {
+            id(parameter)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        watched = [parameter for parameter in known.values() if id(parameter) in own or not parameter.requires_grad]
+        shards = [getattr(parameter, "_local_tensor", parameter) for parameter in watched]
+        self._seen = [shard for shard in shards if type(shard) in _PLAIN and shard.device.type == "cpu"]
+        self._sampler = Sampler()
 
     def read(self) -> list[int]:
         """Two readings are equal if nothing was changed in place, or replaced, between them."""
@@ -40,7 +55,12 @@ class Watch:
                 versions = map(_version, values)
             found += map(id, values)
             found += versions
+        found.append(self.bytes())
         return found
+
+    def bytes(self) -> int:
+        """A checksum of the sample."""
+        return self._sampler.take(self._seen).sum()
 
 
 def _values(state: dict[str, Any]) -> Any:

@@ -1,0 +1,300 @@
+"""Whatever a script does to its weights: what comes back is what was there, or the script is refused, or its owner is told.
+
+The idioms are those of public training scripts. Each is run, killed by leaving it, and resumed by a new life of the script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tiercheck import Checkpointer
+from tiercheck.trainer.backend import RestoreError
+from tiercheck.trainer.capture import NotCapturable
+
+WIDTH = 512
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def build(seed: int = 0, layers: int = 2, width: int = WIDTH) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, width: int = WIDTH) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(2, width)).square().mean().backward()
+    optimizer.step()
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@contextmanager
+def swapped(model: nn.Module, how: str) -> Iterator[None]:
+    """Other weights for an evaluation, and the old ones back, as helpers for averaged weights do it."""
+    kept = values(model)
+    parameters = list(model.parameters())
+    if how == "pointers":
+        data = [parameter.data for parameter in parameters]
+        for parameter in parameters:
+            parameter.data = torch.full_like(parameter, 7.0)
+        yield
+        for parameter, old in zip(parameters, data, strict=True):
+            parameter.data = old
+        return
+    with torch.no_grad():
+        for parameter in parameters:
+            (parameter.data if how == "data" else parameter).fill_(7.0)
+        yield
+        for parameter, old in zip(parameters, kept, strict=True):
+            (parameter.data if how == "data" else parameter).copy_(old)
+
+
+@pytest.mark.parametrize("how", ["data", "pointers", "in place"])
+def test_weights_swapped_for_an_evaluation_are_never_restored_for_those_of_the_step(tmp_path: Path, how: str) -> None:
+    """The slot is large enough for the copy to be under way when the weights are swapped, most often."""
+    for life in range(3):
+        folder = tmp_path / str(life)
+        model = build(layers=6, width=1024)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        truth: dict[int, list[Tensor]] = {}
+        with Checkpointer(model, optimizer, folder=folder, every=1, keep=9) as checkpointer:
+            checkpointer.restore()
+            for step in (1, 2, 3):
+                train(model, optimizer, 1024)
+                truth[step] = values(model)
+                checkpointer.step()
+                with swapped(model, how):
+                    model(torch.randn(2, 1024))
+            assert checkpointer.wait(60)
+        again = build(1, layers=6, width=1024)
+        with Checkpointer(again, torch.optim.AdamW(again.parameters(), lr=1e-3), folder=folder) as checkpointer:
+            step = checkpointer.restore()
+            assert step in truth, "what is copied at once is always right"
+            assert all(map(torch.equal, again.parameters(), truth[step]))
+
+
+def test_torn_copy_is_counted_and_the_next_one_is_made_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deterministic: the saver's thread reads while the weights are the others."""
+    from tiercheck.trainer import copying, snapshot_job
+
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with Checkpointer(model, optimizer, folder=tmp_path, every=1) as checkpointer:
+        checkpointer.restore()
+        real = copying.copy_tensor
+
+        def late(target: Tensor, source: Tensor) -> None:
+            changed = source.data_ptr() == model[0].weight.data_ptr()
+            if changed:
+                source.data.add_(1)
+            real(target, source)
+            if changed:
+                source.data.sub_(1)
+
+        monkeypatch.setattr(copying, "copy_tensor", late)
+        train(model, optimizer)
+        model[0].weight.data.round_()  # so that what is added and subtracted leaves it as it was
+        checkpointer._deltas.give_up("of no interest")
+        checkpointer.step()
+        assert checkpointer.wait(30)
+        assert (checkpointer.captured, checkpointer.skipped) == (0, 1)
+        assert "CopyDiffers" in caplog.text
+        monkeypatch.setattr(copying, "copy_tensor", real)
+        assert snapshot_job
+        train(model, optimizer)
+        checkpointer.step()
+        assert checkpointer.wait(30)
+        assert checkpointer.captured == 1
+
+
+def copies(model: nn.Module) -> None:
+    model._register_state_dict_hook(lambda module, state, *_: state.update({k: v.clone() for k, v in state.items()}))
+
+
+def left_out(model: nn.Module) -> None:
+    def drop(module: nn.Module, state: dict[str, Tensor], *_: object) -> None:
+        del state["0.weight"]
+
+    model._register_state_dict_hook(drop)
+
+
+@pytest.mark.parametrize("how", [copies, left_out], ids=lambda how: how.__name__)
+def test_state_dict_that_is_not_the_state_is_refused_at_once(tmp_path: Path, how: Callable[[nn.Module], None]) -> None:
+    model = build()
+    how(model)
+    with pytest.raises(NotCapturable, match=r"0\.weight"):
+        Checkpointer(model, torch.optim.AdamW(model.parameters()), folder=tmp_path)
+
+
+def test_fsdp1_is_refused_by_name_with_what_to_use_instead(tmp_path: Path) -> None:
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        model = nn.Sequential(FullyShardedDataParallel(build(width=8), device_id=torch.device("cpu")))
+        with pytest.raises(NotCapturable, match="FSDP2"):
+            Checkpointer(model, torch.optim.AdamW(model.parameters()), folder=tmp_path)
+    finally:
+        destroy_process_group()
+
+
+class Keeps(nn.Module):
+    """Keeps a tensor that it has not registered, and one that its state_dict only computes."""
+
+    def __init__(self, computed: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.kept, self.computed = torch.zeros(3), computed
+
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}kept"] = self.kept + 1 if self.computed else self.kept
+
+
+def test_tensor_that_a_module_keeps_without_registering_it_comes_back(tmp_path: Path) -> None:
+    model = Keeps(computed=False)
+    with Checkpointer(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path, every=1) as checkpointer:
+        checkpointer.restore()
+        model.kept.fill_(5.0)
+        checkpointer.step()
+        assert checkpointer.wait(30)
+    again = Keeps(computed=False)
+    with Checkpointer(again, torch.optim.SGD(again.parameters(), lr=0.1), folder=tmp_path) as checkpointer:
+        assert checkpointer.restore() == 1
+    assert again.kept.tolist() == [5.0] * 3
+
+
+def test_tensor_that_a_state_dict_computes_is_refused(tmp_path: Path) -> None:
+    model = Keeps(computed=True)
+    with pytest.raises(NotCapturable, match="kept"):
+        Checkpointer(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
+
+
+def test_frozen_parameter_may_be_left_out_of_the_state_dict(tmp_path: Path) -> None:
+    model = build()
+    model[0].weight.requires_grad_(False)
+    left_out(model)
+    Checkpointer(model, torch.optim.AdamW(model[1].parameters()), folder=tmp_path).close()
+
+
+def test_compiled_optimizer_trains_and_comes_back_exactly(tmp_path: Path) -> None:
+    def life(seed: int, steps: int) -> tuple[int, list[Tensor], Checkpointer]:
+        model = build(seed, width=32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        checkpointer = Checkpointer(model, optimizer, folder=tmp_path, every=3)
+        first = checkpointer.restore()
+        update = torch.compile(optimizer.step, backend="eager")
+        for _ in range(first, steps):
+            optimizer.zero_grad()
+            model(torch.randn(2, 32)).square().mean().backward()
+            update()
+            checkpointer.step()
+        checkpointer.wait(30)
+        return first, values(model), checkpointer
+
+    _, truth, checkpointer = life(0, 6)
+    checkpointer.close()
+    assert checkpointer.captured, "compiled steps are protected by snapshots"
+    first, restored, checkpointer = life(1, 0)
+    checkpointer.close()
+    assert first == 6
+    assert all(map(torch.equal, restored, truth))
+
+
+def test_script_that_trains_with_an_optimizer_made_anew_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build(width=32)
+    old = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with Checkpointer(model, old, folder=tmp_path, every=1) as checkpointer:
+        checkpointer.restore()
+        train(model, old, 32)
+        checkpointer.step()
+        new = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(3):
+            train(model, new, 32)
+            checkpointer.step()
+        assert checkpointer.wait(30)
+        assert checkpointer.captured <= 2
+    assert "trains with another one" in caplog.text
+
+
+def test_no_failure_of_ours_ends_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a device's memory is full."""
+    model = build(width=32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with Checkpointer(model, optimizer, folder=tmp_path, every=1) as checkpointer:
+        checkpointer.restore()
+
+        def full(*_: object) -> Any:
+            raise torch.OutOfMemoryError("no memory for a copy of a gradient")
+
+        monkeypatch.setattr(checkpointer._deltas._recorder, "_event", full)
+        for _ in range(3):
+            train(model, optimizer, 32)
+            checkpointer.step()
+        assert checkpointer.wait(30)
+        assert checkpointer.captured == 3
+
+
+def test_load_that_does_not_reach_the_live_state_is_no_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(width=32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with Checkpointer(model, optimizer, folder=tmp_path, every=1) as checkpointer:
+        checkpointer.restore()
+        train(model, optimizer, 32)
+        checkpointer.step()
+        assert checkpointer.wait(30)
+    from tiercheck.trainer import checkpointer as module
+
+    real = module.load_all
+
+    def spoilt(model: nn.Module, *rest: Any, **named: Any) -> None:
+        real(model, *rest, **named)
+        next(model.parameters()).data.add_(1)
+
+    monkeypatch.setattr(module, "load_all", spoilt)
+    again = build(1, width=32)
+    other = Checkpointer(again, torch.optim.AdamW(again.parameters(), lr=1e-2), folder=tmp_path)
+    with pytest.raises(RestoreError, match=r"0\.weight is not what it was"):
+        other.restore()
+    other.close()
+
+
+def test_hand_written_decay_through_data_comes_back_exactly(tmp_path: Path) -> None:
+    def life(seed: int, steps: int) -> tuple[int, list[Tensor]]:
+        model = build(seed, width=32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        with Checkpointer(model, optimizer, folder=tmp_path, every=4) as checkpointer:
+            first = checkpointer.restore()
+            for _ in range(first, steps):
+                train(model, optimizer, 32)
+                for parameter in model.parameters():
+                    parameter.data.mul_(0.999)
+                checkpointer.step()
+            assert checkpointer.wait(30)
+        return first, values(model)
+
+    _, truth = life(0, 12)
+    first, restored = life(1, 12)
+    assert first == 12
+    assert all(map(torch.equal, restored, truth))

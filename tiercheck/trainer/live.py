@@ -1,0 +1,81 @@
+"""What a state_dict shows must be the state itself: what it only copies could be saved, and would never come back.
+
+FSDP1, quantised modules and hooks that rename, merge or clone give tensors of their own making. A restore writes into those,
+and the model keeps what its script began with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from tiercheck.trainer.capture import BESIDE, Entry, NotCapturable, is_extra, parts
+
+
+def refuse_fsdp1(model: nn.Module) -> None:
+    """Raises NotCapturable for a model with FullyShardedDataParallel in it, whose state_dict is never its memory."""
+    for name, module in model.named_modules():
+        # By name: importing its module takes time, and without torch.distributed it does not exist.
+        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
+            where = f" ({name})" if name else ""
+            raise NotCapturable(
+                f"the model is wrapped by FullyShardedDataParallel{where} (FSDP1), whose state_dict gives copies that nothing could "
+                "be restored into; use torch.distributed.fsdp.fully_shard (FSDP2)"
+            )
+
+
+def refuse_copies(model: nn.Module, beside: Mapping[str, nn.Module], entries: Sequence[Entry]) -> None:
+    """Raises NotCapturable if `entries`, made from state_dicts, are not what the modules hold: one is a copy, or one that is trained is
+    missing."""
+    shown = {_memory(entry.tensor) for entry in entries}
+    held: set[tuple[object, ...]] = set()
+    for prefix, module in _modules(model, beside):
+        for name, tensor, trained in _held(module):
+            for path, leaf in parts(tensor):
+                memory = _memory(leaf)
+                held.add(memory)
+                if trained and leaf.numel() and memory not in shown:
+                    raise NotCapturable(
+                        f"{prefix}{name}{path} is trained, and state_dict gives a copy of it or leaves it out"
+                    )
+    for prefix, module in _modules(model, beside):
+        doubted = {
+            entry.name.removeprefix(prefix): _memory(entry.tensor)
+            for entry in entries
+            if entry.name.startswith(prefix) and entry.tensor.numel() and _memory(entry.tensor) not in held
+        }
+        # A module may well keep tensors that it has not registered. What is kept lies where it lay.
+        for key, value in module.state_dict().items() if doubted else ():
+            if not isinstance(value, Tensor) or is_extra(key):
+                continue
+            for path, leaf in parts(value):
+                if _memory(leaf) != doubted.get(f"{key}{path}", _memory(leaf)):
+                    raise NotCapturable(
+                        f"{prefix}{key}{path} is a copy that state_dict makes: what is restored into it would be lost"
+                    )
+
+
+def is_final(model: nn.Module) -> bool:
+    """Whether every parameter has memory by now."""
+    return not any(is_lazy(parameter) or parameter.is_meta for parameter in model.parameters())
+
+
+def _modules(model: nn.Module, beside: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    yield "model/", model
+    for name, module in beside.items():
+        yield f"{BESIDE}{name}/", module
+
+
+def _held(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """(name, tensor, whether it is trained) of every parameter and buffer."""
+    for name, parameter in module.named_parameters():
+        yield name, parameter, parameter.requires_grad
+    for name, buffer in module.named_buffers():
+        yield name, buffer, False
+
+
+def _memory(tensor: Tensor) -> tuple[object, ...]:
+    return (tensor.device, tensor.data_ptr()) if tensor.layout is torch.strided else (id(tensor),)
