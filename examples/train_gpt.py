@@ -148,6 +148,9 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     torch.manual_seed(args.seed)  # the same on all ranks: they begin with the same parameters
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # else matrix products on a GPU refuse to be deterministic
     torch.use_deterministic_algorithms(True)
     model = GPT(args.layers, args.width, args.context).to(device)
     if ranks > 1:

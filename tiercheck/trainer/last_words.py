@@ -6,6 +6,7 @@ type and text are clear about it.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from types import TracebackType
@@ -16,12 +17,19 @@ from tiercheck.protocol.reasons import COLLECTIVE_FAILED, EXITED, GPU_FAULT, OUT
 
 _LONGEST = 500
 _HARDWARE = (
-    # Texts of cudaErrorECCUncorrectable, cudaErrorNvlinkUncorrectable, cudaErrorHardwareStackError and cudaErrorContained.
+    # Texts of cudaErrorECCUncorrectable, cudaErrorNvlinkUncorrectable, cudaErrorHardwareStackError, cudaErrorContained,
+    # cudaErrorNoDevice and cudaErrorLaunchFailure (CUDA runtime API, cudaError_t), and what the driver's users see of Xid 79.
     "uncorrectable ecc error",
     "uncorrectable nvlink error",
     "hardware stack error",
-    "memory error contained",
+    "invalid access of peer gpu memory over nvlink or a hardware error",
+    "no cuda-capable device is detected",
+    "unspecified launch failure",
+    "fallen off the bus",
+    "gpu is lost",
 )
+_XID = re.compile(r"\bxid\W{0,4}(?:\(pci:[^)]*\)\W{0,3})?(?:48|63|64|74|79|92|94|95|119|120)\b")
+"""The driver's numbers of faults for which NVIDIA says to drain the node or reset the GPU (GPU Debug Guidelines, Xid catalog)."""
 _COLLECTIVES = ("nccl", "gloo", "connection closed by peer", "connection reset by peer", "broken pipe")
 
 Excepthook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -34,7 +42,7 @@ def reason_of(error: BaseException) -> str:
         return EXITED
     if isinstance(error, torch.OutOfMemoryError):
         return OUT_OF_GPU_MEMORY
-    if any(part in text for part in _HARDWARE):
+    if any(part in text for part in _HARDWARE) or _XID.search(text):
         return GPU_FAULT
     of_network = isinstance(error, (RuntimeError, ConnectionError)) and any(part in text for part in _COLLECTIVES)
     backend_error = getattr(getattr(torch, "distributed", None), "DistBackendError", ())

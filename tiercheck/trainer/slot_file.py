@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +18,11 @@ from tiercheck.protocol.slot import PIECES, PROOF, SlotHeader, SlotLayout, read_
 from tiercheck.protocol.slot import Tensor as SlotTensor
 from tiercheck.protocol.version import Version
 from tiercheck.trainer.dtypes import dtype_of
+from tiercheck.trainer.page_lock import page_lock, release
 from tiercheck.trainer.proof import read_proof
 from tiercheck.trainer.stored import StoredTensors
+
+log = logging.getLogger("tiercheck")
 
 USER_BLOB = "user"
 USER_BYTES = "user_bytes"
@@ -45,7 +49,8 @@ class SlotWriter:
             self.buffer = mmap.mmap(descriptor, 0)
         finally:
             os.close(descriptor)
-        self.pinned = False
+        self._tried = False
+        self._pinned: Sequence[int] = ()
 
     def is_current(self) -> bool:
         """Whether the path still names the mapped file."""
@@ -77,19 +82,24 @@ class SlotWriter:
         self.buffer[:8] = layout.state_word
 
     def pin(self) -> None:
-        """Page-lock the mapping once, so that the GPU copies straight into it. Without it the copy is only slower."""
-        if not self.pinned:
-            whole = torch.frombuffer(self.buffer, dtype=torch.uint8)
-            portable = 1  # usable in every CUDA context of this process
-            torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), len(self.buffer), portable)  # type: ignore[no-untyped-call]
-            self.pinned = True
+        """Page-lock the mapping, so that the GPU copies straight into it. Tried once; without it the copy is only slower."""
+        if self._tried:
+            return
+        self._tried = True
+        begin = torch.frombuffer(self.buffer, dtype=torch.uint8).data_ptr()
+        self._pinned, why = page_lock(begin, len(self.buffer))
+        if why:
+            log.warning("slots are not page-locked, so copies from the GPU are slower: %s", why)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether all of it is page-locked."""
+        return bool(self._pinned)
 
     def close(self) -> None:
         """Let the GPU forget a slot that is no more. The mapping goes when its last tensor does."""
-        if self.pinned:
-            whole = torch.frombuffer(self.buffer, dtype=torch.uint8)
-            torch.cuda.cudart().cudaHostUnregister(whole.data_ptr())  # type: ignore[no-untyped-call]
-            self.pinned = False
+        release(self._pinned)
+        self._pinned = ()
 
 
 class OpenSlots:

@@ -1,0 +1,76 @@
+"""Whatever page-locking does, training goes on, and nothing stays registered by halves. With a runtime that stands in for CUDA's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiercheck.trainer import page_lock
+from tiercheck.trainer.slot_file import SlotWriter
+
+MIB = 2**20
+
+
+class Runtime:
+    def __init__(self, room: int) -> None:
+        self.room, self.registered, self.calls = room, dict[int, int](), 0
+
+    def cudaHostRegister(self, begin: int, size: int, flags: int) -> int:  # noqa: N802
+        self.calls += 1
+        if sum(self.registered.values()) + size > self.room:
+            return 2  # cudaErrorMemoryAllocation
+        self.registered[begin] = size
+        return 0
+
+    def cudaHostUnregister(self, begin: int) -> int:  # noqa: N802
+        del self.registered[begin]
+        return 0
+
+
+@pytest.fixture
+def cleared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    told: list[bool] = []
+    monkeypatch.setattr(page_lock, "_clear_error", lambda: told.append(True))
+    return told
+
+
+def slot(folder: Path, size: int) -> SlotWriter:
+    path = folder / "slot"
+    path.write_bytes(b"")
+    with path.open("r+b") as file:
+        file.truncate(size)
+    return SlotWriter(str(path))
+
+
+def test_slot_is_registered_in_pieces_and_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cleared: list[bool]
+) -> None:
+    runtime = Runtime(room=10**12)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    writer = slot(tmp_path, 600 * MIB)
+    writer.pin()
+    writer.pin()
+    assert writer.pinned
+    assert sorted(runtime.registered.values()) == [88 * MIB, 256 * MIB, 256 * MIB]
+    writer.close()
+    assert runtime.registered == {}
+    assert not writer.pinned
+    assert not cleared
+
+
+def test_registration_that_fails_is_told_undone_and_leaves_no_error_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cleared: list[bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = Runtime(room=300 * MIB)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    writer = slot(tmp_path, 600 * MIB)
+    writer.pin()
+    assert not writer.pinned
+    assert runtime.registered == {}
+    assert cleared
+    assert "failed with error 2 after 256 of 600 MiB" in caplog.text
+    calls = runtime.calls
+    writer.pin()
+    assert runtime.calls == calls, "it is not tried at every artifact"
