@@ -32,6 +32,7 @@ def play(stage: Stage, losses: LossReader, report: Report) -> Iterator[Play]:
     training.wait_until_protected()
     yield Play(training, report)
     training.stop_watching()
+    stage.testbed.kubectl("-n", TRAINING, "delete", "tcj", "gpt", "--ignore-not-found", "--wait=false")
 
 
 @pytest.fixture(autouse=True)
