@@ -475,7 +475,7 @@ class Checkpointer:
     def _final(self, device: torch.device) -> torch.cuda.Event:
         """Passes when all that the training stream was given until the end of this step is done."""
         if self._ready is None:
-            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._ready.record(torch.cuda.current_stream(device))
         return self._ready
 

@@ -113,7 +113,7 @@ def copy_all(
             chunks = _chunks(views[name], tensor)
             for number, (target, source) in enumerate(chunks, start=1):
                 target.copy_(source, non_blocking=True)
-                passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                passed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # waits without spinning
                 passed.record(stream)
                 flying.append((passed, source, name if number == len(chunks) else ""))
                 if len(flying) > _IN_FLIGHT:

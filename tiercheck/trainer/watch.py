@@ -4,7 +4,7 @@ behind their back, as through `.data`, a sample of the parameters' bytes does, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from tiercheck.trainer.capture import counter
 from tiercheck.trainer.samples import Sampler
 
-_version = attrgetter("_version")
+_version, _shard_version = attrgetter("_version"), attrgetter("_local_tensor._version")
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -45,12 +45,12 @@ class Watch:
     def read(self) -> list[int]:
         """Two readings are equal if nothing was changed in place, or replaced, between them."""
         found = list(map(_version, self._plain))
-        found += map(counter, self._sharded)
+        found += _counters(self._sharded)
         for optimizer in self._optimizers:
             values: list[Any] = list(chain.from_iterable(map(_values, optimizer.state.values())))
             if {*map(type, values)} - {Tensor}:
                 values = [value for value in values if isinstance(value, Tensor)]
-                versions = map(counter, values)
+                versions: Iterable[int] = _counters(values)
             else:  # no call into Python for any of them: this runs three times in every step
                 versions = map(_version, values)
             found += map(id, values)
@@ -61,6 +61,15 @@ class Watch:
     def bytes(self) -> int:
         """A checksum of the sample."""
         return self._sampler.take(self._seen).sum()
+
+
+def _counters(tensors: list[Tensor]) -> list[int]:
+    """As `counter` of each, in another order, with little Python for any of them."""
+    try:
+        found = list(map(_version, tensors))
+        return found + [_shard_version(tensor) for tensor in tensors if type(tensor) not in _PLAIN]
+    except (AttributeError, RuntimeError):  # a subclass without a shard, or one made for inference
+        return list(map(counter, tensors))
 
 
 def _values(state: dict[str, Any]) -> Any:
