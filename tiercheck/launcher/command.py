@@ -62,7 +62,7 @@ def kill_descendants(spared: int | None = None) -> bool:
 
 
 def parents() -> dict[int, int]:
-    """Parent of every process that can be seen, zombies left out."""
+    """Parent of every process that can be seen, those left out of which nothing lives any more."""
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -71,9 +71,20 @@ def parents() -> dict[int, int]:
             state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
         except (OSError, ValueError):
             continue  # it has just ended
-        if state not in "ZX":
+        if state not in "ZX" or _has_living_thread(entry):
             found[int(entry.name)] = int(parent)
     return found
+
+
+def _has_living_thread(process: Path) -> bool:
+    """Of one whose first thread has ended. Another one may be stuck in a driver, and holds on to all memory, also the GPU's."""
+    try:
+        states = [
+            (thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in (process / "task").iterdir()
+        ]
+    except (OSError, IndexError):
+        return False
+    return any(state not in "ZX" for state in states)
 
 
 def descendants(root: int, parent_of: Mapping[int, int]) -> set[int]:
