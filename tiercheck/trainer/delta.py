@@ -44,6 +44,8 @@ class Delta(Pending):
     blob: Packed
     threads: int
     """Of torch in the training thread."""
+    seen: int
+    """`Watch.bytes` when the step ended."""
     only_measure: bool = False
     """Find out its size, so that slots can be made; there is no chain yet that it could continue."""
 

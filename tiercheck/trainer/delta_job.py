@@ -29,6 +29,8 @@ class Script:
     planner: Planner
     copy_at_once: Callable[[int, Sequence[int]], None]
     """Told which gradients of an optimizer were overwritten while they were read."""
+    look: Callable[[], int]
+    """`Watch.bytes`, for the saver's thread."""
 
 
 class Measured(Exception):
@@ -99,6 +101,10 @@ class DeltaJob:
         with self._desk.on_stream(delta):
             # The state stays as it is until the barrier lets the next update begin.
             hashes = state_hash.fingerprints(turn)
+        if self._script.look() != delta.seen:
+            raise Skipped(
+                "Inexact", "an update that no hook announced changed the state before its fingerprint was taken"
+            )
         self._blob = replay_blob(plan, hashes, delta.threads)
 
     def _copy_items(self, items: list[Item]) -> None:

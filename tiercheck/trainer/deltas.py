@@ -155,7 +155,7 @@ class Deltas:
             self._skip(step, reaches and accepted, poisoned, inexact or outside)
             return None
         try:
-            return self._delta(step, events, changed, state, ready=ready, measure=measure)
+            return self._delta(step, events, changed, state, seen=self._mark[-1], ready=ready, measure=measure)
         except NotCapturable as error:
             self._skip(step, True, False, str(error))
             return None
@@ -179,6 +179,7 @@ class Deltas:
         changed: list[tuple[str, Tensor]],
         state: user_state.State,
         *,
+        seen: int,
         ready: MakeReady,
         measure: bool,
     ) -> Delta:
@@ -199,6 +200,7 @@ class Deltas:
             buffers=buffers,
             blob=blob,
             threads=torch.get_num_threads(),
+            seen=seen,
             only_measure=measure,
         )
 
@@ -252,7 +254,9 @@ class Deltas:
         shards = [
             [self._shares.shard(f"model/{name}", parameter) for name, parameter in named] for named in self._named
         ]
-        self._saver.script = Script(self._optimizers, Planner(names, replicas, shards), self._recorder.copy_at_once)
+        self._saver.script = Script(
+            self._optimizers, Planner(names, replicas, shards), self._recorder.copy_at_once, self._watch.elsewhere()
+        )
 
 
 def innermost(optimizer: Optimizer, before: int, after: int) -> None:

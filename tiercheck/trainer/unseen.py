@@ -20,6 +20,8 @@ FOREIGN = (
     "parameters change although no optimizer that this Checkpointer was given makes a step: the script trains with another one, whose "
     "state is in no version. Give it to a new Checkpointer"
 )
+_PATIENCE = 2
+"""Steps in a row that somebody else must have made."""
 
 
 class Unseen:
@@ -28,6 +30,7 @@ class Unseen:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
         self._hooked = False
+        self._foreign = 0
         self._before: tuple[Sample, Sample] | None = None
         self._samplers = Sampler(), Sampler()
         self.found = ""
@@ -45,7 +48,9 @@ class Unseen:
         """A step ends. Costs nothing as long as hooks are called."""
         hooked, self._hooked = self._hooked, False
         if hooked:
-            self._before = None
+            self._before, self._foreign = None, 0
+            if self.found == FOREIGN:
+                self.found = ""
             return
         before, self._before = (
             self._before,
@@ -56,8 +61,14 @@ class Unseen:
         )
         if before is None or before[0].equals(self._before[0]):
             return  # no update either: one whose gradients overflowed is left out
-        still = before[1].equals(self._before[1]) and bool(self._states())
-        self.found = FOREIGN if still else (self.found or COMPILED)
+        if not (before[1].equals(self._before[1]) and self._states()):
+            self.found = self.found or COMPILED
+            return
+        self._foreign += (
+            1  # once may be an update left out, and something that the script does to its weights all the same
+        )
+        if self._foreign >= _PATIENCE:
+            self.found = FOREIGN
 
     def _parameters(self) -> list[Tensor]:
         trained = (p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"])

@@ -4,7 +4,7 @@ behind their back, as through `.data`, a sample of the parameters' bytes does, w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -61,6 +61,11 @@ class Watch:
     def bytes(self) -> int:
         """A checksum of the sample."""
         return self._sampler.take(self._seen).sum()
+
+    def elsewhere(self) -> Callable[[], int]:
+        """`bytes`, for another thread."""
+        sampler = Sampler()
+        return lambda: sampler.take(self._seen).sum()
 
 
 def _counters(tensors: list[Tensor]) -> list[int]:
