@@ -56,12 +56,14 @@ def doubts(obs: Observation) -> dict[str, Doubt]:
 
 def checks(obs: Observation) -> list[Probe]:
     """Ask those whom peers cannot reach at once: a long poll under way would notice their death seconds
-    later. While anybody is silent, also ask one who answers whether training makes steps, which are no
-    news."""
+    later. While anybody is silent, also ask all who have not answered since then, because what ended it may
+    have ended them, and one who answers whether training makes steps, which are no news."""
     running = _running(obs)
     witnesses = _witnesses(obs, running)
     named = {entry.pod for witness in witnesses for entry in witness.accuses}
-    if any(witness.silent is not None for witness in witnesses):
+    silent = [witness.silent for witness in witnesses if witness.silent is not None]
+    if silent:
+        named |= {witness.pod for witness in witnesses if witness.silent is None and witness.heard >= min(silent)}
         named |= set([pod.uid for pod in running if answers(obs, pod) and pod.uid in obs.attempt_pods][:1])
     due = []
     for uid in sorted(named):

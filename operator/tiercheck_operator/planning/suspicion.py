@@ -8,8 +8,9 @@ two independent observers where seconds count, and for none where nothing else c
    if its host answers peers but its sidecar does not, or if training broke elsewhere; after `silent` in any
    case. If no pod answers at all, it is the controller that is cut off, and nobody is given up. If more
    than half are silent, only `silent` counts: so much memory is not thrown away for a switch that is being
-   restarted. While another pod that is accused of a silent host is being asked, a node waits for it, for at
-   most `together` seconds: what fails together is left together, and no new pod goes to a node that is next.
+   restarted. A silent host is not left before every other pod has answered since its silence began, or is
+   silent as well, for at most `together` seconds more: what fails together is left together, and no new pod
+   goes to a node that is next.
 2. Pods that answer the controller are given up only if one node explains every broken connection among
    those who answer, its connections to at least two other nodes are broken, one of these says so itself,
    most pods are elsewhere, and all that has lasted for `isolated` seconds. So no confused peer moves
@@ -114,7 +115,6 @@ def suspected(witnesses: Sequence[Witness], limits: Limits, training: Training =
     if not answering:
         return {}
     found = {}
-    accused = limits.accused + (limits.together if _being_asked(answering) else 0.0)
     broken = any(witness.failed for witness in answering)
     most = 2 * len(answering) < len(witnesses)
     for witness in witnesses:
@@ -134,7 +134,8 @@ def suspected(witnesses: Sequence[Witness], limits: Limits, training: Training =
         elif most:
             gone = quiet > max(limits.silent, _PACES * training.pace)
         elif host_silent:
-            gone = quiet > accused
+            others = any(other.heard >= witness.silent for other in answering)
+            gone = quiet > limits.accused + (limits.together if others else 0.0)
         elif broken or (named and training.waits):
             gone = quiet > limits.suspect
         else:
@@ -142,13 +143,6 @@ def suspected(witnesses: Sequence[Witness], limits: Limits, training: Training =
         if gone:
             found[witness.pod] = Suspicion(quiet, tuple(sorted(named)), host_silent)
     return {**found, **_isolated(answering, witnesses, limits, training)}
-
-
-def _being_asked(answering: Sequence[Witness]) -> bool:
-    """Whether a pod, from whose host a peer hears nothing, has not answered the controller since then, and is not silent yet."""
-    heard = {witness.pod: witness.heard for witness in answering}
-    accusations = (accusation for witness in answering for accusation in witness.accuses)
-    return any(entry.host_silent and heard.get(entry.pod, 0.0) > entry.seconds for entry in accusations)
 
 
 def _isolated(
