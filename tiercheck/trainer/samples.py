@@ -11,6 +11,8 @@ import ctypes
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from torch import Tensor
 _CHUNK = 16 * 1024 * 1024
 _RUNS, _RUN = 16, 128
 """Runs in each chunk, and bytes in each run: a multiple of every element's size."""
+
+_size = attrgetter("nbytes")
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Sampler:
     """Takes samples of one list of tensors, which rarely changes: where to look is found out once. Of one thread."""
 
     def __init__(self) -> None:
-        self._known: list[int] = []
+        self._known: list[Any] = []
         self._groups: list[list[Tensor | _Odd]] = []
         self._places: tuple[tuple[int, int, int], ...] = ()
 
@@ -62,7 +66,8 @@ class Sampler:
     def take(self, tensors: Sequence[Tensor]) -> Sample:
         """`tensors`: plain ones. What is read is read in the order of the current stream."""
         try:
-            known = [*map(id, tensors), *map(Tensor.data_ptr, tensors)]
+            # What is looked at is kept alive, so that its address is nobody else's.
+            known = [*map(Tensor.data_ptr, tensors), *map(_size, tensors), *map(Tensor.stride, tensors)]
         except RuntimeError:  # one of them has no memory that could be looked at
             known = []
         if known != self._known or not known:
