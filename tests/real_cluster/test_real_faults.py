@@ -323,9 +323,9 @@ def test_losses_of_the_whole_run_are_those_of_a_run_without_faults(
     play: Play, stage: Stage, losses: LossReader, report: Report
 ) -> None:
     training = play.training
-    last = training.step
     stage.testbed.kubectl("-n", TRAINING, "delete", "tcj", training.name)
     wait_until_gone(stage.testbed, TRAINING, "tcj,pods,services,poddisruptionbudgets")
+    last = max(entry.step for entry in training.steps)  # it trained on until it was deleted
     secrets = stage.testbed.kubectl("-n", TRAINING, "get", "secrets", "-o", "name").split()
     assert secrets == ["secret/bucket"], "nothing of a deleted job stays"
 
