@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tiercheck import Checkpointer
-from tiercheck.trainer.capture import local_shard, take_inventory
+from tiercheck.trainer.capture import take_inventory
+from tiercheck.trainer.leaves import local_shard
 from tiercheck.trainer.state_hash import fingerprints
 
 WIDE = 1301

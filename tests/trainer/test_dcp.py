@@ -21,9 +21,9 @@ from tiercheck.protocol.local import Reply, Welcome
 from tiercheck.protocol.version import Version
 from tiercheck.trainer import dcp_writer
 from tiercheck.trainer.backend import Ranges, RestoreError
-from tiercheck.trainer.capture import NotCapturable
 from tiercheck.trainer.dcp_note import Note, planner_paths
 from tiercheck.trainer.dcp_writer import step_of
+from tiercheck.trainer.leaves import NotCapturable
 
 SCRIPT = Path(__file__).parent / "dcp_script.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_dcp.py"

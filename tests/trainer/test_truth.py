@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tiercheck import Checkpointer
 from tiercheck.trainer.backend import RestoreError
-from tiercheck.trainer.capture import NotCapturable
+from tiercheck.trainer.leaves import NotCapturable
 
 WIDTH = 512
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiercheck.trainer.capture import NotCapturable
+from tiercheck.trainer.leaves import NotCapturable
 from tiercheck.trainer.user_state import Packed, unpack
 
 

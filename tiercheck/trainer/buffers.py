@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tiercheck.trainer.capture import NotCapturable, local_shard
+from tiercheck.trainer.leaves import NotCapturable, local_shard
 
 ALWAYS = 64 * 1024
 """Bytes of a buffer that is carried without asking."""

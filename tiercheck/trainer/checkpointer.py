@@ -35,7 +35,7 @@ from tiercheck.protocol.slot import NotASlot
 from tiercheck.protocol.version import Version
 from tiercheck.trainer import gloo_threads, stacks, user_state
 from tiercheck.trainer.backend import Backend, Offer, RestoreError
-from tiercheck.trainer.capture import Entry, NotCapturable, named_parameters_of, on_cuda
+from tiercheck.trainer.capture import named_parameters_of, on_cuda
 from tiercheck.trainer.copying import Pending, Snapshot
 from tiercheck.trainer.delta import StoredDelta
 from tiercheck.trainer.deltas import Deltas, innermost
@@ -44,6 +44,7 @@ from tiercheck.trainer.folder_backend import FolderBackend
 from tiercheck.trainer.inventories import Inventories
 from tiercheck.trainer.kept import refuse_inner
 from tiercheck.trainer.last_words import LastWords
+from tiercheck.trainer.leaves import Entry, NotCapturable
 from tiercheck.trainer.live import is_final, refuse_fsdp1
 from tiercheck.trainer.load import fits, load_all, more_groups
 from tiercheck.trainer.partitioned import Partitions

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tiercheck.trainer.capture import Entry, versions
+from tiercheck.trainer.capture import versions
 from tiercheck.trainer.crew import Crew
+from tiercheck.trainer.leaves import Entry
 from tiercheck.trainer.proof import Proof
 from tiercheck.trainer.user_state import Packed
 

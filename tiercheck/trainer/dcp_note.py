@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tiercheck.protocol.contents import DCP, DCP_BYTES, DCP_PREFIX
-from tiercheck.trainer.capture import NotCapturable
+from tiercheck.trainer.leaves import NotCapturable
 
 Path = tuple[str | int, ...]
 

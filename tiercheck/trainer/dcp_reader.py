@@ -24,10 +24,10 @@ from torch.futures import Future
 from tiercheck.protocol.contents import DCP, DCP_BYTES, FORMAT, Chunk, WholeTensor, contents, ranges_of
 from tiercheck.protocol.pieces import Box
 from tiercheck.trainer.backend import Offer, RestoreError
-from tiercheck.trainer.capture import NotCapturable
 from tiercheck.trainer.dcp_note import LENGTHS, Note, harmless
 from tiercheck.trainer.dcp_writer import step_of
 from tiercheck.trainer.dtypes import dtype_of
+from tiercheck.trainer.leaves import NotCapturable
 from tiercheck.trainer.resharding import OtherRanks, merged_ranges
 
 

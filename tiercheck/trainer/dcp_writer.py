@@ -21,10 +21,10 @@ from tiercheck.protocol.pieces_table import pieces_table
 from tiercheck.protocol.slot import PIECES, SlotLayout
 from tiercheck.protocol.version import Version
 from tiercheck.trainer.backend import Backend
-from tiercheck.trainer.capture import NotCapturable
 from tiercheck.trainer.dcp_note import LENGTHS, Note, checked, planner_paths
 from tiercheck.trainer.dtypes import dtype_name
 from tiercheck.trainer.folder_backend import FolderBackend
+from tiercheck.trainer.leaves import NotCapturable
 from tiercheck.trainer.slot_file import OpenSlots, bytes_into
 from tiercheck.trainer.user_state import capacity_for
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from tiercheck.protocol.pieces import Piece
 from tiercheck.protocol.pieces_table import pieces_table
 from tiercheck.protocol.slot import PIECES, SlotLayout
-from tiercheck.trainer.capture import NotCapturable
 from tiercheck.trainer.copying import Pending
 from tiercheck.trainer.dtypes import dtype_name
 from tiercheck.trainer.encoding import decode, encode, look_sparse, may_be_sparse
 from tiercheck.trainer.gradients import Event
+from tiercheck.trainer.leaves import NotCapturable
 from tiercheck.trainer.replicas import Replicas, cut, share_of
 from tiercheck.trainer.slot_file import USER_BLOB, SlotReader
 from tiercheck.trainer.user_state import Packed

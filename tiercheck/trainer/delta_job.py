@@ -12,9 +12,9 @@ from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.slot import PIECES, SlotLayout
 from tiercheck.trainer import copying, state_hash
 from tiercheck.trainer.backend import Skipped
-from tiercheck.trainer.capture import NotCapturable
 from tiercheck.trainer.delta import REPLAY_BLOB, REPLAY_BYTES, Delta, Item, Plan, Planner, replay_blob
 from tiercheck.trainer.desk import Cancelled, Desk
+from tiercheck.trainer.leaves import NotCapturable
 from tiercheck.trainer.slot_file import USER_BLOB, USER_BYTES, bytes_into
 
 _UNIT = 64 * 1024

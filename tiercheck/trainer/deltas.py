@@ -17,10 +17,11 @@ from tiercheck.protocol.directive import DeltaMode
 from tiercheck.trainer import user_state
 from tiercheck.trainer.backend import Backend
 from tiercheck.trainer.buffers import Buffers
-from tiercheck.trainer.capture import NotCapturable, named_parameters_of
+from tiercheck.trainer.capture import named_parameters_of
 from tiercheck.trainer.delta import Delta, Planner
 from tiercheck.trainer.delta_job import Script
 from tiercheck.trainer.gradients import Event, Recorder, hyper_parameters
+from tiercheck.trainer.leaves import NotCapturable
 from tiercheck.trainer.probe import Probe, Refused
 from tiercheck.trainer.replayable import hindrance, is_known
 from tiercheck.trainer.replicas import Shares

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercheck.trainer.capture import NotCapturable, local_shard
 from tiercheck.trainer.dtypes import dtype_name, dtype_of
+from tiercheck.trainer.leaves import NotCapturable, local_shard
 
 SAMPLE = 1024
 """Elements looked at first."""

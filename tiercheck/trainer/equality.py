@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tiercheck.trainer.backend import Skipped, log
-from tiercheck.trainer.capture import Entry, local_shard
+from tiercheck.trainer.leaves import Entry, local_shard
 from tiercheck.trainer.ranks import distributed
 from tiercheck.trainer.replicas import Shares, share_of
 

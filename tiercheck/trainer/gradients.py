@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from tiercheck.trainer.capture import NotCapturable, local_shard
+from tiercheck.trainer.leaves import NotCapturable, local_shard
 
 _FRESH_STEPS = 4
 """A gradient inside of larger memory is copied at once until it was seen in fresh memory this many times in a row.

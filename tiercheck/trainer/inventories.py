@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tiercheck.trainer.capture import Entry, Inventory, take_inventory
+from tiercheck.trainer.capture import Inventory, take_inventory
 from tiercheck.trainer.kept import attributes_of
+from tiercheck.trainer.leaves import Entry
 from tiercheck.trainer.live import refuse_copies
 
 _PLAIN = {Tensor, nn.Parameter, nn.Buffer}

@@ -10,8 +10,8 @@ from typing import Any
 from tiercheck.protocol.pieces_table import pieces_table
 from tiercheck.protocol.slot import PIECES, PROOF, SlotLayout
 from tiercheck.trainer import user_state
-from tiercheck.trainer.capture import Entry, NotCapturable
 from tiercheck.trainer.dtypes import dtype_name
+from tiercheck.trainer.leaves import Entry, NotCapturable
 from tiercheck.trainer.proof import SUM_BYTES
 from tiercheck.trainer.slot_file import USER_BLOB
 

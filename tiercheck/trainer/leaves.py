@@ -77,6 +77,11 @@ def _unwrapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def memory(tensor: Tensor) -> tuple[torch.device, int]:
+    """Where a plain tensor lies."""
+    return tensor.device, tensor.data_ptr()
+
+
 def list_tensor(name: str, value: Tensor, lazy: bool, entries: list[Entry]) -> None:
     """Add what has to be stored of a tensor. Raises NotCapturable, with its name."""
     try:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from tiercheck.trainer.capture import BESIDE, Entry, NotCapturable, is_extra, parts
+from tiercheck.trainer.capture import BESIDE, is_extra
+from tiercheck.trainer.leaves import Entry, NotCapturable, memory, parts
 
 
 def refuse_fsdp1(model: nn.Module) -> None:
@@ -30,29 +31,28 @@ def refuse_fsdp1(model: nn.Module) -> None:
 def refuse_copies(model: nn.Module, beside: Mapping[str, nn.Module], entries: Sequence[Entry]) -> None:
     """Raises NotCapturable if `entries`, made from state_dicts, are not what the modules hold: one is a copy, or one that is trained is
     missing."""
-    shown = {_memory(entry.tensor) for entry in entries}
-    held: set[tuple[object, ...]] = set()
+    shown = {memory(entry.tensor) for entry in entries}
+    held: set[tuple[torch.device, int]] = set()
     for prefix, module in _modules(model, beside):
         for name, tensor, trained in _held(module):
             for path, leaf in parts(tensor):
-                memory = _memory(leaf)
-                held.add(memory)
-                if trained and leaf.numel() and memory not in shown:
+                held.add(memory(leaf))
+                if trained and leaf.numel() and memory(leaf) not in shown:
                     raise NotCapturable(
                         f"{prefix}{name}{path} is trained, and state_dict gives a copy of it or leaves it out"
                     )
     for prefix, module in _modules(model, beside):
         doubted = {
-            entry.name.removeprefix(prefix): _memory(entry.tensor)
+            entry.name.removeprefix(prefix): memory(entry.tensor)
             for entry in entries
-            if entry.name.startswith(prefix) and entry.tensor.numel() and _memory(entry.tensor) not in held
+            if entry.name.startswith(prefix) and entry.tensor.numel() and memory(entry.tensor) not in held
         }
         # A module may well keep tensors that it has not registered. What is kept lies where it lay.
         for key, value in module.state_dict().items() if doubted else ():
             if not isinstance(value, Tensor) or is_extra(key):
                 continue
             for path, leaf in parts(value):
-                if _memory(leaf) != doubted.get(f"{key}{path}", _memory(leaf)):
+                if memory(leaf) != doubted.get(f"{key}{path}", memory(leaf)):
                     raise NotCapturable(
                         f"{prefix}{key}{path} is a copy that state_dict makes: what is restored into it would be lost"
                     )
@@ -75,7 +75,3 @@ def _held(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
         yield name, parameter, parameter.requires_grad
     for name, buffer in module.named_buffers():
         yield name, buffer, False
-
-
-def _memory(tensor: Tensor) -> tuple[object, ...]:
-    return (tensor.device, tensor.data_ptr()) if tensor.layout is torch.strided else (id(tensor),)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from tiercheck.protocol.pieces import Box, Piece
 from tiercheck.trainer import state_hash
-from tiercheck.trainer.capture import local_shard
 from tiercheck.trainer.dtypes import dtype_of
+from tiercheck.trainer.leaves import local_shard
 from tiercheck.trainer.resharding import Here, OtherRanks
 
 Sums = tuple[int, int, int]

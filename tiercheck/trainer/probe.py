@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tiercheck.trainer import user_state
-from tiercheck.trainer.capture import local_shard
 from tiercheck.trainer.encoding import same, same_bits
 from tiercheck.trainer.gradients import SCALING, Event, set_hyper_parameters
+from tiercheck.trainer.leaves import local_shard
 from tiercheck.trainer.replayable import plain_step
 
 SAMPLE_BYTES = 64 * 1024 * 1024

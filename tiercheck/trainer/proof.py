@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiercheck.trainer.capture import Entry
+from tiercheck.trainer.leaves import Entry
 from tiercheck.trainer.samples import Sample, Sampler
 
 SUM_BYTES = 4

@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 
 from tiercheck.trainer import state_hash
 from tiercheck.trainer.buffers import Buffers
-from tiercheck.trainer.capture import local_shard, named_parameters_of
+from tiercheck.trainer.capture import named_parameters_of
 from tiercheck.trainer.delta import StoredDelta, StoredEvent
 from tiercheck.trainer.gradients import SCALING, set_hyper_parameters
+from tiercheck.trainer.leaves import local_shard
 from tiercheck.trainer.replayable import plain_step
 from tiercheck.trainer.replicas import Shares, exchange
 

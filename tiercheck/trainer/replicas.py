@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tiercheck.protocol.pieces import Piece, fair_span
-from tiercheck.trainer.capture import Entry, local_shard
+from tiercheck.trainer.leaves import Entry, local_shard
 from tiercheck.trainer.partitioned import Partitions
 from tiercheck.trainer.sharding import shard_of
 from tiercheck.trainer.wrapped import Wrapped

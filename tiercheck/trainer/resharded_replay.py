@@ -22,10 +22,10 @@ from tiercheck.protocol.slot import Tensor as Stored
 from tiercheck.trainer import user_state
 from tiercheck.trainer.backend import RestoreError
 from tiercheck.trainer.buffers import Buffers
-from tiercheck.trainer.capture import NotCapturable, local_shard
 from tiercheck.trainer.delta import REPLAY_BLOB, StoredDelta, StoredEvent
 from tiercheck.trainer.dtypes import dtype_of
 from tiercheck.trainer.encoding import decode, same
+from tiercheck.trainer.leaves import NotCapturable, local_shard
 from tiercheck.trainer.old_fingerprints import OldFingerprints, first_difference
 from tiercheck.trainer.ranks import everyones
 from tiercheck.trainer.replay import Mismatch, Replay

@@ -8,12 +8,12 @@ from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.slot import PIECES, PROOF
 from tiercheck.trainer import copying, proof
 from tiercheck.trainer.backend import Skipped
-from tiercheck.trainer.capture import NotCapturable
 from tiercheck.trainer.copying import Snapshot
 from tiercheck.trainer.crew import Crew
 from tiercheck.trainer.desk import Cancelled, Desk
 from tiercheck.trainer.equality import REPLICAS, Looked
 from tiercheck.trainer.layouts import Planned
+from tiercheck.trainer.leaves import NotCapturable
 from tiercheck.trainer.slot_file import USER_BLOB, USER_BYTES, bytes_into
 
 

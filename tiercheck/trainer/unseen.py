@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tiercheck.trainer.capture import parts
+from tiercheck.trainer.leaves import parts
 from tiercheck.trainer.samples import Sample, Sampler
 
 COMPILED = "updates happen without a call of the optimizer's hooks (a compiled or captured step)"

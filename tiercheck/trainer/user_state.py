@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from tiercheck.trainer.capture import NotCapturable
+from tiercheck.trainer.leaves import NotCapturable
 
 _SMALLEST = 64 * 1024
 
