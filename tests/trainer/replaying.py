@@ -53,6 +53,27 @@ class Script:
 Build = Callable[[], Script]
 
 
+def master_weights(width: int) -> tuple[nn.Module, Optimizer, Callable[[], Tensor]]:
+    """Mixed precision by hand: a model, an optimizer of parameters that no module has, and what makes a step of both."""
+    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)).bfloat16()
+    masters = [parameter.detach().float().clone().requires_grad_() for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-2)
+
+    def update() -> Tensor:
+        loss: Tensor = model(torch.randn(4, width).bfloat16()).float().square().mean()
+        loss.backward()
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            assert parameter.grad is not None
+            master.grad, parameter.grad = parameter.grad.float(), None
+        optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                parameter.copy_(master)
+        return loss
+
+    return model, optimizer, update
+
+
 def started(build: Build, seed: int = 0, **options: Any) -> tuple[Script, Checkpointer]:
     torch.manual_seed(seed)
     random.seed(seed)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from replaying import Script, started, train
+from replaying import Script, master_weights, started, train
 from scripted_sidecar import DEADLINE, ScriptedSidecar
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss, normalize
@@ -21,7 +21,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from tiercheck.protocol.artifact import Kind
-from tiercheck.trainer.capture import NotCapturable
+from tiercheck.trainer.leaves import NotCapturable
 
 WIDTH, STEPS, AFTER, EVERY = 24, 9, 4, 4
 EQUAL, TOLD, REFUSED = "equal", "told", "refused"
@@ -397,23 +397,8 @@ def made_anew() -> Script:
     return Script(model, [first], update, {"at": at})
 
 
-def master_weights() -> Script:
-    model = net().bfloat16()
-    masters = [parameter.detach().float().clone().requires_grad_() for parameter in model.parameters()]
-    optimizer = adam(masters)
-
-    def update() -> Tensor:
-        loss = model(torch.randn(4, WIDTH).bfloat16()).float().square().mean()
-        loss.backward()
-        for master, parameter in zip(masters, model.parameters(), strict=True):
-            assert parameter.grad is not None
-            master.grad, parameter.grad = parameter.grad.float(), None
-        optimizer.step()
-        with torch.no_grad():
-            for master, parameter in zip(masters, model.parameters(), strict=True):
-                parameter.copy_(master)
-        return loss
-
+def masters() -> Script:
+    model, optimizer, update = master_weights(WIDTH)
     return Script(model, [optimizer], update)
 
 
@@ -574,7 +559,7 @@ IDIOMS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "plateau": (scheduled(lambda o: _SCHEDULES.ReduceLROnPlateau(o, patience=1)), {EQUAL}),
     "thawed on the way": (thawed, {EQUAL}),
     "optimizer made anew": (made_anew, {TOLD}),
-    "master weights": (master_weights, {EQUAL, TOLD}),
+    "master weights": (masters, {EQUAL, TOLD}),
     "compiled step": (compiled_step, {EQUAL, TOLD}),
     "compiled model": (compiled_model, {EQUAL}),
     "closure": (closure, {EQUAL}),

@@ -5,17 +5,21 @@ A run that is left after six steps and resumed by a new life of its script must 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from replaying import master_weights
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tiercheck import Checkpointer
-from tiercheck.trainer.capture import NotCapturable
+from tiercheck.trainer.checkpointer import find
+from tiercheck.trainer.leaves import NotCapturable
+from tiercheck.trainer.load import DifferentState
 
 Script = Callable[[int], "Run"]
 
@@ -60,6 +64,15 @@ def lives(script: Script, folder: Path, *ends: int) -> list[float]:
 def assert_comes_back(script: Script, folder: Path) -> None:
     whole = lives(script, folder / "whole", 12)
     assert lives(script, folder / "cut", 6, 9, 12) == whole[9:]
+
+
+def resumed_elsewhere(script: Script, folder: Path, end: int) -> list[float]:
+    """Losses of a new life that reads the version as ranks of another mesh do: by its parts."""
+    run, found = script(77), find(folder)
+    assert found.offer is not None
+    found = dataclasses.replace(found, offer=dataclasses.replace(found.offer, path=""))
+    with Checkpointer(run.model, run.optimizers, found=found, every=100) as checkpointer:
+        return [run.step(number) for number in range(checkpointer.restore(), end)]
 
 
 def layers(seed: int) -> nn.Sequential:
@@ -169,61 +182,68 @@ def test_object_that_could_not_be_read_back_is_told_with_its_name(
     assert "optimizer0/0.weight/graph" in caplog.text
 
 
-def test_master_copies_of_weights_come_back(tmp_path: Path) -> None:
+def with_masters(seed: int) -> Run:
     """Mixed precision by hand: the optimizer has parameters that no module has."""
+    torch.manual_seed(seed)
+    model, optimizer, update = master_weights(16)
+    run = Run(model, [optimizer])
 
-    def script(seed: int) -> Run:
-        model = layers(seed).bfloat16()
-        masters = [parameter.detach().float().clone().requires_grad_() for parameter in model.parameters()]
-        optimizer = torch.optim.AdamW(masters, lr=1e-2)
-        run = Run(model, [optimizer])
+    def step(number: int) -> float:
+        torch.manual_seed(1000 + number)
+        return float(update().detach())
 
-        def step(number: int) -> float:
-            torch.manual_seed(1000 + number)
-            loss = model(torch.randn(4, 16).bfloat16()).float().square().mean()
-            loss.backward()
-            for master, parameter in zip(masters, model.parameters(), strict=True):
-                assert parameter.grad is not None
-                master.grad, parameter.grad = parameter.grad.float(), None
-            optimizer.step()
-            with torch.no_grad():
-                for master, parameter in zip(masters, model.parameters(), strict=True):
-                    parameter.copy_(master)
-            return float(loss.detach())
+    run.step = step  # type: ignore[method-assign]
+    return run
 
-        run.step = step  # type: ignore[method-assign]
-        return run
 
+def with_frozen(seed: int) -> Run:
+    model = layers(seed)
+
+    def freeze(number: int) -> None:
+        if number == 4:
+            model[0].requires_grad_(False)
+
+    return Run(model, [torch.optim.SGD(model.parameters(), lr=1e-2)], freeze)
+
+
+def with_thawed(seed: int) -> Run:
+    model = layers(seed)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[1].parameters(), lr=1e-2)
+
+    def thaw(number: int) -> None:
+        if number == 4:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 1e-3})
+
+    return Run(model, [optimizer], thaw)
+
+
+@pytest.mark.parametrize("script", [with_masters, with_frozen, with_thawed])
+def test_what_only_an_optimizer_has_and_what_was_frozen_or_thawed_on_the_way_comes_back(
+    tmp_path: Path, script: Script
+) -> None:
     assert_comes_back(script, tmp_path)
 
 
-def test_layers_that_were_thawed_on_the_way_are_trained_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", [with_masters, with_frozen, with_thawed])
+def test_it_comes_back_on_other_ranks_too(tmp_path: Path, script: Script) -> None:
+    whole = lives(script, tmp_path / "whole", 12)
+    lives(script, tmp_path / "cut", 6)
+    assert resumed_elsewhere(script, tmp_path / "cut", 12) == whole[6:]
+
+
+@pytest.mark.parametrize("kind", [Quantised, Listed])
+def test_what_is_made_of_several_tensors_is_refused_on_other_ranks(
+    tmp_path: Path, kind: Callable[[Iterable[Tensor]], Optimizer]
+) -> None:
     def script(seed: int) -> Run:
         model = layers(seed)
-        model[0].requires_grad_(False)
-        optimizer = torch.optim.AdamW(model[1].parameters(), lr=1e-2)
+        return Run(model, [kind(model.parameters())])
 
-        def thaw(number: int) -> None:
-            if number == 4:
-                model[0].requires_grad_(True)
-                optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 1e-3})
-
-        return Run(model, [optimizer], thaw)
-
-    assert_comes_back(script, tmp_path)
-
-
-def test_layers_that_were_frozen_on_the_way_stay_frozen(tmp_path: Path) -> None:
-    def script(seed: int) -> Run:
-        model = layers(seed)
-
-        def freeze(number: int) -> None:
-            if number == 4:
-                model[0].requires_grad_(False)
-
-        return Run(model, [torch.optim.SGD(model.parameters(), lr=1e-2)], freeze)
-
-    assert_comes_back(script, tmp_path)
+    lives(script, tmp_path, 6)
+    with pytest.raises(DifferentState, match="several tensors"):
+        resumed_elsewhere(script, tmp_path, 12)
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tiercheck.trainer import kept
-from tiercheck.trainer.leaves import Entry, NotCapturable, is_wrapper, list_tensor, local_shard, parts
+from tiercheck.trainer.leaves import Entry, is_wrapper, list_tensor, local_shard, memory
 
 _PLAIN = {Tensor, nn.Parameter}
-
-__all__ = ["Entry", "NotCapturable", "is_wrapper", "local_shard", "parts"]
 
 OWN = "param"
 """Key of a parameter that only an optimizer has: `optimizer<i>/#<number>/param`."""
@@ -49,13 +47,14 @@ def take_inventory(
         _list_module(module, prefix, entries, extra)
     _list_module(model, "model/", entries, facts["model_extra"])
     facts["frozen"] = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    known = _Memories(entries)
+    known = {memory(entry.tensor) for entry in entries}
     for index, optimizer in enumerate(optimizers):
         states: dict[str, dict[str, Any]] = {}
         for name, parameter in named_parameters_of(optimizer, model):
             prefix = f"optimizer{index}/{name}/"
-            if name.startswith("#") and parameter not in known:  # nobody else has it, such as a master copy of weights
-                list_tensor(f"{prefix}{OWN}", parameter, True, entries)
+            own = own_entries(prefix, name, parameter)
+            if any(memory(entry.tensor) not in known for entry in own):  # no module has it
+                entries += own
             states[name] = {
                 key: kept.describe(value, parameter, f"{prefix}{key}", entries)
                 for key, value in optimizer.state.get(parameter, {}).items()
@@ -119,14 +118,12 @@ def named_parameters_of(optimizer: Optimizer, model: nn.Module) -> Iterator[tupl
             index += 1
 
 
-class _Memories:
-    """Whether the memory of a tensor is listed already."""
-
-    def __init__(self, entries: Sequence[Entry]) -> None:
-        self._known = {(entry.tensor.device, entry.tensor.data_ptr()) for entry in entries}
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        return all((leaf.device, leaf.data_ptr()) in self._known for _, leaf in parts(tensor))
+def own_entries(prefix: str, name: str, parameter: Tensor) -> list[Entry]:
+    """Of a parameter whose `name` tells that it is none of the model's, such as a master copy of weights. Raises NotCapturable."""
+    entries: list[Entry] = []
+    if name.startswith("#"):
+        list_tensor(f"{prefix}{OWN}", parameter, True, entries)
+    return entries
 
 
 def versions(entries: Sequence[Entry]) -> tuple[int, ...]:

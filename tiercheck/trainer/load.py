@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from tiercheck.protocol.pieces import Piece
 from tiercheck.trainer import kept
-from tiercheck.trainer.capture import OWN, is_extra, model_items, modules_beside, named_parameters_of
+from tiercheck.trainer.capture import is_extra, model_items, modules_beside, named_parameters_of, own_entries
 from tiercheck.trainer.gradients import set_hyper_parameters
 from tiercheck.trainer.leaves import Entry, is_wrapper, list_tensor, local_shard, parts
 from tiercheck.trainer.replicas import Replicas, Shares, cut, exchange, share_of
@@ -48,7 +48,7 @@ def load_all(
     if len(optimizers) != len(facts["optimizers"]):
         raise DifferentState(f"the checkpoint has {len(facts['optimizers'])} optimizers, here are {len(optimizers)}")
     for optimizer, saved in zip(optimizers, facts["optimizers"], strict=True):
-        _add_groups(optimizer, model, saved)
+        add_groups(optimizer, model, saved)
     targets = _model_targets(model, shares, tensors, pieces)
     extra_beside = dict(facts)
     for module, prefix, _ in modules_beside(beside or {}, extra_beside):
@@ -64,19 +64,18 @@ def load_all(
     for index, (optimizer, saved) in enumerate(zip(optimizers, facts["optimizers"], strict=True)):
         wanted += _load_optimizer(index, optimizer, model, saved, slot)
     _fill(wanted, shares, tensors, pieces)
-    if "frozen" in facts:
-        freeze_as_saved(model, {*facts["frozen"]})
+    freeze_as_saved(model, facts)
 
 
-def freeze_as_saved(model: nn.Module, frozen: Collection[str]) -> None:
+def freeze_as_saved(model: nn.Module, facts: Mapping[str, Any]) -> None:
     """Parameters that the script froze, or thawed, on its way are so again: they would be trained otherwise, or not at all."""
-    changed = [name for name, parameter in model.named_parameters() if parameter.requires_grad == (name in frozen)]
+    if "frozen" not in facts:
+        return  # saved by a release that did not know, or imported
+    frozen = {*facts["frozen"]}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad == (name in frozen):
             parameter.requires_grad_(name not in frozen)
-    if changed:
-        some = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
-        log.warning("as when it was saved, requires_grad is %s of %s", changed[0] not in frozen, some)
+            log.warning("%s is %s, as when it was saved", name, "frozen" if name in frozen else "trained")
 
 
 def fits(slot: SlotReader, entries: Sequence[Entry]) -> bool:
@@ -144,7 +143,7 @@ def _model_targets(
     return targets
 
 
-def _add_groups(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
+def add_groups(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
     """Parameter groups that the script added on its way, as when layers are thawed: here it has not come so far yet."""
     names, here = list(saved["states"]), [name for name, _ in named_parameters_of(optimizer, model)]
     known = dict(model.named_parameters())
@@ -202,10 +201,9 @@ def _load_optimizer(
 
     for name, parameter in named_parameters_of(optimizer, model):
         prefix, make = f"optimizer{index}/{name}/", partial(rebuilt, parameter=parameter)
-        own: list[Entry] = []
-        if any(stored.startswith(f"{prefix}{OWN}") for stored in tensors):
-            list_tensor(f"{prefix}{OWN}", parameter, True, own)
-        wanted += ((entry.name, parameter if len(own) == 1 else entry.tensor, entry.tensor) for entry in own)
+        for entry in own_entries(prefix, name, parameter):
+            if entry.name in tensors:  # else a module has it
+                wanted.append((entry.name, entry.origin if entry.origin is not None else entry.tensor, entry.tensor))
         state = {
             key: kept.put_together(described, f"{prefix}{key}", make)
             for key, described in saved["states"][name].items()

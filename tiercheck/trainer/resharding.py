@@ -17,18 +17,12 @@ from torch.optim import Optimizer
 
 from tiercheck.protocol.contents import FORMAT, IMPORT
 from tiercheck.protocol.pieces import Box, NotCovered, Piece, Take, cover
-from tiercheck.trainer import kept as kept_parts
-from tiercheck.trainer import user_state
+from tiercheck.trainer import kept, user_state
 from tiercheck.trainer.backend import Ranges
-from tiercheck.trainer.capture import (
-    is_extra,
-    local_shard,
-    model_items,
-    modules_beside,
-    named_parameters_of,
-)
+from tiercheck.trainer.capture import is_extra, model_items, modules_beside, named_parameters_of, own_entries
 from tiercheck.trainer.gradients import set_hyper_parameters
-from tiercheck.trainer.load import DifferentState, sharded_like
+from tiercheck.trainer.leaves import local_shard
+from tiercheck.trainer.load import DifferentState, add_groups, freeze_as_saved, sharded_like
 from tiercheck.trainer.replicas import Shares
 from tiercheck.trainer.slot_file import USER_BLOB, SlotReader
 
@@ -178,6 +172,7 @@ def load_resharded(here: Here, others: OtherRanks, *, beside: Mapping[str, nn.Mo
     for module, _, extra in modules_beside(beside or {}, facts):
         if extra:
             module.load_state_dict(extra, strict=False)
+    freeze_as_saved(model, facts)
     return {**content, "random": content["random"] if rank < others.world_size else None}
 
 
@@ -217,21 +212,26 @@ def _optimizer(
     own = blobs[namesake]["facts"]["optimizers"][index]
     if own["class"] and own["class"] != type(optimizer).__name__:  # who imported it does not know
         raise DifferentState(f"optimizer {index} is {own['class']} in the checkpoint, here {type(optimizer).__name__}")
+    add_groups(optimizer, model, own)
     if len(own["groups"]) != len(optimizer.param_groups):
         raise DifferentState(f"optimizer {index} has another number of parameter groups than in the checkpoint")
     set_hyper_parameters(optimizer, own["groups"])
-    kept_parts.put_attributes(optimizer, own.get("attributes", {}))
+    kept.put_attributes(optimizer, own.get("attributes", {}))
     optimizer.state.clear()
     wanted: list[_Wanted] = []
     for name, parameter in named_parameters_of(optimizer, model):
-        kept: Mapping[str, Any] = next((entry["states"][name] for entry in saved if entry["states"].get(name)), {})
+        prefix = f"optimizer{index}/{name}/"
+        for entry in own_entries(prefix, name, parameter):
+            if others.sources(entry.name, 0):
+                wanted.append(_Wanted(entry.name, entry.tensor, shares.shard(entry.name, parameter)))
+        states: Mapping[str, Any] = next((entry["states"][name] for entry in saved if entry["states"].get(name)), {})
         state: dict[str, Any] = {}
-        for key, described in kept.items():
+        for key, described in states.items():
             if "value" in described:
                 state[key] = described["value"]
                 continue
-            stored = f"optimizer{index}/{name}/{key}"
-            if not kept_parts.is_plain(described):
+            stored = f"{prefix}{key}"
+            if not kept.is_plain(described):
                 raise DifferentState(f"{stored} is made of several tensors and cannot come back on another mesh")
             local, state[key] = _room(others.shape(stored), others.dtype(stored), described, parameter)
             wanted.append(_Wanted(stored, local, shares.shard(stored, state[key])))
