@@ -150,7 +150,7 @@ def main() -> None:
     torch.manual_seed(args.seed)  # the same on all ranks: they begin with the same parameters
     os.environ.setdefault(
         "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-    )  # else matrix products on a GPU refuse to be deterministic
+    )  # or a GPU's matrix products are refused by what follows
     torch.use_deterministic_algorithms(True)
     model = GPT(args.layers, args.width, args.context).to(device)
     if ranks > 1:

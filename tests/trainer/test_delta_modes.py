@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from operator import attrgetter
+from typing import Any
 
 import pytest
 import torch
@@ -200,6 +202,39 @@ def test_job_that_wants_none_gets_none(delta_sidecar: ScriptedSidecar) -> None:
     assert sorted(delta_sidecar.completed(Kind.SNAPSHOT)) == [2, 4]
     assert {request.delta_bytes for request in delta_sidecar.asked("reserve")} == {0}
     assert not delta_sidecar.asked("no-deltas")
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "_deltas._recorder._event",
+        "_deltas._recorder.after",
+        "_deltas._watch.read",
+        "_deltas._delta",
+        "_inventories.take",
+    ],
+)
+def test_no_failure_of_ours_ends_an_update(
+    delta_sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """As when a device's memory is full."""
+    delta_sidecar.welcome = dataclasses.replace(delta_sidecar.welcome, snapshot_every=2)
+    running, checkpointer = started(script(torch.optim.SGD))
+    checkpointer.restore()
+    train(running, checkpointer, 3)
+
+    def full(*_: object, **__: object) -> Any:
+        raise torch.OutOfMemoryError("no memory for a copy")
+
+    owner, name = where.rsplit(".", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(attrgetter(owner)(checkpointer), name, full)
+        train(running, checkpointer, 4)
+    train(running, checkpointer, 8)
+    checkpointer.close()
+    told = delta_sidecar.asked("cannot-save" if "inventories" in where else "no-deltas")
+    assert "no memory for a copy" in told[0].message
+    assert 8 in delta_sidecar.completed(Kind.SNAPSHOT)
 
 
 @pytest.mark.parametrize("how", ["in place", "data"])

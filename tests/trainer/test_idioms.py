@@ -417,20 +417,6 @@ def compiled_step() -> Script:
     return Script(model, [optimizer], update)
 
 
-def compiled_model() -> Script:
-    model = torch.compile(net(), backend="eager")
-    optimizer = adam(model.parameters())
-
-    def update() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return Script(model, [optimizer], update)
-
-
 def closure() -> Script:
     model = net()
     optimizer = momentum(model.parameters())
@@ -456,6 +442,11 @@ def second_order() -> Script:
         return loss
 
     return Script(model, [optimizer], lambda: optimizer.step(evaluate))  # type: ignore[arg-type, return-value]
+
+
+def compiled() -> nn.Module:
+    model: nn.Module = torch.compile(net(), backend="eager")
+    return model
 
 
 def tied() -> nn.Module:
@@ -561,7 +552,7 @@ IDIOMS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "optimizer made anew": (made_anew, {TOLD}),
     "master weights": (masters, {EQUAL, TOLD}),
     "compiled step": (compiled_step, {EQUAL, TOLD}),
-    "compiled model": (compiled_model, {EQUAL}),
+    "compiled model": (simple(adam, model=compiled), {EQUAL}),
     "closure": (closure, {EQUAL}),
     "L-BFGS": (second_order, {EQUAL, TOLD}),
     "tied weights": (simple(adam, model=tied), {EQUAL}),

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tiercheck import Checkpointer
+from tiercheck.trainer import resharding
+from tiercheck.trainer.backend import RestoreError
 from tiercheck.trainer.checkpointer import find
 from tiercheck.trainer.leaves import NotCapturable
 from tiercheck.trainer.load import DifferentState
@@ -115,7 +117,9 @@ class Halved(Tensor):
         self.codes.copy_((value / self.scale / 2.0**self.power).round())
 
 
-class Quantised(Optimizer):
+class Own(Optimizer):
+    """Goes where `direction` says, which keeps something."""
+
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters, {"lr": 0.05})
 
@@ -123,32 +127,34 @@ class Quantised(Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                state = self.state[parameter]
-                if not state:
-                    state["average"] = Halved(torch.zeros(parameter.shape, dtype=torch.int8), torch.ones(()), 1)
-                average = state["average"].value().lerp_(parameter.grad, 0.1)
-                state["average"].set(average)
-                parameter.sub_(group["lr"] * state["average"].value())
+                parameter.sub_(group["lr"] * self.direction(parameter.grad, self.state[parameter]))
+
+    def direction(self, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+        raise NotImplementedError
 
 
-class Listed(Optimizer):
+class Quantised(Own):
+    def direction(self, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+        if not state:
+            state["average"] = Halved(torch.zeros(gradient.shape, dtype=torch.int8), torch.ones(()), 1)
+        average: Halved = state["average"]
+        average.set(average.value().lerp_(gradient, 0.1))
+        return average.value()
+
+
+class Listed(Own):
     """Keeps lists and dicts of tensors, as SOAP and Shampoo do."""
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        super().__init__(parameters, {"lr": 0.05})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                if not state:
-                    state["sums"] = [torch.zeros_like(parameter), (torch.zeros_like(parameter), 3)]
-                    state["by"] = {"size": torch.zeros(()), "names": ["a"]}
-                state["sums"][0].lerp_(parameter.grad, 0.1)
-                state["sums"][1][0].add_(parameter.grad.square())
-                state["by"]["size"] += 1
-                parameter.sub_(group["lr"] * state["sums"][0] / (state["sums"][1][0].sqrt() + state["by"]["size"]))
+    def direction(self, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+        if not state:
+            state["sums"] = [torch.zeros_like(gradient), (torch.zeros_like(gradient), 3)]
+            state["by"] = {"size": torch.zeros(()), "names": ["a"]}
+        first, (second, _) = state["sums"]
+        first.lerp_(gradient, 0.1)
+        second.add_(gradient.square())
+        state["by"]["size"] += 1
+        direction: Tensor = first / (second.sqrt() + state["by"]["size"])
+        return direction
 
 
 @pytest.mark.parametrize("kind", [Quantised, Listed])
@@ -231,6 +237,40 @@ def test_it_comes_back_on_other_ranks_too(tmp_path: Path, script: Script) -> Non
     whole = lives(script, tmp_path / "whole", 12)
     lives(script, tmp_path / "cut", 6)
     assert resumed_elsewhere(script, tmp_path / "cut", 12) == whole[6:]
+
+
+def beside_the_model(seed: int) -> Run:
+    """As `with_masters`, but a module holds the memory of what the optimizer has."""
+    run = with_masters(seed)
+    for number, master in enumerate(run.optimizers[0].param_groups[0]["params"]):
+        run.model.register_buffer(f"master{number}", master.detach())
+    return run
+
+
+@pytest.mark.parametrize("resumed", [lives, resumed_elsewhere], ids=lambda how: how.__name__)
+def test_optimizer_whose_own_parameters_no_version_holds_is_refused(
+    tmp_path: Path, resumed: Callable[..., list[float]]
+) -> None:
+    lives(beside_the_model, tmp_path, 6)
+
+    def script(seed: int) -> Run:
+        run = beside_the_model(seed)
+        for number, master in enumerate(run.optimizers[0].param_groups[0]["params"]):
+            run.model.register_buffer(f"master{number}", master.detach().clone())
+        return run
+
+    with pytest.raises((DifferentState, RestoreError), match="only in the optimizer"):
+        resumed(script, tmp_path, 6)
+
+
+def test_own_parameters_are_refused_where_their_numbers_mean_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stage of a pipeline counts its own."""
+    lives(with_masters, tmp_path, 6)
+    monkeypatch.setattr(resharding, "names_of", lambda model: 0)
+    with pytest.raises(DifferentState, match="of its own"):
+        resumed_elsewhere(with_masters, tmp_path, 12)
 
 
 @pytest.mark.parametrize("kind", [Quantised, Listed])

@@ -7,6 +7,7 @@ goes into `Inventory.facts`, which travels in the user blob.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -17,9 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tiercheck.trainer import kept
-from tiercheck.trainer.leaves import Entry, is_wrapper, list_tensor, local_shard, memory
-
-_PLAIN = {Tensor, nn.Parameter}
+from tiercheck.trainer.leaves import PLAIN, Entry, is_wrapper, list_tensor, local_shard, memory
 
 OWN = "param"
 """Key of a parameter that only an optimizer has: `optimizer<i>/#<number>/param`."""
@@ -42,7 +41,7 @@ def take_inventory(
 ) -> Inventory:
     """List the state of `model` and `optimizers` as it is now, and of the modules `beside` them. Raises NotCapturable."""
     entries: list[Entry] = []
-    facts: dict[str, Any] = {"model_extra": {}, "optimizers": [], "frozen": []}
+    facts: dict[str, Any] = {"model_extra": {}, "optimizers": [], "parameters": names_of(model), "frozen": []}
     for module, prefix, extra in modules_beside(beside or {}, facts):
         _list_module(module, prefix, entries, extra)
     _list_module(model, "model/", entries, facts["model_extra"])
@@ -118,6 +117,11 @@ def named_parameters_of(optimizer: Optimizer, model: nn.Module) -> Iterator[tupl
             index += 1
 
 
+def names_of(model: nn.Module) -> int:
+    """A checksum of its parameters' names: where it is the same, so is what `#<number>` of an optimizer means."""
+    return zlib.crc32("\n".join(name for name, _ in model.named_parameters()).encode())
+
+
 def own_entries(prefix: str, name: str, parameter: Tensor) -> list[Entry]:
     """Of a parameter whose `name` tells that it is none of the model's, such as a master copy of weights. Raises NotCapturable."""
     entries: list[Entry] = []
@@ -129,7 +133,7 @@ def own_entries(prefix: str, name: str, parameter: Tensor) -> list[Entry]:
 def versions(entries: Sequence[Entry]) -> tuple[int, ...]:
     """torch's in-place counters of the lazy tensors: if one moves during the copy, the copy is torn."""
     watched = [entry.tensor if entry.origin is None else entry.origin for entry in entries if entry.lazy]
-    if {*map(type, watched)} <= _PLAIN and not any(map(Tensor.is_inference, watched)):
+    if {*map(type, watched)} <= PLAIN and not any(map(Tensor.is_inference, watched)):
         return tuple(map(attrgetter("_version"), watched))
     return tuple(map(counter, watched))
 

@@ -16,10 +16,9 @@ from torch.optim import Optimizer
 
 from tiercheck.trainer.capture import Inventory, take_inventory
 from tiercheck.trainer.kept import attributes_of
-from tiercheck.trainer.leaves import Entry
+from tiercheck.trainer.leaves import PLAIN, Entry
 from tiercheck.trainer.live import refuse_copies
 
-_PLAIN = {Tensor, nn.Parameter, nn.Buffer}
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state", "named_parameters")
 _HOOKS = attrgetter("_state_dict_hooks"), attrgetter("_state_dict_pre_hooks")
 _left_out = attrgetter("_non_persistent_buffers_set")
@@ -50,6 +49,8 @@ class Inventories:
         self._places: list[int] = []
         """Of each entry: where in the list of all tensors it is."""
         self._facts: dict[str, Any] = {}
+        self._believed: list[Any] = []
+        """Where everything lay when nothing that is shown was a copy; empty: nowhere."""
 
     def take(self) -> Inventory:
         """As `take_inventory`. Raises NotCapturable."""
@@ -61,9 +62,28 @@ class Inventories:
             if marks == self._marks:
                 return self._again(tensors)
         inventory = take_inventory(self._model, self._optimizers, self._beside)
-        refuse_copies(self._model, self._beside, inventory.entries)
+        looks = self._looks(inventory)
+        if not looks or looks != self._believed:
+            refuse_copies(self._model, self._beside, inventory.entries)
+            self._believed = looks
         self._remember(inventory)
         return inventory
+
+    def _looks(self, inventory: Inventory) -> list[Any]:
+        """Where all lies that modules hold, and that is shown of them; empty if that cannot be said quickly."""
+        modules = [*self._all_modules()]
+        owners = [*map(_parameters, modules), *map(_buffers, modules)]
+        held = [getattr(tensor, "_local_tensor", tensor) for tensor in _all(dict.values, owners) if tensor is not None]
+        shown = [entry.tensor for entry in inventory.entries]
+        if {*map(type, held)} - PLAIN:
+            return []
+        try:
+            return [list(map(_trained, held)), *map(Tensor.data_ptr, held), *map(Tensor.data_ptr, shown)]
+        except RuntimeError:  # one of them has no memory
+            return []
+
+    def _all_modules(self) -> Iterable[nn.Module]:
+        return chain.from_iterable(module.modules() for module in (self._model, *self._beside.values()))
 
     def _again(self, tensors: list[Tensor]) -> Inventory:
         entries = []
@@ -82,10 +102,7 @@ class Inventories:
         return Inventory(tuple(entries), {**self._facts, "optimizers": optimizers}, fixed)
 
     def _remember(self, inventory: Inventory) -> None:
-        self._marks, self._modules = (
-            None,
-            list(chain.from_iterable(module.modules() for module in (self._model, *self._beside.values()))),
-        )
+        self._marks, self._modules = None, [*self._all_modules()]
         try:
             marks, tensors = self._read()
             places = {_memory(tensor): place for place, tensor in reversed(list(enumerate(tensors)))}
@@ -120,7 +137,7 @@ class Inventories:
             *([*map(len, owners)] for owners in (children, parameters, buffers)),
             list(map(id, _all(dict.values, children))),
             list(map(id, held)),
-            list(map(Tensor.data_ptr, found)) if {*map(type, found)} <= _PLAIN else [],
+            list(map(Tensor.data_ptr, found)) if {*map(type, found)} <= PLAIN else [],
             list(map(_look, found)),
             list(map(_trained, found)),
         ]
@@ -137,7 +154,7 @@ class Inventories:
             marks.append([len(group["params"]) for group in optimizer.param_groups])
             marks.append(list(map(_device, kept)))
             tensors += kept
-        if {*map(type, tensors)} - _PLAIN:
+        if {*map(type, tensors)} - PLAIN:
             raise _NotPlain
         return marks, tensors
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tiercheck.trainer.attributes import is_value, own_attributes
 from tiercheck.trainer.leaves import Entry, NotCapturable, is_wrapper, list_tensor
 
-_BASE = {*vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)), "param_groups", "state", "step", "_opt_called"}
-"""Attributes that every optimizer has."""
 Make = Callable[[str, Mapping[str, Any]], Tensor]
 """Gives an empty tensor for a stored name and its description, to be filled later."""
 
@@ -63,8 +62,7 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
     """Plain values that a class of somebody's own keeps beside its state, such as a count of its steps."""
     if type(optimizer).__module__.startswith("torch.optim."):
         return {}  # what they keep beside it, they make anew
-    own = {name: value for name, value in vars(optimizer).items() if name not in _BASE and not name.startswith("__")}
-    return {name: value for name, value in own.items() if _is_value(value)}
+    return {name: value for name, value in own_attributes(optimizer) if is_value(value) and _comes_back(value)}
 
 
 def put_attributes(optimizer: Optimizer, attributes: Mapping[str, Any]) -> None:
@@ -134,20 +132,17 @@ def _has_tensors(value: Any) -> bool:
     return any(map(_has_tensors, members))
 
 
-def _is_value(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return type(value) is Tensor and value.layout is torch.strided and value.nbytes <= _LARGEST
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_value, value))
-    if isinstance(value, dict):
-        return all(map(_is_value, value)) and all(map(_is_value, value.values()))
-    return isinstance(value, (*_PLAIN, complex))
-
-
-_LARGEST = 1024 * 1024
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.Size, torch.device)
 _seen: set[type] = set()
 """Types that have come back once."""
+
+
+def _comes_back(value: Any) -> bool:
+    try:
+        _must_come_back(value, "")
+    except NotCapturable:
+        return False
+    return True
 
 
 def _must_come_back(value: Any, name: str) -> None:

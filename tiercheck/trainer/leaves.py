@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from tiercheck.protocol.pieces import Piece
 
-_STORED = {Tensor, nn.Parameter, nn.Buffer}
+PLAIN = {Tensor, nn.Parameter, nn.Buffer}
+"""Classes of tensors whose bytes are all there is."""
 
 
 class NotCapturable(TypeError):
@@ -37,7 +38,7 @@ def local_shard(tensor: Tensor) -> Tensor:
     Raises NotCapturable for other tensor subclasses, whose meaning is not in their bytes alone.
     """
     plain = _unwrapped(tensor)
-    if type(plain) not in _STORED:
+    if type(plain) not in PLAIN:
         raise NotCapturable(f"tensors of {type(plain).__name__} cannot be stored")
     if plain.layout is not torch.strided:
         raise NotCapturable(f"tensors of layout {plain.layout} cannot be stored")
@@ -51,7 +52,7 @@ def parts(tensor: Tensor, path: str = "") -> Iterator[tuple[str, Tensor]]:
     (torch.utils._python_dispatch). Raises NotCapturable for subclasses that do not.
     """
     shard = _unwrapped(tensor)
-    if type(shard) in _STORED or not hasattr(shard, "__tensor_flatten__"):
+    if type(shard) in PLAIN or not hasattr(shard, "__tensor_flatten__"):
         yield path, local_shard(shard)
         return
     names, _ = shard.__tensor_flatten__()
@@ -61,12 +62,12 @@ def parts(tensor: Tensor, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def is_wrapper(tensor: Tensor) -> bool:
     """Whether it consists of other tensors."""
-    return type(tensor) not in _STORED and hasattr(_unwrapped(tensor), "__tensor_flatten__")
+    return type(tensor) not in PLAIN and hasattr(_unwrapped(tensor), "__tensor_flatten__")
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
     """Without what distributes it, or waits for it."""
-    if type(tensor) in _STORED:
+    if type(tensor) in PLAIN:
         return tensor
     if hasattr(tensor, "placements"):
         # Not by `to_local`, whose way through autograd takes twenty times as long.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from tiercheck.protocol.pieces import Piece
 from tiercheck.trainer import kept
 from tiercheck.trainer.capture import is_extra, model_items, modules_beside, named_parameters_of, own_entries
 from tiercheck.trainer.gradients import set_hyper_parameters
-from tiercheck.trainer.leaves import Entry, is_wrapper, list_tensor, local_shard, parts
+from tiercheck.trainer.leaves import Entry, is_wrapper, list_tensor, local_shard, memory, parts
 from tiercheck.trainer.replicas import Replicas, Shares, cut, exchange, share_of
 from tiercheck.trainer.slot_file import SlotReader
 from tiercheck.trainer.stored import StoredTensors
@@ -53,8 +53,11 @@ def load_all(
     extra_beside = dict(facts)
     for module, prefix, _ in modules_beside(beside or {}, extra_beside):
         targets |= _model_targets(module, shares, tensors, pieces, prefix)
+    held = {memory(local) for _, local in targets.values()}
     for index, (optimizer, saved) in enumerate(zip(optimizers, facts["optimizers"], strict=True)):
         _check_optimizer(index, optimizer, model, saved, tensors)
+        for name, parameter in named_parameters_of(optimizer, model):
+            refuse_lost(own_entries(f"optimizer{index}/{name}/", name, parameter), held, tensors)
     wanted = [(name, value, local) for name, (value, local) in targets.items()]
     if facts["model_extra"]:
         model.load_state_dict(facts["model_extra"], strict=False)
@@ -64,18 +67,27 @@ def load_all(
     for index, (optimizer, saved) in enumerate(zip(optimizers, facts["optimizers"], strict=True)):
         wanted += _load_optimizer(index, optimizer, model, saved, slot)
     _fill(wanted, shares, tensors, pieces)
-    freeze_as_saved(model, facts)
+    frozen = {*facts.get("frozen", ())}
+    freeze_as_saved(model, lambda name: name in frozen if "frozen" in facts else None)
 
 
-def freeze_as_saved(model: nn.Module, facts: Mapping[str, Any]) -> None:
-    """Parameters that the script froze, or thawed, on its way are so again: they would be trained otherwise, or not at all."""
-    if "frozen" not in facts:
-        return  # saved by a release that did not know, or imported
-    frozen = {*facts["frozen"]}
+def refuse_lost(own: Sequence[Entry], held: Collection[tuple[torch.device, int]], stored: Container[str]) -> None:
+    """Raises DifferentState for what only an optimizer has here, and the checkpoint has not. `held`: memory of the model."""
+    for entry in own:
+        if entry.name not in stored and memory(entry.tensor) not in held:
+            raise DifferentState(f"{entry.name} is only in the optimizer")
+
+
+def freeze_as_saved(model: nn.Module, was_frozen: Callable[[str], bool | None]) -> None:
+    """Parameters that the script froze, or thawed, on its way are so again: they would be trained otherwise, or not at all.
+
+    `was_frozen`: None where nobody can tell, as of what was imported.
+    """
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad == (name in frozen):
-            parameter.requires_grad_(name not in frozen)
-            log.warning("%s is %s, as when it was saved", name, "frozen" if name in frozen else "trained")
+        frozen = was_frozen(name)
+        if parameter.requires_grad is frozen:
+            parameter.requires_grad_(not frozen)
+            log.warning("%s is %s, as when it was saved", name, "frozen" if frozen else "trained")
 
 
 def fits(slot: SlotReader, entries: Sequence[Entry]) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tiercheck.trainer import user_state
+from tiercheck.trainer.attributes import is_value, own_attributes
 from tiercheck.trainer.encoding import same, same_bits
-from tiercheck.trainer.gradients import SCALING, Event, set_hyper_parameters
+from tiercheck.trainer.gradients import Event, set_hyper_parameters
 from tiercheck.trainer.leaves import local_shard
 from tiercheck.trainer.replayable import plain_step
 
@@ -25,9 +25,6 @@ SAMPLE_BYTES = 64 * 1024 * 1024
 """Parameters, state and gradients that are cloned at most. An update that mixes more parameters than these is not believed."""
 TIMES = 2
 """Updates that must agree."""
-
-_NOT_ATTRIBUTES = {"param_groups", "state", "step", "_opt_called", *SCALING}
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 class Refused(Exception):
@@ -138,27 +135,14 @@ class Probe:
 
 def _attributes(optimizer: Optimizer) -> tuple[dict[str, Any], str]:
     """Copies of what the class keeps beside parameters and state; and what of it is not plain (empty if nothing)."""
-    base = {name for name in vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))} | _NOT_ATTRIBUTES
     found: dict[str, Any] = {}
-    for name, value in vars(optimizer).items():
-        if name in base:
-            continue
+    for name, value in own_attributes(optimizer):
         if callable(value) and not isinstance(value, nn.Module):
             continue  # a function of the class's choice; the script will set the same one again
-        if not _is_plain(value):
+        if not is_value(value):
             return {}, f"{name}, a {type(value).__name__},"
         found[name] = copy.deepcopy(value)
     return found, ""
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, _PLAIN):
-        return True
-    if isinstance(value, Tensor):
-        return type(value) is Tensor and value.nbytes <= SAMPLE_BYTES // 64
-    if isinstance(value, Mapping):
-        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
-    return isinstance(value, (list, tuple, set, frozenset)) and all(_is_plain(item) for item in value)
 
 
 def _copied(value: Any) -> Any:

@@ -48,13 +48,13 @@ class Proof:
 
     def written(self) -> bytes:
         """For the slot: a checksum for each entry, in their order. Waits for the device."""
-        sums = self.sample.sums()[: len(self.names)]
+        sums = self.sample.sums[: len(self.names)]
         return struct.pack(f"<{len(sums)}I", *sums)
 
     def torn(self, views: Mapping[str, Tensor]) -> list[str]:
         """Names of what lies otherwise in the slot than it was. Waits for the device."""
-        sums = self.sample.sums()
-        found = Sampler().take([views[name] for name in self.names]).sums()
+        sums = self.sample.sums
+        found = Sampler().take([views[name] for name in self.names]).sums
         return [
             name for name, number, there in zip(self.names, self.stored, found, strict=True) if sums[number] != there
         ]
@@ -69,7 +69,7 @@ def first_difference(names: Sequence[str], sums: Sequence[int], now: Mapping[str
     """Name of the first tensor that is not what the proof says; empty: all are."""
     if missing := [name for name in names if name not in now]:
         return missing[0]
-    found = Sampler().take([now[name] for name in names]).sums()
+    found = Sampler().take([now[name] for name in names]).sums
     return next((name for name, was, here in zip(names, sums, found, strict=True) if was != here), "")
 
 

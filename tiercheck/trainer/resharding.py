@@ -6,7 +6,7 @@ slots and bytes that it needs, has them brought, and cuts its shards out of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,10 +19,10 @@ from tiercheck.protocol.contents import FORMAT, IMPORT
 from tiercheck.protocol.pieces import Box, NotCovered, Piece, Take, cover
 from tiercheck.trainer import kept, user_state
 from tiercheck.trainer.backend import Ranges
-from tiercheck.trainer.capture import is_extra, model_items, modules_beside, named_parameters_of, own_entries
+from tiercheck.trainer.capture import is_extra, model_items, modules_beside, named_parameters_of, names_of, own_entries
 from tiercheck.trainer.gradients import set_hyper_parameters
-from tiercheck.trainer.leaves import local_shard
-from tiercheck.trainer.load import DifferentState, add_groups, freeze_as_saved, sharded_like
+from tiercheck.trainer.leaves import local_shard, memory
+from tiercheck.trainer.load import DifferentState, add_groups, freeze_as_saved, refuse_lost, sharded_like
 from tiercheck.trainer.replicas import Shares
 from tiercheck.trainer.slot_file import USER_BLOB, SlotReader
 
@@ -153,7 +153,9 @@ def load_resharded(here: Here, others: OtherRanks, *, beside: Mapping[str, nn.Mo
     namesake = rank % others.world_size
     blobs = {namesake: others.blob(namesake)}
     facts = blobs[namesake]["facts"]
-    takes = _plan(list(_model(model, shares, facts["model_extra"])), others, rank)
+    targets = list(_model(model, shares, facts["model_extra"]))
+    held = {memory(each.local) for each in targets}
+    takes = _plan(targets, others, rank)
     for module, prefix, extra in modules_beside(beside or {}, facts):
         takes += _plan(list(_model(module, shares, extra, prefix)), others, rank)
     imported = others.beginnings[namesake].header.metadata.get(FORMAT) == IMPORT
@@ -163,7 +165,7 @@ def load_resharded(here: Here, others: OtherRanks, *, beside: Mapping[str, nn.Mo
         # What an optimizer keeps of a parameter is told by any rank that had it.
         for source in _having(index, optimizer, model, others) - blobs.keys():
             blobs[source] = others.blob(source)
-        more = _optimizer(index, optimizer, model, shares, others, blobs=blobs, namesake=namesake)
+        more = _optimizer(index, optimizer, model, shares, others, blobs=blobs, namesake=namesake, held=held)
         takes += _plan(more, others, rank)
     _read(takes, others)
     content = blobs[namesake]
@@ -172,8 +174,15 @@ def load_resharded(here: Here, others: OtherRanks, *, beside: Mapping[str, nn.Mo
     for module, _, extra in modules_beside(beside or {}, facts):
         if extra:
             module.load_state_dict(extra, strict=False)
-    freeze_as_saved(model, facts)
+    freeze_as_saved(model, lambda name: _was_frozen(name, others, rank))
     return {**content, "random": content["random"] if rank < others.world_size else None}
+
+
+def _was_frozen(name: str, others: OtherRanks, rank: int) -> bool | None:
+    """Of a parameter of the model, which not every rank has, as of a pipeline's stages."""
+    sources = others.sources(f"model/{name}", rank)
+    frozen = others.facts(sources[0][0]).get("frozen") if sources else None
+    return None if frozen is None else name in frozen
 
 
 def _model(model: nn.Module, shares: Shares, extra: Mapping[str, Any], prefix: str = "model/") -> Iterator[_Wanted]:
@@ -206,6 +215,7 @@ def _optimizer(
     *,
     blobs: Mapping[int, dict[str, Any]],
     namesake: int,
+    held: Collection[tuple[torch.device, int]],
 ) -> list[_Wanted]:
     """Rebuild the optimizer's state, empty; what is to be filled."""
     saved = [blob["facts"]["optimizers"][index] for blob in blobs.values()]
@@ -219,11 +229,17 @@ def _optimizer(
     kept.put_attributes(optimizer, own.get("attributes", {}))
     optimizer.state.clear()
     wanted: list[_Wanted] = []
+    same = blobs[namesake]["facts"].get("parameters") == names_of(model)
     for name, parameter in named_parameters_of(optimizer, model):
         prefix = f"optimizer{index}/{name}/"
-        for entry in own_entries(prefix, name, parameter):
-            if others.sources(entry.name, 0):
-                wanted.append(_Wanted(entry.name, entry.tensor, shares.shard(entry.name, parameter)))
+        mine = own_entries(prefix, name, parameter)
+        if mine and not same:  # `#0` is another parameter on each stage of a pipeline
+            raise DifferentState(
+                f"optimizer {index} has parameters of its own ({name}), of which parameters is not known here"
+            )
+        stored_ones = [entry for entry in mine if others.sources(entry.name, namesake)]
+        refuse_lost(mine, held, [entry.name for entry in stored_ones])
+        wanted += (_Wanted(entry.name, entry.tensor, shares.shard(entry.name, parameter)) for entry in stored_ones)
         states: Mapping[str, Any] = next((entry["states"][name] for entry in saved if entry["states"].get(name)), {})
         state: dict[str, Any] = {}
         for key, described in states.items():

@@ -11,6 +11,7 @@ import ctypes
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -32,6 +33,7 @@ class Sample:
     _places: tuple[tuple[int, int, int], ...]
     """Of each tensor: its group (-1: there is nothing to see), and its bytes there."""
 
+    @cached_property
     def sums(self) -> list[int]:
         """A checksum for each tensor. Waits for the device."""
         contents = list(map(_content, self._groups))

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tiercheck.trainer.capture import counter
+from tiercheck.trainer.leaves import PLAIN
 from tiercheck.trainer.samples import Sampler
 
 _version, _shard_version = attrgetter("_version"), attrgetter("_local_tensor._version")
-_PLAIN = (Tensor, nn.Parameter)
 
 
 class Watch:
@@ -39,7 +39,7 @@ class Watch:
         }
         watched = [parameter for parameter in known.values() if id(parameter) in own or not parameter.requires_grad]
         shards = [getattr(parameter, "_local_tensor", parameter) for parameter in watched]
-        self._seen = [shard for shard in shards if type(shard) in _PLAIN and shard.device.type == "cpu"]
+        self._seen = [shard for shard in shards if type(shard) in PLAIN and shard.device.type == "cpu"]
         self._sampler = Sampler()
 
     def read(self) -> list[int]:
@@ -72,7 +72,7 @@ def _counters(tensors: list[Tensor]) -> list[int]:
     """As `counter` of each, in another order, with little Python for any of them."""
     try:
         found = list(map(_version, tensors))
-        return found + [_shard_version(tensor) for tensor in tensors if type(tensor) not in _PLAIN]
+        return found + [_shard_version(tensor) for tensor in tensors if type(tensor) not in PLAIN]
     except (AttributeError, RuntimeError):  # a subclass without a shard, or one made for inference
         return list(map(counter, tensors))
 
