@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tiercheck.trainer.capture import Inventory, take_inventory
 from tiercheck.trainer.inventories import Inventories
@@ -77,7 +81,7 @@ def hooked(net: Net, optimizer: torch.optim.Optimizer) -> None:
     net.head.weight.requires_grad_(False)  # what is trained may not be left out
 
     def without_head(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
-        del state["head.weight"]
+        state.pop("head.weight", None)  # once is enough
 
     net.register_state_dict_post_hook(without_head)
 
@@ -137,8 +141,58 @@ def test_remembered_inventory_is_that_of_now(change: Callable[[Net, torch.optim.
         assert described(inventories.take()) == described(take_inventory(net, [optimizer]))
 
 
+@pytest.fixture
+def sharded(tmp_path: Path) -> Iterator[Net]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        net = Net()
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(net.body, mesh=mesh)
+        yield fully_shard(net, mesh=mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+def gathered(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    """As when `step` is called after a forward pass."""
+    net.unshard()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        nothing,
+        train,
+        gathered,
+        replaced_state,
+        kept_buffer,
+        hooked,
+        other_hyper_parameters,
+        plain_number_in_the_state,
+        state_dropped,
+    ],
+    ids=lambda change: change.__name__,
+)
+def test_remembered_inventory_of_shards_is_that_of_now(
+    sharded: Net, change: Callable[[Net, torch.optim.Optimizer], None]
+) -> None:
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.1)
+    inventories = Inventories(sharded, [optimizer])
+    for _ in range(3):
+        train(sharded, optimizer)
+        change(sharded, optimizer)
+        assert described(inventories.take()) == described(take_inventory(sharded, [optimizer]))
+
+
+def test_inventory_of_shards_is_remembered(sharded: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_remembered(sharded, monkeypatch)
+
+
 def test_inventory_of_a_plain_model_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = Net()
+    assert_remembered(Net(), monkeypatch)
+
+
+def assert_remembered(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     train(net, optimizer)
     inventories = Inventories(net, [optimizer])

@@ -1,7 +1,8 @@
 """Most of an inventory is the same every time - names, places, how to rebuild: this remembers it, and checks that it still holds.
 
-Only of plain models and optimizers: neither hooks nor methods of their own decide what the state_dict is, and all that is
-stored are plain tensors. Everything else is listed anew each time. No tensor is kept alive by it.
+Only of plain models and optimizers, and of those that FSDP2 shards: no hooks and methods of their own decide what the
+state_dict is, and all that is stored are plain tensors or shards of such. Everything else is listed anew each time. No tensor
+is kept alive by it.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from torch.optim import Optimizer
 
 from tiercheck.trainer.capture import Inventory, take_inventory
 from tiercheck.trainer.kept import attributes_of
-from tiercheck.trainer.leaves import PLAIN, Entry
+from tiercheck.trainer.leaves import PLAIN, Entry, is_sharded
 from tiercheck.trainer.live import refuse_copies
 
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state", "named_parameters")
-_HOOKS = attrgetter("_state_dict_hooks"), attrgetter("_state_dict_pre_hooks")
+_hooks, _pre_hooks = attrgetter("_state_dict_hooks"), attrgetter("_state_dict_pre_hooks")
+_FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 _left_out = attrgetter("_non_persistent_buffers_set")
 _children, _parameters, _buffers = attrgetter("_modules"), attrgetter("_parameters"), attrgetter("_buffers")
 _look, _device = attrgetter("device", "dtype", "shape"), attrgetter("device")
-_trained = attrgetter("requires_grad")
+_trained, _placed = attrgetter("requires_grad"), attrgetter("placements", "device_mesh", "shape")
 _EMPTY: dict[str, Any] = {}
 
 
@@ -73,7 +75,7 @@ class Inventories:
         """Where all lies that modules hold, and that is shown of them; empty if that cannot be said quickly."""
         modules = [*self._all_modules()]
         owners = [*map(_parameters, modules), *map(_buffers, modules)]
-        held = [getattr(tensor, "_local_tensor", tensor) for tensor in _all(dict.values, owners) if tensor is not None]
+        held = [_shard(tensor) for tensor in _all(dict.values, owners) if tensor is not None]
         shown = [entry.tensor for entry in inventory.entries]
         if {*map(type, held)} - PLAIN:
             return []
@@ -89,7 +91,7 @@ class Inventories:
         entries = []
         for (name, lazy, finite), place in zip(self._described, self._places, strict=True):
             tensor = tensors[place]
-            entries.append(Entry(name, tensor.detach(), lazy, finite, tensor))
+            entries.append(Entry(name, _shard(tensor).detach(), lazy, finite, tensor))
         optimizers = [
             {
                 **known,
@@ -105,7 +107,7 @@ class Inventories:
         self._marks, self._modules = None, [*self._all_modules()]
         try:
             marks, tensors = self._read()
-            places = {_memory(tensor): place for place, tensor in reversed(list(enumerate(tensors)))}
+            places = {_memory(_shard(tensor)): place for place, tensor in reversed(list(enumerate(tensors)))}
             if len(places) != len({*map(id, tensors)}):
                 return  # something shares memory, or has none: only a new list tells what is stored of it
             self._places = [places[_memory(entry.tensor)] for entry in inventory.entries]
@@ -119,8 +121,13 @@ class Inventories:
     def _read(self) -> tuple[list[Any], list[Tensor]]:
         """What names and places follow from, and all tensors in a stable order. Raises _NotPlain."""
         modules = self._modules
-        if any(any(map(hooks, modules)) for hooks in _HOOKS):
+        if any(map(_hooks, modules)):
             raise _NotPlain
+        for module in modules:
+            for hook in _pre_hooks(module).values():
+                if getattr(hook, "__module__", "") != _FSDP2:
+                    raise _NotPlain
+                hook(module, "", False)  # the parameters are the shards again, and not what was gathered
         classes = list(map(type, modules))
         for kind in {*classes}:
             if any(getattr(kind, method) is not getattr(nn.Module, method) for method in _METHODS):
@@ -137,7 +144,7 @@ class Inventories:
             *([*map(len, owners)] for owners in (children, parameters, buffers)),
             list(map(id, _all(dict.values, children))),
             list(map(id, held)),
-            list(map(Tensor.data_ptr, found)) if {*map(type, found)} <= PLAIN else [],
+            list(map(Tensor.data_ptr, map(_shard, found))),
             list(map(_look, found)),
             list(map(_trained, found)),
         ]
@@ -148,19 +155,25 @@ class Inventories:
             if {*map(type, states)} - {dict}:
                 raise _NotPlain
             kept = list(_all(dict.values, states))
-            if {*map(type, kept)} - {Tensor}:
+            if not all(isinstance(value, Tensor) for value in kept):
                 raise _NotPlain
             marks += [list(map(id, trained)), list(map(len, states)), list(_all(dict.keys, states))]
             marks.append([len(group["params"]) for group in optimizer.param_groups])
             marks.append(list(map(_device, kept)))
             tensors += kept
-        if {*map(type, tensors)} - PLAIN:
+        sharded = [tensor for tensor in tensors if type(tensor) not in PLAIN]
+        if not all(map(is_sharded, sharded)):
             raise _NotPlain
+        marks.append(list(map(_placed, sharded)))
         return marks, tensors
 
 
 def _all(view: Callable[[dict[str, Any]], Iterable[Any]], owners: Iterable[dict[str, Any]]) -> Iterable[Any]:
     return chain.from_iterable(map(view, owners))
+
+
+def _shard(tensor: Tensor) -> Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
