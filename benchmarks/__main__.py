@@ -25,6 +25,7 @@ from benchmarks.scale import CACHE, FULL, QUICK, ROOT, Scale
 BENCHMARKS = {
     "blocked": "training blocked per snapshot, against a copy and against peers",
     "every_step": "training blocked with a delta at every step",
+    "training_thread": "Python in the training thread, many sharded parameters",
     "delta_sizes": "delta bytes against snapshot bytes",
     "exchange": "peer copy throughput",
     "parity": "rebuild from parity",

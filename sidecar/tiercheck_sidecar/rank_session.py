@@ -85,8 +85,15 @@ class RankSession:
             error = self._objection(directive, trainer.lost_container, state)
             if error or directive is None:
                 return Welcome(board.attempt, 0, error=error)
-            delta = DeltaMode.NONE if board.deltas_off(hello.rank) else directive.policy.delta
-            plain = Welcome(directive.attempt, board.every, delta=delta, sanity_gate=directive.policy.sanity_gate)
+            policy = directive.policy
+            delta = DeltaMode.NONE if board.deltas_off(hello.rank) else policy.delta
+            plain = Welcome(
+                directive.attempt,
+                board.every,
+                delta=delta,
+                sanity_gate=policy.sanity_gate,
+                verify_all=policy.verify_all,
+            )
         if directive.restore is None:
             return plain
         world = directive.restore.world_size or directive.workers * directive.procs_per_worker

@@ -106,6 +106,7 @@ REFUSED_AT_CREATION: list[tuple[str, Any, str]] = [
     ("spec.tiers.peer.copies", -1, "greater than or equal to 0"),
     ("spec.checkpoint.delta.mode", "Always", "Replay"),
     ("spec.checkpoint.sanityGate", "Strict", "Finite"),
+    ("spec.checkpoint.verify", "Everything", "Sampled"),
     ("spec.checkpoint.stateSize", "24 GB", "stateSize must be a quantity above zero"),
     ("spec.tiers.peer.bandwidth", "0", "bandwidth must be a quantity"),
     ("spec.tiers.peer.parity", {"data": 1, "parity": 1}, "greater than or equal to 2"),

@@ -61,7 +61,7 @@ def test_defaults_are_filled_in_by_the_server(api: Api) -> None:
         "disruptionBudget": {"mode": "OneAtATime", "holdSeconds": 600},
         "spares": 0,
         "topology": {"preset": "generic"},
-        "checkpoint": {"snapshot": {}, "delta": {"mode": "Auto"}, "sanityGate": "Finite"},
+        "checkpoint": {"snapshot": {}, "delta": {"mode": "Auto"}, "sanityGate": "Finite", "verify": "Sampled"},
         "tiers": {"local": {"medium": "PodMemory", "sizeLimit": "8Gi"}, "peer": {"spread": {"mode": "Preferred"}}},
         "failurePolicy": {
             "maxRestarts": 10,

@@ -316,7 +316,13 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
 
 def test_settings_of_the_data_plane_reach_the_sidecars() -> None:
     job = make_job(
-        checkpoint={"delta": {"mode": "Replay"}, "sanityGate": "Off", "stateSize": "1Gi", "snapshot": {}},
+        checkpoint={
+            "delta": {"mode": "Replay"},
+            "sanityGate": "Off",
+            "verify": "Full",
+            "stateSize": "1Gi",
+            "snapshot": {},
+        },
         tiers={
             "peer": {"parity": {"data": 2, "parity": 1}, "bandwidth": "2Gi"},
             "remote": {
@@ -341,6 +347,7 @@ def test_settings_of_the_data_plane_reach_the_sidecars() -> None:
         peer_bandwidth=2**31,
         delta=DeltaMode.REPLAY,
         sanity_gate=False,
+        verify_all=True,
         hang=HangLimits(20, 1800),
     )
 

@@ -124,6 +124,33 @@ def test_torn_copy_is_counted_and_the_next_one_is_made_at_once(
         assert checkpointer.captured == 1
 
 
+@pytest.mark.parametrize("turned", [False, True], ids=["in order", "transposed"])
+def test_one_torn_byte_that_no_sample_sees_is_found_where_every_byte_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turned: bool
+) -> None:
+    from tiercheck.trainer import copying
+
+    model = build(layers=1)
+    if turned:
+        model[0].weight = nn.Parameter(model[0].weight.detach().t())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    real = copying.copy_tensor
+
+    def torn(target: Tensor, source: Tensor) -> None:
+        real(target, source)
+        if target.numel() > WIDTH:
+            target.view(-1)[WIDTH * WIDTH // 2 + 3] += 1
+
+    with Checkpointer(model, optimizer, folder=tmp_path, every=1, verify_all=True) as checkpointer:
+        checkpointer.restore()
+        train(model, optimizer)
+        monkeypatch.setattr(copying, "copy_tensor", torn)
+        checkpointer.step()
+        train(model, optimizer)  # waits until all is compared
+        assert checkpointer.wait(30)
+        assert (checkpointer.captured, checkpointer.skipped) == (0, 1)
+
+
 def copies(model: nn.Module) -> None:
     model._register_state_dict_hook(lambda module, state, *_: state.update({k: v.clone() for k, v in state.items()}))
 

@@ -134,6 +134,8 @@ class Policy:
     delta: DeltaMode = DeltaMode.AUTO
     sanity_gate: bool = True
     """Refuse artifacts of a state or a gradient that is not finite."""
+    verify_all: bool = False
+    """Compare every byte of a snapshot with the state before the next update."""
     hang: HangLimits | None = None
     """None: nothing counts as hung."""
 

@@ -128,5 +128,6 @@ class Welcome:
     """What is to be borrowed of each of them, if it is more than the version: the snapshot, then the deltas in order."""
     delta: DeltaMode = DeltaMode.NONE
     sanity_gate: bool = True
+    verify_all: bool = False
     error: str = ""
     """Set when the rank is refused (stale attempt, unknown rank)."""

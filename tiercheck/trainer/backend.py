@@ -72,6 +72,11 @@ class Backend(Protocol):
         """Whether what is not finite is refused, unless the script says otherwise."""
         ...
 
+    @property
+    def verify_all(self) -> bool:
+        """Whether every byte of a snapshot is compared with the state before the next update, unless the script says otherwise."""
+        ...
+
     def find(self) -> Offer | None:
         """Training thread, before the first step: what to restore, None for a fresh start. Raises RestoreError."""
         ...

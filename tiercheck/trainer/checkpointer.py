@@ -106,6 +106,7 @@ class Checkpointer:
     `folder`, `keep`: outside a cluster, where snapshots go and how many complete ones stay.
     `found`: what `find` returned, for frameworks that must know the step before they make model and optimizer.
     `sanity_gate`: refuse what has a loss, gradient, parameter or optimizer state that is not finite; None: as the job says.
+    `verify_all`: compare every byte of a snapshot with the state before the next update, which waits for it; None: as the job says.
 
     Only `optimizer.step` may change parameters; call `step` after the scheduler and everything else has moved.
     No failure to save raises: it is logged once per kind and counted in `skipped`. What can never be saved is refused here and by
@@ -122,6 +123,7 @@ class Checkpointer:
         folder: Path | str | None = None,
         keep: int = 2,
         sanity_gate: bool | None = None,
+        verify_all: bool | None = None,
         found: Found | None = None,
     ) -> None:
         if every is not None and every < 1:
@@ -153,7 +155,12 @@ class Checkpointer:
         self._shares = Shares(wrapped, self._partitions)
         self._sanity_gate = sanity_gate
         self._saver = Saver(
-            self._backend, self.rank, self.world_size, Equality(self._shares), gate=lambda: self.sanity_gate
+            self._backend,
+            self.rank,
+            self.world_size,
+            Equality(self._shares),
+            gate=lambda: self.sanity_gate,
+            verify_all=lambda: self._backend.verify_all if verify_all is None else verify_all,
         )
         self._unseen = Unseen(self._optimizers)
         self._deltas = Deltas(model, self._optimizers, self._shares, self._backend, self._saver)

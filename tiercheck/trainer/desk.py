@@ -50,6 +50,8 @@ class Desk:
     world_size: int
     gate: Callable[[], bool]
     """Whether what is not finite is refused."""
+    verify_all: Callable[[], bool]
+    """Whether every byte is compared before the next update."""
     sanity: Sanity
     layouts: Layouts
     """Of snapshots."""

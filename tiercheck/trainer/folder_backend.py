@@ -36,6 +36,7 @@ class FolderBackend:
     every = 50
     delta = DeltaMode.NONE
     sanity_gate = True
+    verify_all = False
     elementwise = False
 
     def __init__(self, folder: Path, rank: int, world_size: int, keep: int) -> None:

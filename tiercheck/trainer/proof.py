@@ -74,12 +74,25 @@ def first_difference(names: Sequence[str], sums: Sequence[int], now: Mapping[str
 
 
 @torch.no_grad()
-def whole_difference(entries: Sequence[Entry], views: Mapping[str, Tensor], stopped: Callable[[], bool]) -> str:
-    """Name of the first tensor in host memory that differs from its place in the slot by any byte; empty: none, or it was `stopped`."""
+def whole_difference(
+    entries: Sequence[Entry],
+    views: Mapping[str, Tensor],
+    stopped: Callable[[], bool] = lambda: False,
+    *,
+    fetch: bool = False,
+) -> str:
+    """Name of the first tensor that differs from its place in the slot by any byte; empty: none, or it was `stopped`.
+
+    Of tensors in host memory that lie in order. `fetch`: of the others too, which are copied for it.
+    """
     for entry in entries:
         tensor, view = entry.tensor, views[entry.name]
-        if not entry.lazy or tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.nbytes:
+        if not entry.lazy or not tensor.nbytes:
             continue
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            if not fetch:
+                continue
+            tensor = tensor.cpu().contiguous()
         for at in range(0, tensor.nbytes, _CHUNK):
             if stopped():
                 return ""

@@ -54,6 +54,7 @@ class Saver:
         equality: Equality,
         *,
         gate: Callable[[], bool],
+        verify_all: Callable[[], bool],
         threads: int = 1,
     ) -> None:
         """`threads`: of torch in this thread; those of the training thread stay as they are."""
@@ -61,7 +62,7 @@ class Saver:
         self.sanity = Sanity()
         self.unbroken = Unbroken()
         self.layouts = Layouts(self.reserve)
-        self._desk = Desk(backend, rank, world_size, gate, self.sanity, self.layouts, equality)
+        self._desk = Desk(backend, rank, world_size, gate, verify_all, self.sanity, self.layouts, equality)
         self.script: Script | None = None
         """Set before the first delta is submitted."""
         self.warn = WarnOnce()

@@ -63,6 +63,10 @@ class SidecarBackend:
     def sanity_gate(self) -> bool:
         return self._welcome is None or self._welcome.sanity_gate
 
+    @property
+    def verify_all(self) -> bool:
+        return self._welcome is not None and self._welcome.verify_all
+
     def find(self) -> Offer | None:
         deadline = time.monotonic() + FIRST_CONNECT_SECONDS
         while True:

@@ -68,6 +68,12 @@ class SnapshotJob:
                 f"{min(changed)} changed while it was copied; it is copied at once from now on",
             )
 
+        if self._desk.verify_all():
+            with self._desk.on_stream(snapshot):
+                other = proof.whole_difference(snapshot.entries, self._views, fetch=True)
+            if other:
+                raise self._torn([other])
+
     def _finish(self) -> None:
         snapshot = self._snapshot
         self._prove()
@@ -97,5 +103,8 @@ class SnapshotJob:
         if not torn and (other := proof.whole_difference(snapshot.entries, self._views, snapshot.moved.is_set)):
             torn = [other]
         if torn:
-            self._mutating |= set(torn)
-            raise Skipped("CopyDiffers", f"{torn[0]} was written while it was copied; it is copied at once from now on")
+            raise self._torn(torn)
+
+    def _torn(self, names: list[str]) -> Skipped:
+        self._mutating |= {*names}
+        return Skipped("CopyDiffers", f"{names[0]} was written while it was copied; it is copied at once from now on")

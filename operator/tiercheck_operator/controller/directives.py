@@ -57,6 +57,7 @@ def policy(spec: JobSpec, restored: bool = False) -> Policy:
         peer_bandwidth=spec.peer_bandwidth,
         delta=spec.delta,
         sanity_gate=spec.sanity_gate,
+        verify_all=spec.verify_all,
         hang=None if spec.hang is None else _hang_limits(spec.hang, restored),
     )
 

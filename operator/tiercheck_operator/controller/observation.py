@@ -125,6 +125,7 @@ class JobSpec:
     peer_bandwidth: int | None = None
     delta: DeltaMode = DeltaMode.AUTO
     sanity_gate: bool = True
+    verify_all: bool = False
     state_size: int | None = None
     """Bytes of one rank's snapshot, as far as the user knows before the job starts."""
     kueue_topology: str | None = None

@@ -102,6 +102,7 @@ def _spec(raw: Mapping[str, Any]) -> JobSpec:
         peer_bandwidth=_bytes(peer.get("bandwidth")),
         delta=DeltaMode((checkpoint.get("delta") or {}).get("mode") or DeltaMode.AUTO),
         sanity_gate=checkpoint.get("sanityGate") != "Off",
+        verify_all=checkpoint.get("verify") == "Full",
         state_size=_bytes(checkpoint.get("stateSize")),
         rollback_after=_int(policy.get("rollbackAfterNonFinite")),
     )
