@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +265,10 @@ def test_script_that_trains_with_an_optimizer_made_anew_is_told(
     assert "trains with another one" in caplog.text
 
 
-def test_load_that_does_not_reach_the_live_state_is_no_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["load_all", "load_resharded"])
+def test_load_that_does_not_reach_the_live_state_is_no_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     model = build(width=32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with Checkpointer(model, optimizer, folder=tmp_path, every=1) as checkpointer:
@@ -274,15 +278,19 @@ def test_load_that_does_not_reach_the_live_state_is_no_restore(tmp_path: Path, m
         assert checkpointer.wait(30)
     from tiercheck.trainer import checkpointer as module
 
-    real = module.load_all
+    real, again = getattr(module, how), build(1, width=32)
 
-    def spoilt(model: nn.Module, *rest: Any, **named: Any) -> None:
-        real(model, *rest, **named)
-        next(model.parameters()).data.add_(1)
+    def spoilt(*arguments: Any, **named: Any) -> Any:
+        loaded = real(*arguments, **named)
+        again[0].weight.data.add_(1)
+        return loaded
 
-    monkeypatch.setattr(module, "load_all", spoilt)
-    again = build(1, width=32)
-    other = Checkpointer(again, torch.optim.AdamW(again.parameters(), lr=1e-2), folder=tmp_path)
+    monkeypatch.setattr(module, how, spoilt)
+    found = module.find(tmp_path)
+    assert found.offer is not None
+    if how == "load_resharded":  # as ranks of another mesh read it: by its parts
+        found = replace(found, offer=replace(found.offer, path=""))
+    other = Checkpointer(again, torch.optim.AdamW(again.parameters(), lr=1e-2), found=found)
     with pytest.raises(RestoreError, match=r"0\.weight is not what it was"):
         other.restore()
     other.close()

@@ -17,7 +17,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -339,7 +339,7 @@ class Checkpointer:
         if not self._shares.whole:
             self._refuse_unequal(slot.header.version, everyones(slot.header.metadata.get(REPLICAS, "")))
         load_all(self._model, self._optimizers, self._shares, slot, content["facts"], beside=self._beside)
-        self._refuse_other_state(slot)
+        self._refuse_other_state(slot.header.version, slot.proof())
         step, room = slot.header.version.step, 0
         replay = Replay(self._model, self._optimizers, self._shares) if offer.deltas else None
         for path in offer.deltas:
@@ -403,15 +403,14 @@ class Checkpointer:
             self._backend.mismatch(version.step, message, Kind.SNAPSHOT)
             raise RestoreError(message)
 
-    def _refuse_other_state(self, slot: SlotReader) -> None:
-        """Raises RestoreError if the live state is not the one that the slot was taken of."""
-        proof = slot.proof()
+    def _refuse_other_state(self, version: Version, proof: Mapping[str, int]) -> None:
+        """Raises RestoreError if the live state is not the one that the snapshot was taken of. No `proof`: an old one had none."""
         if not proof:
             return
         here = {entry.name: entry.tensor for entry in self._inventories.take().entries}
         if name := first_difference(list(proof), list(proof.values()), here):
-            message = f"after {slot.header.version} was loaded, {name} is not what it was when it was saved"
-            self._backend.mismatch(slot.header.version.step, message, Kind.SNAPSHOT)
+            message = f"after {version} was loaded, {name} is not what it was when it was saved"
+            self._backend.mismatch(version.step, message, Kind.SNAPSHOT)
             raise RestoreError(message)
 
     def _load_resharded(self, offer: Offer, *, imported: bool) -> None:
@@ -426,7 +425,8 @@ class Checkpointer:
                 (slot.header.metadata.get(REPLICAS, "") for slot in others.beginnings),
             )
             here = Here(self._model, self._optimizers, self._shares, self.rank, self.world_size)
-            content = load_resharded(here, others, beside=self._beside)
+            content, proof = load_resharded(here, others, beside=self._beside)
+            self._refuse_other_state(others.beginnings[0].header.version, proof)
             if offer.borrow_deltas:
                 content = replay_resharded(here, others, offer.borrow_deltas)
         except CannotReplay as error:

@@ -24,6 +24,7 @@ from tiercheck.trainer.gradients import set_hyper_parameters
 from tiercheck.trainer.leaves import local_shard, memory
 from tiercheck.trainer.load import DifferentState, add_groups, freeze_as_saved, refuse_lost, sharded_like
 from tiercheck.trainer.replicas import Shares
+from tiercheck.trainer.samples import Sampler
 from tiercheck.trainer.slot_file import USER_BLOB, SlotReader
 
 Borrow = Callable[[int, Ranges], str]
@@ -143,8 +144,11 @@ class OtherRanks:
 
 
 @torch.no_grad()
-def load_resharded(here: Here, others: OtherRanks, *, beside: Mapping[str, nn.Module] | None = None) -> dict[str, Any]:
-    """Fill model and optimizers; the user blob that belongs to this rank. Raises DifferentState, RestoreError, NotCapturable.
+def load_resharded(
+    here: Here, others: OtherRanks, *, beside: Mapping[str, nn.Module] | None = None
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Fill model and optimizers; the user blob that belongs to this rank, and of each tensor a checksum of what was read
+    (`Sample.sums`). Raises DifferentState, RestoreError, NotCapturable.
 
     A rank that did not exist takes the blob of rank `rank % world_size`, without its random numbers: two ranks with
     the same ones would see the same data.
@@ -168,6 +172,8 @@ def load_resharded(here: Here, others: OtherRanks, *, beside: Mapping[str, nn.Mo
         more = _optimizer(index, optimizer, model, shares, others, blobs=blobs, namesake=namesake, held=held)
         takes += _plan(more, others, rank)
     _read(takes, others)
+    filled = {each.name: each.local for each, _ in takes}
+    proof = dict(zip(filled, Sampler().take([*filled.values()]).sums, strict=True))
     content = blobs[namesake]
     if facts["model_extra"]:
         model.load_state_dict(facts["model_extra"], strict=False)
@@ -175,7 +181,7 @@ def load_resharded(here: Here, others: OtherRanks, *, beside: Mapping[str, nn.Mo
         if extra:
             module.load_state_dict(extra, strict=False)
     freeze_as_saved(model, lambda name: _was_frozen(name, others, rank))
-    return {**content, "random": content["random"] if rank < others.world_size else None}
+    return {**content, "random": content["random"] if rank < others.world_size else None}, proof
 
 
 def _was_frozen(name: str, others: OtherRanks, rank: int) -> bool | None:
