@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.jobs import TRAINER, Jobs
+from tests.cluster.test_recovery import assert_same_as_undisturbed
 from tiercheck_local.client import SECRETS
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.object_store import ACCESS_KEY, REGION, SECRET_KEY, ObjectStore
@@ -104,6 +105,29 @@ def test_memory_for_less_than_two_snapshots_is_said_with_numbers_and_training_go
     protected = job.wait_condition("Protected", "False", "MemoryTooSmall")
     assert "tiers.local.sizeLimit" in protected["message"]
     job.wait_condition("Completed")
+
+
+def test_state_that_cannot_be_captured_is_told_with_its_name_and_training_goes_on(jobs: Jobs, tmp_path: Path) -> None:
+    strange = tmp_path / "strange"
+    job = jobs.start(workers=2, env={"OBJECT": str(strange), "TAIL": "10000"}, remote_every=None)
+    before = job.wait_trained(6)
+    strange.touch()
+    protected = job.wait_condition("Protected", "False", "CannotSave")
+    assert "optimizer0/0.weight/trace" in protected["message"]
+    assert job.status["attempt"] == before["attempt"], "training goes on"
+    strange.unlink()
+    job.wait_condition("Protected", "True")
+
+
+@pytest.mark.extended
+def test_weights_that_are_swapped_for_an_evaluation_come_back_as_they_were_trained(
+    jobs: Jobs, cluster: LocalCluster
+) -> None:
+    job = jobs.start(workers=2, env={"SWAP": "1"})
+    before = job.wait_trained(13)
+    cluster.faults.drain_pod(job.stage.pod_of(1))
+    job.wait_recovered(before["attempt"])
+    assert_same_as_undisturbed(job)
 
 
 def test_image_without_torch_ends_the_job_with_advice(jobs: Jobs, tmp_path: Path) -> None:

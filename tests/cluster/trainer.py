@@ -5,6 +5,7 @@ and a later one TAIL steps beyond where it came back to, so that no test depends
 FAIL_AT=n exits at step n, GATE=file stands still once the file exists (first attempt only; GATE_RANK=n: only this rank; GATE_AT=n: only n steps
 after a multiple of 20, at which jobs upload), ALONE=1 uncouples the ranks, FAILURES=n makes the first n
 attempts go on until they are hit, DIVERGE_AT=n makes the loss infinite from step n on (first attempt only), NOISY=1 takes an optimizer that draws random numbers of its own.
+OBJECT=file: while it exists, the optimizer of rank 1 keeps an object that no checkpoint can hold. SWAP=1 writes the weights through `.data` after each step.
 """
 
 from __future__ import annotations
@@ -74,6 +75,23 @@ def undisturbed(rank: int, steps: int) -> str:
     return digest(model)
 
 
+def keep_object(optimizer: torch.optim.Optimizer, rank: int) -> None:
+    state = next(iter(optimizer.state.values()))
+    if rank == 1 and Path(os.environ.get("OBJECT", "/nonexistent")).exists():
+        state["trace"] = object()
+    else:
+        state.pop("trace", None)
+
+
+def evaluate_other_weights(model: torch.nn.Module) -> None:
+    """As helpers for averaged weights do it: torch's counters do not see that they were there."""
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data.fill_(7.0)
+    for parameter, old in zip(model.parameters(), kept, strict=True):
+        parameter.data.copy_(old)
+
+
 def stand_still(gate: Path) -> None:
     while gate.exists():
         time.sleep(PACE)
@@ -101,7 +119,10 @@ def main() -> None:
         for step in range(start + 1, last + 1):
             factor = math.inf if attempt == 1 and step >= diverge_at else 1.0
             loss = train_one_step(model, optimizer, rank, together, factor)
+            keep_object(optimizer, rank)
             checkpointer.step(loss=loss)
+            if os.environ.get("SWAP") == "1":
+                evaluate_other_weights(model)
             say(step=step, attempt=attempt, rank=rank, loss=loss)
             if os.environ.get("FAIL_AT") == str(step):
                 sys.exit(7)
