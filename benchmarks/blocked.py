@@ -46,6 +46,8 @@ WORST = System("TierCheck, step shorter than the copy", "ours", long_step=False)
 DCP = (
     System("torch DCP async_save, thread", "dcp", mode="thread"),
     System("torch DCP async_save, process", "dcp", mode="process"),
+    System("torch DCP async_save, DefaultStager", "dcp", mode="stager"),
+    System("torch_checkpointing (experimental)", "torch_checkpointing"),
 )
 OTHERS = (
     System("DLRover 0.6.1 flash checkpoint", "dlrover", DLROVER),
