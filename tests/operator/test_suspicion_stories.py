@@ -57,6 +57,22 @@ def test_dead_rack_is_left_in_seconds_too() -> None:
     assert not {world.home(worker) for worker in range(4)} & dead
 
 
+@pytest.mark.parametrize("seconds", range(1, 12))
+def test_rack_whose_nodes_die_one_after_the_other_keeps_no_new_pod(seconds: int) -> None:
+    """A pod that was put onto the node that died next would wait there until Kubernetes notices."""
+    world = trained()
+    first, second = sorted(
+        name for name, node in world.nodes.items() if node.labels["topology.kubernetes.io/rack"] == "r1"
+    )
+    world.liked = second
+    world.kill_node(first)
+    world.train(seconds)
+    world.kill_node(second)
+    world.train(35)
+    assert (world.status.phase, world.status.recovery) == ("Running", None)
+    assert not {world.home(worker) for worker in range(4)} & {first, second}
+
+
 def test_accused_pod_is_asked_at_once() -> None:
     """Its long poll, which is under way, would notice its death only seconds later."""
     world = trained()

@@ -376,6 +376,8 @@ class World:
         self, spec: JobSpec | None = None, racks: int = 2, nodes_per_rack: int = 2, steps: int = 10**6
     ) -> None:
         self.now = START
+        self.liked = ""
+        """The scheduler's favourite node."""
         self.beside = False
         """Whether a container of the user's runs on in each pod when the others have ended."""
         self.nodes = {
@@ -609,7 +611,7 @@ class World:
                     since = pod.unschedulable_since or self.now
                     self.pods[uid] = replace(pod, unschedulable_since=since, message="Unschedulable: 0 nodes fit")
                     continue
-                node = min(fit, key=lambda n: (used[n.name], n.name)).name
+                node = min(fit, key=lambda n: (n.name != self.liked, used[n.name], n.name)).name
                 used[node] += 1
                 self.pods[uid] = replace(pod, node=node, unschedulable_since=None, message="")
             elif pod.ip is None and not self._no_kubelet(pod.node):

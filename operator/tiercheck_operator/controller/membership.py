@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from tiercheck_operator.controller.actions import Action, CreatePod, DeletePod
 from tiercheck_operator.controller.causes import Cause
@@ -17,6 +18,7 @@ from tiercheck_operator.controller.leaving import Departure, assign
 from tiercheck_operator.controller.lost_nodes import out_of_reach, why_lost
 from tiercheck_operator.controller.moving import Move, find_move
 from tiercheck_operator.controller.observation import Observation, PodView
+from tiercheck_operator.controller.signs_of_life import was_up
 from tiercheck_operator.controller.suspicion import Doubt, doubts
 from tiercheck_operator.manifests.owned import pod_name
 
@@ -83,7 +85,12 @@ def find_members(obs: Observation) -> Membership:
             living.setdefault(pod.worker, []).append(pod)
         elif pod.uid in obs.attempt_pods and pod.node is not None:
             beyond.append(pod)
-    assigned = assign(obs, living)
+    for pod in _never_up_where_it_is_left(obs, living, lost):
+        lost[pod.uid] = _lost(
+            pod, Cause.NODE_SILENT, "it has not come up, and nothing else answers there", node=pod.node
+        )
+        living[pod.worker].remove(pod)
+    assigned = assign(obs, {worker: pods for worker, pods in living.items() if pods})
     members = assigned.members
     losses = [*_of_attempt(lost, obs.attempt_pods, members), *(_left(each) for each in assigned.departed)]
     losses += _vanished(obs, members, losses)
@@ -149,13 +156,24 @@ def avoided(obs: Observation, membership: Membership) -> tuple[str, ...]:
     return tuple(sorted(obs.nodes[name].hostname if name in obs.nodes else name for name in membership.suspects))
 
 
+def _never_up_where_it_is_left(
+    obs: Observation, living: Mapping[int, Sequence[PodView]], lost: Mapping[str, Loss]
+) -> list[PodView]:
+    """New pods on nodes that the job leaves. Their silence says nothing, so without this they would wait there until Kubernetes
+    notices: a replacement that went to the node that failed next."""
+    left = {loss.node for loss in lost.values() if loss.cause is Cause.NODE_SILENT}
+    new = (pod for pods in living.values() for pod in pods if pod.uid not in obs.attempt_pods)
+    return [pod for pod in new if pod.node is not None and pod.node in left and not was_up(obs, pod)]
+
+
+def _lost(pod: PodView, cause: Cause, why: str, *, node: str | None = None, at: float | None = None) -> Loss:
+    where = f" on node {pod.node}" if pod.node else ""
+    return Loss(pod.worker, cause, f"pod {pod.name} of worker {pod.worker}{where}: {why}", pod, node, at, why)
+
+
 def judge(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -> Loss | None:
     """Why the pod is lost; None: it is not."""
-
-    def lost(cause: Cause, why: str, *, node: str | None = None, at: float | None = None) -> Loss:
-        where = f" on node {pod.node}" if pod.node else ""
-        return Loss(pod.worker, cause, f"pod {pod.name} of worker {pod.worker}{where}: {why}", pod, node, at, why)
-
+    lost = partial(_lost, pod)
     gone = why_lost(obs, pod)
     if gone:
         return lost(Cause.NODE_LOST, gone, node=pod.node)

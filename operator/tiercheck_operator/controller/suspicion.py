@@ -13,7 +13,15 @@ from tiercheck_operator.controller.actions import Probe
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.observation import HostSign, Observation, PodView
 from tiercheck_operator.controller.signs_of_life import answers, restart_due, silence, training, was_up
-from tiercheck_operator.planning.suspicion import Accusation, Limits, Suspicion, Witness, suspected
+from tiercheck_operator.planning.suspicion import (
+    Accusation,
+    Limits,
+    Suspicion,
+    Witness,
+    quiet_for,
+    suspected,
+    unconfirmed,
+)
 
 _ASK_AGAIN = 1.0
 """Seconds between two calls to a pod that peers cannot reach."""
@@ -34,13 +42,10 @@ def doubts(obs: Observation) -> dict[str, Doubt]:
     """By pod UID. Never all running pods: then it is we who are cut off."""
     running = _running(obs)
     pods = {pod.uid: pod for pod in running}
-    witnesses, patience = _witnesses(obs, running), obs.patience
-    limits = Limits(
-        accused=patience.accused, suspect=patience.suspect, silent=patience.silent, isolated=patience.isolated
-    )
+    witnesses = _witnesses(obs, running)
     silent = {witness.pod: witness for witness in witnesses if witness.silent is not None}
     found = {}
-    for uid, suspicion in suspected(witnesses, limits, training(obs)).items():
+    for uid, suspicion in suspected(witnesses, _limits(obs), training(obs)).items():
         here = [other.uid for other in running if other.node == pods[uid].node]
         gone = all(other in silent for other in here)
         # A kubelet that lives would have told of processes that are not there any more.
@@ -57,20 +62,25 @@ def doubts(obs: Observation) -> dict[str, Doubt]:
 def checks(obs: Observation) -> list[Probe]:
     """Ask those whom peers cannot reach at once: a long poll under way would notice their death seconds
     later. While anybody is silent, also ask all who have not answered since then, because what ended it may
-    have ended them, and one who answers whether training makes steps, which are no news."""
+    have ended them, once more when it is time to give it up; and one who answers whether training makes
+    steps, which are no news."""
     running = _running(obs)
     witnesses = _witnesses(obs, running)
     named = {entry.pod for witness in witnesses for entry in witness.accuses}
-    silent = [witness.silent for witness in witnesses if witness.silent is not None]
+    silent = [witness for witness in witnesses if witness.silent is not None]
+    limits, trained = _limits(obs), training(obs)
+    last = [unconfirmed(witnesses, quiet_for(witness, trained), limits) for witness in silent]
+    at_once = set[str]().union(*last)
     if silent:
-        named |= {witness.pod for witness in witnesses if witness.silent is None and witness.heard >= min(silent)}
+        shortest = min(witness.silent or 0.0 for witness in silent)
+        named |= {witness.pod for witness in witnesses if witness.silent is None and witness.heard >= shortest}
         named |= set([pod.uid for pod in running if answers(obs, pod) and pod.uid in obs.attempt_pods][:1])
     due = []
-    for uid in sorted(named):
+    for uid in sorted(named | at_once):
         known = obs.reports.get(uid)
         if known is None or known.silent_since is not None:
             continue
-        if known.answered_at is None or obs.now - known.answered_at >= _ASK_AGAIN:
+        if uid in at_once or known.answered_at is None or obs.now - known.answered_at >= _ASK_AGAIN:
             due.append(Probe(uid))
     return due
 
@@ -98,6 +108,13 @@ def trainer_failed(obs: Observation, pod: PodView) -> bool:
 
 def _running(obs: Observation) -> list[PodView]:
     return [pod for pod in obs.pods if not pod.terminal and not pod.deleting and was_up(obs, pod)]
+
+
+def _limits(obs: Observation) -> Limits:
+    patience = obs.patience
+    return Limits(
+        accused=patience.accused, suspect=patience.suspect, silent=patience.silent, isolated=patience.isolated
+    )
 
 
 def _witnesses(obs: Observation, running: list[PodView]) -> list[Witness]:

@@ -8,9 +8,9 @@ two independent observers where seconds count, and for none where nothing else c
    if its host answers peers but its sidecar does not, or if training broke elsewhere; after `silent` in any
    case. If no pod answers at all, it is the controller that is cut off, and nobody is given up. If more
    than half are silent, only `silent` counts: so much memory is not thrown away for a switch that is being
-   restarted. A silent host is not left before every other pod has answered since its silence began, or is
-   silent as well, for at most `together` seconds more: what fails together is left together, and no new pod
-   goes to a node that is next.
+   restarted. A silent host is not left before every other pod has answered once more after these seconds, or
+   is silent as well, for at most `together` seconds more: what fails together, one a moment after the other,
+   is left together, and no new pod goes to a node that is next.
 2. Pods that answer the controller are given up only if one node explains every broken connection among
    those who answer, its connections to at least two other nodes are broken, one of these says so itself,
    most pods are elsewhere, and all that has lasted for `isolated` seconds. So no confused peer moves
@@ -127,15 +127,15 @@ def suspected(witnesses: Sequence[Witness], limits: Limits, training: Training =
             if accusation.pod == witness.pod
         }
         host_silent = not witness.host_answers and any(accusation.host_silent for accusation in named.values())
-        quiet = min(witness.silent, training.stepped) if witness.takes_part else witness.silent
+        quiet = quiet_for(witness, training)
         if witness.held is not None and not host_silent:
             wanted = broken or training.waits
             gone = wanted and not -limits.overdue <= witness.held <= limits.held
         elif most:
             gone = quiet > max(limits.silent, _PACES * training.pace)
         elif host_silent:
-            others = any(other.heard >= witness.silent for other in answering)
-            gone = quiet > limits.accused + (limits.together if others else 0.0)
+            asked = unconfirmed(witnesses, quiet, limits)
+            gone = quiet > limits.accused + (limits.together if asked else 0.0)
         elif broken or (named and training.waits):
             gone = quiet > limits.suspect
         else:
@@ -143,6 +143,17 @@ def suspected(witnesses: Sequence[Witness], limits: Limits, training: Training =
         if gone:
             found[witness.pod] = Suspicion(quiet, tuple(sorted(named)), host_silent)
     return {**found, **_isolated(answering, witnesses, limits, training)}
+
+
+def quiet_for(witness: Witness, training: Training = _UNKNOWN) -> float:
+    """Seconds for which nothing has spoken for a witness; 0: it answers."""
+    return min(witness.silent or 0.0, training.stepped) if witness.takes_part else witness.silent or 0.0
+
+
+def unconfirmed(witnesses: Sequence[Witness], quiet: float, limits: Limits) -> set[str]:
+    """Pods that have not answered since it was time to give one up that is `quiet`, and may be about to fall silent as well."""
+    late = quiet - limits.accused
+    return {other.pod for other in witnesses if other.silent is None and other.heard > late} if late > 0 else set()
 
 
 def _isolated(
