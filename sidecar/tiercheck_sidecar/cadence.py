@@ -24,7 +24,7 @@ class Needs:
     delta: int
     """Bytes; 0: it takes none."""
     takes_deltas: bool
-    """It wants to, and has room for them."""
+    """It wants to, and has room and time for them."""
 
 
 @dataclass(frozen=True)

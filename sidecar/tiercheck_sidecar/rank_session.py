@@ -219,6 +219,8 @@ class RankSession:
         if request.op == "no-deltas":
             with self._board.lock:
                 self._board.declined[rank] = request.message
+            if request.step:
+                self._distrust_taken(request)
             self._board.bump()
             return Reply(True)
         if request.op == "cannot-save":
@@ -325,6 +327,13 @@ class RankSession:
         log.error("rank %d: %s", self._hello.rank, why)
         self._board.count(replay_mismatches=1)
         self._quarantine(lent_artifacts(directive, self._hello.rank % ranks)[1:], why)
+
+    def _distrust_taken(self, request: Request) -> None:
+        """While it trained, the rank found that its updates cannot be made again. Nothing is freed: what others rest on is decided elsewhere."""
+        rank, attempt = self._hello.rank, self._hello.attempt
+        log.error("rank %d: %s", rank, request.message)
+        taken = (each for each in self._vault.own(rank) if each.kind is Kind.DELTA and each.version.attempt == attempt)
+        self._quarantine([each for each in taken if each.version.step >= request.step], request.message)
 
     def _distrust_snapshot(self, request: Request) -> None:
         """What replicas stored of it does not fit together, wherever a copy of it lies. They had parted before it: so nothing counts that

@@ -234,6 +234,43 @@ def test_mismatch_quarantines_the_chain_everywhere_and_ends_deltas_here(make_wor
         until(lambda: not world.holds(0, 0, Version(1, 1)), "not even kept")
 
 
+def test_deltas_that_a_rank_found_worthless_while_it_trains_are_replayed_nowhere(make_world: MakeWorld) -> None:
+    world = auto(make_world())
+    world.start()
+    world.begin()
+    with world.ranks(SIZE, DELTA) as (rank,):
+        assert rank.save(1)
+        first_delta(rank, 2)
+        until(lambda: world.report(0).watermarks.local == Version(2, 1), "sealed")
+    world.begin(Version(2, 1))
+    with world.ranks(SIZE, DELTA) as (rank,):
+        first_delta(rank, 3)
+        assert rank.save_delta(4)
+        assert rank.ask("no-deltas", step=3, message="the probe found other bits").ok
+        found = world.report(0).quarantined
+        assert {(bad.rank, bad.version, bad.kind, bad.everywhere) for bad in found} == {
+            (0, Version(3, 2), Kind.DELTA, True),
+            (0, Version(4, 2), Kind.DELTA, True),
+        }, "but not those from which it was restored, whose replay was checked"
+        assert all(bad.reason == "the probe found other bits" for bad in found)
+        assert "other bits" in rank.begin(5, Kind.DELTA).skip
+        assert rank.save(5), "training goes on, with snapshots"
+
+
+def test_rank_may_take_deltas_again(make_world: MakeWorld) -> None:
+    world = auto(make_world(workers=2))
+    world.start()
+    world.begin()
+    with world.ranks(SIZE, DELTA) as (one, other):
+        assert other.ask("no-deltas", message="they take longer than a step").ok
+        until(lambda: world.report(0).snapshot_every == 50, "without")
+        assert other.ask("no-deltas", message="").ok
+        until(lambda: world.report(0).snapshot_every == CHAIN, "with deltas")
+        assert one.save(1)
+        first_delta(one, 2)
+    assert world.report(1).trainer.no_deltas == ""
+
+
 def test_steps_that_the_sanity_gate_refused_are_told_to_the_controller(make_world: MakeWorld) -> None:
     world = make_world(procs=2)
     world.start()

@@ -70,7 +70,8 @@ class Request:
     - "abandon": the slot at `path` will not be completed.
     - "progress": `step` was reached, with `loss` if known; `not_finite` steps in a row up to it were refused by the sanity
       gate. No reply.
-    - "no-deltas": this rank takes none, because `message`.
+    - "no-deltas": this rank takes none, because `message`; empty: it does again. With a `step`, those that it took in this attempt from that step on must not
+      be replayed either, wherever they lie.
     - "cannot-save": nothing of this rank can be saved, because `message`; empty: it can again.
     - "mismatch": of `kind` delta: replaying that of `step` did not give the state that it was taken from (`message` says where); of
       `kind` snapshot: replicas did not hold the same when it was taken. No version that needs it may be restored again.

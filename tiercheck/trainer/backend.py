@@ -110,8 +110,9 @@ class Backend(Protocol):
         """A snapshot was due after `step` and is not taken, so nobody should wait for it. Never raises."""
         ...
 
-    def no_deltas(self, message: str) -> None:
-        """This rank takes no deltas, and why. Never raises."""
+    def no_deltas(self, message: str, since: int = 0) -> None:
+        """This rank takes no deltas, and why; empty: it takes them again. `since`: those of this step and later ones, of this process, must not be replayed either;
+        0: nothing is known against them. Never raises."""
         ...
 
     def cannot_save(self, message: str) -> None:

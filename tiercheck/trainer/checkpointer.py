@@ -38,9 +38,10 @@ from tiercheck.trainer.backend import Backend, Offer, RestoreError
 from tiercheck.trainer.capture import named_parameters_of, on_cuda
 from tiercheck.trainer.copying import Pending, Snapshot
 from tiercheck.trainer.delta import StoredDelta
-from tiercheck.trainer.deltas import Deltas, innermost
+from tiercheck.trainer.deltas import Deltas
 from tiercheck.trainer.equality import REPLICAS, Equality, saved_whole, unequal
 from tiercheck.trainer.folder_backend import FolderBackend
+from tiercheck.trainer.hooks import innermost
 from tiercheck.trainer.inventories import Inventories
 from tiercheck.trainer.kept import refuse_inner
 from tiercheck.trainer.last_words import LastWords
@@ -259,7 +260,7 @@ class Checkpointer:
         self._report(loss)
         self._ready = None
         delta = self._deltas.end_step(self.step_number, self._state, self._final, poisoned)
-        due = self.step_number % self.every == 0
+        due = self._deltas.needs_snapshot() or self.step_number % self.every == 0
         if not due and not self._saver.layouts.known:
             self._prepare(-1 if delta is not None else None)
         snapshot = self._snapshot(loss, poisoned) if due else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -49,10 +50,14 @@ class DeltaJob:
         self._layout: SlotLayout
         self._plan: Plan
         self._blob = b""
+        self._begun = 0.0
+        self.seconds = 0.0
+        """What it took this thread so far, without what it waited for the GPU to come to the end of the step."""
 
     def copy(self) -> None:
         """Raises Measured as well."""
         delta, desk = self._delta, self._desk
+        self._begun = time.monotonic()
         desk.wait_for(delta)
         turn: list[Tensor] = []
         with self._desk.on_stream(delta):
@@ -71,10 +76,13 @@ class DeltaJob:
             raise Measured
         self._path = desk.backend.begin(delta.step, self._layout.size, self.kind)
         desk.abandoning(delta, self.kind, self._path, lambda: self._copy(plan, turn))
+        self.seconds = time.monotonic() - self._begun
 
     def finish(self) -> None:
+        begun = time.monotonic()
         self._desk.abandoning(self._delta, self.kind, self._path, self._finish)
         self._desk.backend.complete(self._path, self._delta.step, self._layout.size, self.kind)
+        self.seconds += time.monotonic() - begun
 
     def _make_room(self) -> None:
         """Have slots made that this delta, and a little larger ones, fit into; never more than dense ones need."""
@@ -97,6 +105,9 @@ class DeltaJob:
         if not delta.start():
             raise Cancelled
         self._desk.on_gpu(delta, writer)
+        if delta.ready is not None:
+            delta.ready.synchronize()  # the copies would wait for it all the same
+            self._begun = time.monotonic()
         self._copy_items(plan.items)
         with self._desk.on_stream(delta):
             # The state stays as it is until the barrier lets the next update begin.

@@ -6,6 +6,7 @@ run, with a reason that the job's status shows.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -22,11 +23,13 @@ from tiercheck.trainer.delta import Delta, Planner
 from tiercheck.trainer.delta_job import Script
 from tiercheck.trainer.gradients import Event, Recorder, hyper_parameters
 from tiercheck.trainer.leaves import NotCapturable
-from tiercheck.trainer.probe import Probe, Refused
+from tiercheck.trainer.probe import Probes, Refused
 from tiercheck.trainer.replayable import hindrance, is_known
 from tiercheck.trainer.replicas import Shares
 from tiercheck.trainer.saver import Saver
 from tiercheck.trainer.watch import Watch
+
+log = logging.getLogger("tiercheck")
 
 T = TypeVar("T")
 MakeReady = Callable[[torch.device], torch.cuda.Event]
@@ -47,11 +50,15 @@ class Deltas:
         self._backend = backend
         self._saver = saver
         self._recorder = Recorder(optimizers)
-        self._probes = [None if is_known(optimizer) else Probe(optimizer) for optimizer in optimizers]
+        self._probes = Probes(optimizers)
+        self._probing = False
+        self._first = 0
+        self._doubtful = False
         self._mark: list[int] | None = None
         self._outside = ""
         self._outside_count = 0
         self._given_up = False
+        self._too_slow = False
         self._measured = False
         self._late = False
         self._recording = False
@@ -63,12 +70,13 @@ class Deltas:
     @property
     def active(self) -> bool:
         """Whether deltas are wanted and nothing is known against them."""
-        return not self._given_up and self._backend.delta is not DeltaMode.NONE
+        return not (self._given_up or self._too_slow) and self._backend.delta is not DeltaMode.NONE
 
     def started(self, restored: int | None, room: int) -> None:
         """Training begins now. `restored`: the version's step if there is one; `room`: bytes its largest delta had."""
         self._look_around()
         self._mark = self._watch.read()
+        self._saver.pace.begins()
         if restored is not None:
             self._saver.unbroken.restored(restored)
         self._measured = room > 0
@@ -90,8 +98,9 @@ class Deltas:
         self._depth[index] += 1
         if self._depth[index] > 1:
             return  # its class calls the step of its base class: still the same update
+        self._probing = self._probes[index].begins() and self.active and self._backend.delta is DeltaMode.AUTO
         self._recording = self.active and (
-            not self._measured or not self._accepted or self._saver.unbroken.reaches(step)
+            self._probing or not self._measured or not self._accepted or self._saver.unbroken.reaches(step)
         )
         if not self._recording:
             self._missed = True
@@ -104,6 +113,8 @@ class Deltas:
         elif not is_known(self._optimizers[index]):
             self.give_up(f"{type(self._optimizers[index]).__name__} was called with a closure")
             self._recording = False
+        elif self._probing:
+            self._judge(lambda: self._probes[index].before(None))
 
     def _after_update(self, index: int) -> None:
         if not self._depth[index]:
@@ -112,11 +123,11 @@ class Deltas:
         if self._depth[index] > 0 or not self._recording:
             return
         if self._late:  # the closure made the gradients, and they were consumed as they are now
-            self._record(index)
+            self._recorder.before(index)
+        event = self._recorder.open
         self._recorder.after(index)
-        probe = self._probes[index]
-        if probe is not None and self._backend.delta is DeltaMode.AUTO and not probe.passed:
-            self._judge(probe.after)
+        if self._probing and event is not None:
+            self._judge(lambda: self._probes[index].after(event))
         self._mark = self._watch.read()
 
     def end_step(self, step: int, state: user_state.State, ready: MakeReady, poisoned: bool) -> Delta | None:
@@ -127,6 +138,7 @@ class Deltas:
         accepted = self._accepted
         events, inexact = self._recorder.take()
         self._depth = [0] * len(self._optimizers)  # an update that raised did not end
+        self._look_at_the_clock()
         if not self.active:
             return None
         if self._shares.whole:
@@ -161,17 +173,40 @@ class Deltas:
             self._skip(step, True, False, str(error))
             return None
 
-    def give_up(self, reason: str) -> None:
-        """No deltas from now on."""
+    def give_up(self, reason: str, *, doubtful: bool = False) -> None:
+        """No deltas from now on. `doubtful`: those that were taken are not to be trusted either."""
         if not self._given_up:
             self._given_up = True
+            self._doubtful = doubtful and self._first > 0
             self._saver.warn("NoDeltas", f"only snapshots are taken: {reason}")
+            self._saver.tell_no_deltas(reason, self._first if doubtful else 0)
+
+    def _look_at_the_clock(self) -> None:
+        """Deltas that take longer than steps end, until there is time for them again."""
+        pace = self._saver.pace
+        too_slow = not pace.ends_step(not self._too_slow)
+        if too_slow is self._too_slow or self._given_up or self._backend.delta is DeltaMode.NONE:
+            return
+        self._too_slow = too_slow
+        seconds = f"a delta takes {pace.delta:.2g} s, a step {pace.step:.2g} s"
+        if too_slow:
+            reason = f"{seconds}, so that training would wait for deltas"
+            log.warning("NoDeltas: only snapshots are taken until there is time for deltas: %s", reason)
+            self._recorder.forget()
             self._saver.tell_no_deltas(reason)
+        else:
+            log.info("deltas are taken again: %s", seconds)
+            self._saver.tell_no_deltas("")
+
+    def needs_snapshot(self) -> bool:
+        """Whether the deltas since the last snapshot turned out to be worth nothing, so that the next one is due now. Says so once."""
+        needed, self._doubtful = self._doubtful, False
+        return needed
 
     @property
     def _accepted(self) -> bool:
         """Whether every optimizer is believed to replay exactly."""
-        return self._backend.delta is DeltaMode.REPLAY or all(p is None or p.passed for p in self._probes)
+        return self._backend.delta is DeltaMode.REPLAY or self._probes.believed
 
     def _delta(
         self,
@@ -193,6 +228,8 @@ class Deltas:
         buffers = [(name, buffer.clone()) for name, buffer in changed]
         device = next((p.device for named in self._named for _, p in named if p.is_cuda), None)
         self._measured = True
+        if not measure:
+            self._first = self._first or step
         return Delta(
             step=step,
             device=device,
@@ -207,9 +244,9 @@ class Deltas:
 
     def _record(self, index: int) -> None:
         self._recorder.before(index)
-        probe, event = self._probes[index], self._recorder.open
-        if probe is not None and event is not None and self._backend.delta is DeltaMode.AUTO and not probe.passed:
-            self._judge(lambda: probe.before(event))
+        event = self._recorder.open
+        if self._probing and event is not None:
+            self._judge(lambda: self._probes[index].before(event))
 
     def _harmless(self, work: Callable[[], T]) -> T | None:
         """Nothing of ours may end an update: with memory for it lacking, for example, there are no deltas any more."""
@@ -225,7 +262,7 @@ class Deltas:
         try:
             look()
         except Refused as refused:
-            self.give_up(str(refused))
+            self.give_up(str(refused), doubtful=True)
 
     def _compare(self, when: str) -> None:
         if self._mark is not None and self._mark != self._watch.read():
@@ -258,16 +295,3 @@ class Deltas:
         self._saver.script = Script(
             self._optimizers, Planner(names, replicas, shards), self._recorder.copy_at_once, self._watch.elsewhere()
         )
-
-
-def innermost(optimizer: Optimizer, before: int, after: int) -> None:
-    """Make our hooks, given by their handles' numbers, the last before and the first after the update.
-
-    Then what other hooks change - clipping before, averaging after - is seen as what it is.
-    """
-    hooks: Any = getattr(optimizer, "_optimizer_step_pre_hooks", {})
-    if before in hooks and next(reversed(hooks)) != before:
-        hooks.move_to_end(before)
-    hooks = getattr(optimizer, "_optimizer_step_post_hooks", {})
-    if after in hooks and next(iter(hooks)) != after:
-        hooks.move_to_end(after, last=False)

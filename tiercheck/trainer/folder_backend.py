@@ -117,7 +117,7 @@ class FolderBackend:
     def pass_over(self, step: int) -> None:
         return
 
-    def no_deltas(self, message: str) -> None:
+    def no_deltas(self, message: str, since: int = 0) -> None:
         return
 
     def cannot_save(self, message: str) -> None:

@@ -1,30 +1,35 @@
-"""An unknown optimizer is believed only after its step, on clones, gave the very bits that the real one gave.
+"""That a replay gives the very bits is proved while training, not found wrong at the restore: an update is made again on clones.
 
-The clones are what a restart would have: the parameters, their state and gradients, the hyper-parameters, and an optimizer
-whose other attributes are as they were when the script had just built it. Random numbers differ on purpose.
+In the first updates, and then once in a while, since a kernel may be chosen anew: by the size of a batch, by an autotuner, by hand.
+A class of torch's is believed until it fails, another one only after it agreed. The clones are what a restart would have
+(`clones.py`), and a stranger's other attributes are as they were when the script had just built it. Random numbers differ on purpose.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from tiercheck.trainer import user_state
 from tiercheck.trainer.attributes import is_value, own_attributes
-from tiercheck.trainer.encoding import same, same_bits
-from tiercheck.trainer.gradients import Event, set_hyper_parameters
-from tiercheck.trainer.leaves import local_shard
-from tiercheck.trainer.replayable import plain_step
+from tiercheck.trainer.clones import Cloner, Clones
+from tiercheck.trainer.encoding import same
+from tiercheck.trainer.gradients import Event
+from tiercheck.trainer.replayable import is_known
 
 SAMPLE_BYTES = 64 * 1024 * 1024
-"""Parameters, state and gradients that are cloned at most. An update that mixes more parameters than these is not believed."""
+"""Parameters, state and gradients that are cloned at most. A stranger's update that mixes more parameters than these is not believed."""
 TIMES = 2
-"""Updates that must agree."""
+"""Updates that must agree at first."""
+EVERY = 1000
+"""Updates from one probe to the next after that."""
+_FIRST = 2
+"""The update that is looked at first: at the one before hooks are not yet in order, and the state is being made."""
 
 
 class Refused(Exception):
@@ -32,105 +37,109 @@ class Refused(Exception):
 
 
 class Probe:
-    """Watches the first updates of one optimizer."""
+    """Watches the updates of one optimizer. Between probes it only counts them."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        """At the start of the script, before any update."""
+    def __init__(self, optimizer: Optimizer, room: int) -> None:
+        """At the start of the script, before any update. `room`: bytes that may be cloned."""
         self._optimizer = optimizer
-        self._fresh, self._odd = _attributes(optimizer)
+        self._known = is_known(optimizer)
+        fresh, self._odd = ({}, "") if self._known else _attributes(optimizer)
+        self._cloner = Cloner(optimizer, fresh, room)
         self._agreed = 0
-        self._begun = False
+        self._updates = 0
+        self._next = _FIRST
         self._random: dict[str, Any] | None = None
-        self._shadow: Optimizer | None = None
-        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._clones: Clones | None = None
 
     @property
-    def passed(self) -> bool:
-        return self._agreed >= TIMES
+    def believed(self) -> bool:
+        return self._known or self._agreed >= TIMES
 
-    def before(self, event: Event) -> None:
-        """The real update is about to begin. Raises Refused."""
-        self._shadow = None
+    def begins(self) -> bool:
+        """An update begins. Whether it is to be looked at."""
+        self._updates += 1
+        return self.due
+
+    @property
+    def due(self) -> bool:
+        """Whether the update under way is to be looked at, if it can be."""
+        return self._updates >= self._next
+
+    def before(self, event: Event | None) -> None:
+        """The real update is about to begin. None: its gradients will be known when it has ended. Raises Refused."""
+        self._clones, self._random = None, None
         if self._odd:
             raise Refused(f"{self._name} keeps {self._odd} of its own, which no checkpoint holds")
-        first, self._begun = not self._begun, True
-        if self._optimizer.state or not first:  # the first update makes the state, if there is any
-            try:
-                self._clone(event)
-            except Exception as error:  # whatever a stranger's class does
+        if event is not None and len(event.gradients) != sum(len(g["params"]) for g in self._optimizer.param_groups):
+            return  # it could not be noted
+        try:
+            self._clones = self._cloner.clone(None if event is None else event.gradients)
+            if self._clones is not None and event is not None:
+                self._clones.consume(event)
+                self._random = user_state.random_state()
+        except Exception as error:  # whatever a stranger's class does
+            self._clones = None
+            if not (self._known and isinstance(error, torch.OutOfMemoryError)):
                 raise Refused(f"a copy of {self._name} cannot be made: {error!r}") from error
-            self._random = user_state.random_state()
+        if self._clones is None:
+            if not self._known:
+                raise Refused("no parameter is small enough to be cloned")
+            self._next = self._updates + EVERY
 
-    def after(self) -> None:
-        """The real update has ended: do the same to the clones, and compare. Raises Refused."""
-        shadow, self._shadow = self._shadow, None
-        if shadow is None:
+    def after(self, event: Event) -> None:
+        """The real update, which consumed `event`, has ended: do the same to the clones, and compare. Raises Refused."""
+        clones, self._clones = self._clones, None
+        if clones is None:
             return
-        if not same(self._random, user_state.random_state()):
+        if self._random is not None and not same(self._random, user_state.random_state()):
             raise Refused(f"{self._name} draws random numbers")
         try:
-            self._step(shadow)
+            if self._random is None:
+                clones.consume(event)
+            _step(clones)
+            differ = clones.differ(self._optimizer)
         except Exception as error:
+            if self._known and isinstance(error, torch.OutOfMemoryError):
+                self._next = self._updates + EVERY
+                return
             raise Refused(f"a step of {self._name} on clones failed: {error!r}") from error
-        for real, clone in self._pairs:
-            state, cloned = self._optimizer.state[real], shadow.state[clone]
-            if not same_bits(local_shard(real), clone) or not same(dict(state), dict(cloned)):
-                raise Refused(f"a step of {self._name} on clones of some parameters gave other bits than the real one")
+        if differ:
+            raise Refused(
+                f"a step of {self._name} on clones of some parameters gave other bits than the real one, "
+                f"as the probe of update {self._updates} found"
+            )
         self._agreed += 1
-        self._pairs = []
+        self._next = self._updates + (1 if self._agreed < TIMES else EVERY)
 
     @property
     def _name(self) -> str:
         return type(self._optimizer).__name__
 
-    def _step(self, shadow: Optimizer) -> None:
-        random = user_state.random_state()
-        try:
-            torch.manual_seed(0x7EAC)
-            plain_step(shadow)()
-        finally:
-            user_state.set_random_state(random)
 
-    @torch.no_grad()
-    def _clone(self, event: Event) -> None:
-        real = self._optimizer
-        shadow = object.__new__(type(real))
-        shadow.__dict__.update(real.__dict__)
-        shadow.__dict__.pop("step", None)
-        shadow.__dict__.update(copy.deepcopy(self._fresh))
-        shadow.__dict__.update({name: value.clone() for name, value in event.scaling.items()})
-        shadow.state = defaultdict(dict)
-        shadow.param_groups = []
-        self._pairs = []
-        room, number = SAMPLE_BYTES, 0
-        for group in real.param_groups:
-            chosen: list[Tensor] = []
-            for parameter in group["params"]:
-                gradient = event.gradients[number]
-                number += 1
-                state = real.state.get(parameter, {})
-                shard = local_shard(parameter)
-                tensors = [shard, *(local_shard(value) for value in state.values() if isinstance(value, Tensor))]
-                size = sum(tensor.nbytes for tensor in tensors) + shard.nbytes
-                if gradient is None or size > room:
-                    continue
-                room -= size
-                clone = nn.Parameter(shard.clone())
-                clone.grad = gradient.clone()
-                shadow.state[clone] = {key: _copied(value) for key, value in state.items()}
-                chosen.append(clone)
-                self._pairs.append((parameter, clone))
-            if chosen:
-                shadow.param_groups.append({"params": chosen, **{k: v for k, v in group.items() if k != "params"}})
-        if not self._pairs:
-            raise Refused("no parameter is small enough to be cloned")
-        groups = [{k: _copied(v) for k, v in group.items() if k != "params"} for group in shadow.param_groups]
-        for group in shadow.param_groups:
-            for key, value in group.items():
-                if isinstance(value, Tensor):
-                    group[key] = value.clone()
-        set_hyper_parameters(shadow, groups)
-        self._shadow = shadow
+class Probes:
+    """Of all optimizers of a Checkpointer."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        # Many small optimizers, one for each parameter, say, are probed in the same step: together they clone no more than one does.
+        share = SAMPLE_BYTES // max(1, sum(map(is_known, optimizers)))
+        self._probes = [Probe(each, share if is_known(each) else SAMPLE_BYTES) for each in optimizers]
+
+    def __getitem__(self, index: int) -> Probe:
+        return self._probes[index]
+
+    @property
+    def believed(self) -> bool:
+        """Whether every optimizer is."""
+        return all(probe.believed for probe in self._probes)
+
+
+def _step(clones: Clones) -> None:
+    random = user_state.random_state()
+    try:
+        torch.manual_seed(0x7EAC)
+        clones.step()
+    finally:
+        user_state.set_random_state(random)
 
 
 def _attributes(optimizer: Optimizer) -> tuple[dict[str, Any], str]:
@@ -143,7 +152,3 @@ def _attributes(optimizer: Optimizer) -> tuple[dict[str, Any], str]:
             return {}, f"{name}, a {type(value).__name__},"
         found[name] = copy.deepcopy(value)
     return found, ""
-
-
-def _copied(value: Any) -> Any:
-    return local_shard(value).clone() if isinstance(value, Tensor) else copy.deepcopy(value)

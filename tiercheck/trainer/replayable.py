@@ -1,4 +1,4 @@
-"""Whether an optimizer can be replayed exactly is found out, never assumed: known by its class, or to be probed."""
+"""Whether an optimizer can be replayed exactly: what is known of its class. What it does in this very process, `probe.py` looks at."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ def is_known(optimizer: Optimizer) -> bool:
     return type(optimizer) in KNOWN
 
 
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether its step does to an element what depends on that element alone, so that even of a sharded tensor each rank may do its own."""
+    return is_known(optimizer) and type(optimizer).__name__ in _SEPARABLE
+
+
 def hindrance(optimizer: Optimizer) -> str:
     """Why it cannot be replayed whatever a probe says; empty if nothing is known against it."""
     name = type(optimizer).__name__
@@ -47,7 +52,7 @@ def inseparable(optimizer: Optimizer) -> str:
     fingerprints of a replay find out.
     """
     name = type(optimizer).__name__
-    if not is_known(optimizer) or name not in _SEPARABLE:
+    if not is_elementwise(optimizer):
         return f"{name} is not known to treat each element on its own"
     for group in optimizer.param_groups:
         for parameter in group["params"]:

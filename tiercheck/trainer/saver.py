@@ -19,6 +19,7 @@ from tiercheck.trainer.delta_job import DeltaJob, Measured, Script
 from tiercheck.trainer.desk import Cancelled, Desk, Job
 from tiercheck.trainer.equality import Equality
 from tiercheck.trainer.layouts import Layouts
+from tiercheck.trainer.pace import Pace
 from tiercheck.trainer.sanity import Sanity
 from tiercheck.trainer.snapshot_job import SnapshotJob
 from tiercheck.trainer.unbroken import Unbroken
@@ -35,6 +36,12 @@ class _SkippedStep:
 @dataclass(frozen=True)
 class _CannotSave:
     why: str
+
+
+@dataclass(frozen=True)
+class _NoDeltas:
+    why: str
+    since: int
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,7 @@ class Saver:
         self._backend = backend
         self.sanity = Sanity()
         self.unbroken = Unbroken()
+        self.pace = Pace()
         self.layouts = Layouts(self.reserve)
         self._desk = Desk(backend, rank, world_size, gate, verify_all, self.sanity, self.layouts, equality)
         self.script: Script | None = None
@@ -76,9 +84,11 @@ class Saver:
         self._lacking = ""
         """Why nothing can be saved, as the backend knows it."""
         self._unfinished: deque[Job] = deque()
-        self._tasks: queue.SimpleQueue[Pending | _SkippedStep | _Reserve | _CannotSave | str | threading.Event | None]
+        self._tasks: queue.SimpleQueue[
+            Pending | _SkippedStep | _Reserve | _CannotSave | _NoDeltas | threading.Event | None
+        ]
         self._tasks = queue.SimpleQueue()
-        self._later: deque[_SkippedStep | _Reserve | _CannotSave | str | threading.Event | None] = deque()
+        self._later: deque[_SkippedStep | _Reserve | _CannotSave | _NoDeltas | threading.Event | None] = deque()
         self._thread = threading.Thread(target=self._run, name="tiercheck-saver", daemon=True)
         before, alone = torch.get_num_threads(), threading.Event()
         self._alone = alone
@@ -104,7 +114,7 @@ class Saver:
         current, self._current = self._current, []
         for pending in current:
             pending.moved.set()
-        patience = self._backend.patience
+        patience, begun = self._backend.patience, time.monotonic()
         for pending in current:
             if patience is not None:
                 # What the thread has already been waiting counts: a slow sidecar costs its share once, not at every step.
@@ -116,6 +126,8 @@ class Saver:
             if isinstance(pending, Snapshot) and pending.crew is not None:
                 pending.crew.help()  # instead of only waiting
             pending.copied.wait()
+        if current and all(pending.device is None for pending in current):  # a GPU computes while this thread waits
+            self.pace.waited(time.monotonic() - begun)
 
     def reserve(self, size: int, delta_size: int | None = None) -> None:
         """Let slots be prepared. `delta_size` None: as before; -1: it will be known soon, so do not ask yet."""
@@ -146,9 +158,9 @@ class Saver:
         """Let the backend know that the snapshot after `step` will never come."""
         self._tasks.put(_SkippedStep(step))
 
-    def tell_no_deltas(self, message: str) -> None:
-        """Let the backend know that this rank takes none."""
-        self._tasks.put(message)
+    def tell_no_deltas(self, why: str, since: int = 0) -> None:
+        """Let the backend know that this rank takes none (`Backend.no_deltas`), after those that are under way."""
+        self._tasks.put(_NoDeltas(why, since))
 
     def tell_cannot_save(self, why: str) -> None:
         """Let the backend know that nothing can be saved, until a snapshot is."""
@@ -197,7 +209,7 @@ class Saver:
             finally:
                 self._busy_since = 0.0
 
-    def _next(self) -> Job | Pending | _SkippedStep | _Reserve | _CannotSave | str | threading.Event | None:
+    def _next(self) -> Job | Pending | _SkippedStep | _Reserve | _CannotSave | _NoDeltas | threading.Event | None:
         """What training may wait for comes first; what was copied is handed over as soon as nothing else is to do."""
         if len(self._unfinished) >= _UNFINISHED:
             return self._unfinished.popleft()
@@ -215,13 +227,15 @@ class Saver:
                 return task
             self._later.append(task)
 
-    def _do(self, task: Job | Pending | _SkippedStep | _Reserve | _CannotSave | str | threading.Event) -> None:
+    def _do(self, task: Job | Pending | _SkippedStep | _Reserve | _CannotSave | _NoDeltas | threading.Event) -> None:
         if isinstance(task, Pending):
             self._copy(task)
         elif isinstance(task, (SnapshotJob, DeltaJob)):
             task.finish()
             if task.kind is Kind.SNAPSHOT:
                 self._lack("")
+            if isinstance(task, DeltaJob):
+                self.pace.took(task.seconds)
             with self._count_lock:
                 self.captured += task.kind is Kind.SNAPSHOT
                 self.deltas += task.kind is Kind.DELTA
@@ -230,8 +244,8 @@ class Saver:
             self._backend.pass_over(task.step)
         elif isinstance(task, _Reserve):
             self._reserve(task)
-        elif isinstance(task, str):
-            self._backend.no_deltas(task)
+        elif isinstance(task, _NoDeltas):
+            self._backend.no_deltas(task.why, task.since)
         elif isinstance(task, _CannotSave):
             self._lack(task.why)
         elif isinstance(task, threading.Event):

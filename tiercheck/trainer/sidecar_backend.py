@@ -43,7 +43,7 @@ class SidecarBackend:
         self._link: SidecarLink | None = None
         self._welcome: Welcome | None = None
         self._restored_step: int | None = None
-        self._no_deltas = ""
+        self._no_deltas = Request("no-deltas")
         self._lacking = ""
         self._reserved: tuple[int, int | None] = (0, 0)
         self._wanted = (0, 0)
@@ -141,9 +141,9 @@ class SidecarBackend:
         else:
             self.abandon(path, step, Kind.SNAPSHOT)
 
-    def no_deltas(self, message: str) -> None:
-        self._no_deltas = message
-        self._say(Request("no-deltas", message=message))
+    def no_deltas(self, message: str, since: int = 0) -> None:
+        self._no_deltas = Request("no-deltas", step=since, message=message)
+        self._say(self._no_deltas)
 
     def cannot_save(self, message: str) -> None:
         self._lacking = message
@@ -201,7 +201,7 @@ class SidecarBackend:
         self._connected()  # a new connection forgets what was reserved
         size, delta_size = self._wanted
         # As long as deltas may come, to ask for none would tell the job that this rank takes none.
-        undecided = delta_size == 0 and self.delta is not DeltaMode.NONE and not self._no_deltas
+        undecided = delta_size == 0 and self.delta is not DeltaMode.NONE and not self._no_deltas.message
         wanted = (size, None if undecided else delta_size)
         if self._reserved != wanted:
             said = Request("reserve", bytes=size, delta_bytes=wanted[1], elementwise=self.elementwise)
@@ -246,8 +246,8 @@ class SidecarBackend:
             link = self._connect()
             if self._restored_step is not None:
                 self._exchange(link, Request("restored", step=self._restored_step), ANSWER_SECONDS)
-            if self._no_deltas:
-                self._exchange(link, Request("no-deltas", message=self._no_deltas), ANSWER_SECONDS)
+            if self._no_deltas.message:
+                self._exchange(link, self._no_deltas, ANSWER_SECONDS)
             if self._lacking:
                 self._exchange(link, Request("cannot-save", message=self._lacking), ANSWER_SECONDS)
         except LinkBroken as error:

@@ -1,0 +1,198 @@
+"""Clones of some parameters of an optimizer, with an optimizer of their own, lying in memory as a restore would have them.
+
+After a restore the gradients of a delta lie in memory of their own, at its beginning, whatever larger memory they were views of in
+training; so does the state. Parameters are filled where the script keeps them. A kernel whose bits depend on any of this
+gives the clones other ones.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tiercheck.trainer.encoding import decode, encode, same, same_bits
+from tiercheck.trainer.gradients import Event
+from tiercheck.trainer.leaves import PLAIN, NotCapturable, local_shard
+from tiercheck.trainer.replayable import inseparable, is_elementwise, is_known, plain_step
+from tiercheck.trainer.turns import Candidate, Part, Place, choose
+
+_MOST = 256
+"""Parameters of a known class that are cloned at once: each takes some calls, however small it is."""
+_LINE = 64
+"""Bytes: no kernel asks for more than their multiples."""
+
+
+class Cloner:
+    """Of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer, fresh: Mapping[str, Any], room: int) -> None:
+        """`fresh`: attributes that a copy of it has as they are here. `room`: bytes that may be cloned at once."""
+        self._optimizer = optimizer
+        self._fresh = fresh
+        self._room = room
+        self._start = Place()
+
+    @torch.no_grad()
+    def clone(self, gradients: Sequence[Tensor | None] | None) -> Clones | None:
+        """The next ones in turn; None if there is nothing to clone. `gradients`: what the update will consume; None: not known yet.
+
+        Raises NotCapturable, and whatever a stranger's class does.
+        """
+        candidates = list(self._candidates(gradients))
+        most = _MOST if is_known(self._optimizer) else len(candidates)
+        parts, self._start = choose(candidates, self._start, self._room, most)
+        if not parts:
+            return None
+        real = self._optimizer
+        shadow: Optimizer = object.__new__(type(real))
+        shadow.__dict__.update(real.__dict__)
+        shadow.__dict__.pop("step", None)
+        shadow.__dict__.update(copy.deepcopy(dict(self._fresh)))
+        shadow.state = defaultdict(dict)
+        shadow.param_groups = []
+        clones = Clones(shadow, [], [])
+        wanted = {part.number: part for part in parts}
+        number = 0
+        for index, group in enumerate(real.param_groups):
+            mine = [(wanted[at], p) for at, p in enumerate(group["params"], number) if at in wanted]
+            number += len(group["params"])
+            if mine:
+                clones.groups.append((index, _settled(group)))
+                shadow.param_groups.append({"params": [self._pair(part, p, clones) for part, p in mine]})
+        return clones
+
+    def _pair(self, part: Part, parameter: Tensor, clones: Clones) -> Tensor:
+        shard = local_shard(parameter)
+        clone = nn.Parameter(_lying_as(_cut(shard, shard, part)), requires_grad=parameter.requires_grad)
+        clones.optimizer.state[clone] = {
+            key: _as_loaded(_cut(value, shard, part), clone) if isinstance(value, Tensor) else copy.deepcopy(value)
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+        }
+        clones.pairs.append(Pair(parameter, clone, part))
+        return clone
+
+    def _candidates(self, gradients: Sequence[Tensor | None] | None) -> Iterator[Candidate]:
+        known, elementwise = is_known(self._optimizer), is_elementwise(self._optimizer)
+        may_cut = not inseparable(self._optimizer)
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in enumerate(parameters):
+            gradient = None if gradients is None else gradients[number]
+            if not parameter.requires_grad or (gradients is not None and gradient is None):
+                continue
+            if known and not elementwise and hasattr(parameter, "placements"):
+                continue  # its update is a collective, which one rank alone must never begin
+            try:
+                shard = local_shard(parameter)
+                values = self._optimizer.state.get(parameter, {}).values()
+                state = [local_shard(value) for value in values if isinstance(value, Tensor)]
+            except NotCapturable:
+                if not known:
+                    raise
+                continue  # a wrapper: fingerprints check its parts, at the restore
+            size = 2 * shard.nbytes + sum(tensor.nbytes for tensor in state)
+            aligned = all(each.numel() == 1 or (each.shape == shard.shape and each.is_contiguous()) for each in state)
+            cuttable = may_cut and aligned and shard.is_contiguous() and (gradient is None or _is_flat(gradient))
+            yield Candidate(number, size, shard.numel() if cuttable else 0)
+
+
+@dataclass(frozen=True)
+class Pair:
+    real: Tensor
+    """The parameter."""
+    clone: Tensor
+    """Of its shard, or of a part of it."""
+    part: Part
+
+
+@dataclass
+class Clones:
+    optimizer: Optimizer
+    """Of the clones."""
+    pairs: list[Pair]
+    groups: list[tuple[int, dict[str, Any]]]
+    """Which of the real one's groups those of the clones are, and what differs in them."""
+
+    @torch.no_grad()
+    def consume(self, event: Event) -> None:
+        """Have the clones lie before the update that `event` notes, as if they had been restored."""
+        for pair in list(self.pairs):
+            gradient = event.gradients[pair.part.number]
+            if gradient is not None and not pair.part.is_whole and not _is_flat(gradient):
+                self.pairs.remove(pair)  # a part of it cannot be had
+            elif gradient is not None:
+                restored = _as_restored(_cut(gradient, gradient, pair.part))
+                if restored is not None and restored.dtype != pair.clone.dtype:
+                    pair.clone.grad_dtype = restored.dtype
+                pair.clone.grad = restored
+        for (index, settled), group in zip(self.groups, self.optimizer.param_groups, strict=True):
+            group.update({key: _copied(value) for key, value in event.groups[index].items()} | settled)
+        vars(self.optimizer).update({name: value.clone() for name, value in event.scaling.items()})
+
+    def step(self) -> None:
+        """The same update as the real one's."""
+        plain_step(self.optimizer)()
+
+    def differ(self, real: Optimizer) -> bool:
+        """Whether the real ones have other bits, or another state."""
+        for pair in self.pairs:
+            shard = local_shard(pair.real)
+            state = {key: _cut(value, shard, pair.part) for key, value in real.state.get(pair.real, {}).items()}
+            if not same_bits(_cut(shard, shard, pair.part), pair.clone):
+                return True
+            if not same(state, dict(self.optimizer.state.get(pair.clone, {}))):
+                return True
+        return False
+
+
+def _settled(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group of which only some are cloned must be told: torch takes the loop of single tensors if one of all parameters asks for it."""
+    kinds = {(type(parameter) in PLAIN, parameter.device.type) for parameter in group["params"]}
+    open_ = "foreach" in group and group["foreach"] is None
+    return {"foreach": False} if open_ and (len(kinds) > 1 or not all(plain for plain, _ in kinds)) else {}
+
+
+def _cut(value: Any, shard: Tensor, part: Part) -> Any:
+    """The part of what belongs to `shard`, of its shape; other values are as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    plain = value if value.layout is not torch.strided else local_shard(value)
+    if part.is_whole or plain.shape != shard.shape:
+        return plain
+    return plain.view(-1)[part.begin : part.end]
+
+
+def _is_flat(gradient: Tensor) -> bool:
+    return gradient.layout is torch.strided and gradient.is_contiguous()
+
+
+def _as_restored(gradient: Tensor) -> Tensor | None:
+    """A copy, made as a restore makes it of what a delta stores."""
+    encoded = encode(gradient, sparse=False)
+    return decode(encoded.parts.get, encoded.about, gradient.device)
+
+
+def _as_loaded(value: Tensor, clone: Tensor) -> Tensor:
+    """A copy, in memory as `load.room_for` makes it."""
+    if value.shape != clone.shape:
+        return value.clone(memory_format=torch.contiguous_format)
+    return torch.empty_like(clone.detach(), dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _lying_as(shard: Tensor) -> Tensor:
+    """A copy as far from a multiple of `_LINE` bytes as the original is."""
+    if shard.data_ptr() % _LINE == 0 or not shard.is_contiguous():
+        return shard.clone()
+    room = torch.empty(shard.nbytes + _LINE, dtype=torch.uint8, device=shard.device)
+    skip = (shard.data_ptr() - room.data_ptr()) % _LINE
+    return room[skip : skip + shard.nbytes].view(shard.dtype).view(shard.shape).copy_(shard)
+
+
+def _copied(value: Any) -> Any:
+    return local_shard(value).clone() if isinstance(value, Tensor) else copy.deepcopy(value)

@@ -1,0 +1,73 @@
+"""Whether there is time for deltas: one of every step, or none, because a chain with a gap leads nowhere.
+
+The bytes of deltas decide how often snapshots are taken, and whether memory holds them. Their time decides whether they are
+taken at all: training waits for the copy of one step before it makes the next, so deltas that take as long as steps do would slow it down.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+
+MOST = 0.8
+"""The part of a step that its delta may take. What is left is for the update itself, during which nothing is copied, and for snapshots."""
+AGAIN = 0.4
+"""The same where none are taken: further below, so that the answer does not change with every breath of the machine."""
+WINDOW_SECONDS = 60.0
+WINDOW_STEPS = 8
+"""Both must have passed before there is an answer: the first deltas pay for memory that is touched for the first time."""
+_KEPT = 1024
+"""Measurements of a window."""
+
+
+def there_is_time(taken: bool, delta: float, step: float) -> bool:
+    """Whether deltas shall be taken at every step. `taken`: whether they are now. Seconds that one takes the saver, and that a step
+    takes without what it waits for copies.
+    """
+    return delta <= (MOST if taken else AGAIN) * step
+
+
+class Pace:
+    """Measures both. The saver's thread reports deltas, the training thread all else."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._deltas: deque[float] = deque(maxlen=_KEPT)
+        self._steps: deque[float] = deque(maxlen=_KEPT)
+        self._waited = 0.0
+        self._last = self._window = clock()
+        self.delta = 0.0
+        """Seconds of a delta, by the newest window that had enough of them."""
+        self.step = 0.0
+        """Seconds of a step."""
+
+    def begins(self) -> None:
+        """The first step begins now."""
+        self._last = self._window = self._clock()
+        self._waited = 0.0
+
+    def took(self, seconds: float) -> None:
+        """Saver: a delta is in its slot after so much work."""
+        self._deltas.append(seconds)
+
+    def waited(self, seconds: float) -> None:
+        """For copies, where nothing else could go on meanwhile."""
+        self._waited += seconds
+
+    def ends_step(self, taken: bool) -> bool:
+        """A step ends. Whether deltas shall be taken from now on, given whether they are now."""
+        now = self._clock()
+        self._steps.append(max(0.0, now - self._last - self._waited))
+        self._last, self._waited = now, 0.0
+        enough = len(self._steps) >= WINDOW_STEPS and (not taken or len(self._deltas) >= WINDOW_STEPS)
+        if not enough or now - self._window < WINDOW_SECONDS:
+            return taken
+        # Evaluations, and slots that are touched for the first time, are not the rule: so medians.
+        self.step = median(self._steps)
+        self.delta = median(list(self._deltas)) if taken else self.delta
+        self._window = now
+        self._deltas.clear()
+        self._steps.clear()
+        return there_is_time(taken, self.delta, self.step)
