@@ -20,7 +20,8 @@ from typing import Any
 
 from benchmarks.amounts import bytes_text, seconds_text
 from benchmarks.figure import Figure, Outcome, Sense
-from benchmarks.job import Job, shared_memory, until
+from benchmarks.job import Job, until
+from benchmarks.machine import shared_memory
 from benchmarks.peers.environment import DLROVER, NVRX, OURS, CannotInstall, Environment
 from benchmarks.scale import ROOT, Scale
 

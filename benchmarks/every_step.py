@@ -6,9 +6,11 @@ the training thread spends in TierCheck's code, per step.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -60,39 +62,48 @@ def run(scale: Scale) -> Outcome:
 
 def alternate(plain: Turn, kept: Turn, blocks: int, block: int) -> dict[str, Any]:
     """Seconds of every step of both, and what was blocked in those that are kept."""
-    state = 12 * kept.parameters
-    with Job(limit=12 * state + 256 * MIB, every=None, delta=DeltaMode.AUTO) as job:
+    result: dict[str, Any] = {"plain": [], "kept": [], "blocked": []}
+    with protected(kept) as (job, checkpointer):
+        for _ in range(blocks + 1):
+            for _ in range(block):
+                result["plain"].append(_timed(plain))
+            for _ in range(block):
+                seconds, blocked = _kept(kept, checkpointer)
+                result["kept"].append(seconds)
+                result["blocked"].append(blocked)
+            checkpointer.wait(60)  # what goes on in the background must not slow the other training
+        counted = counts(job)
+    for values in result.values():
+        del values[:block]  # the first block warms up
+    return result | counted | {"steps": (blocks + 1) * block, "block": block}
+
+
+@contextlib.contextmanager
+def protected(kept: Turn) -> Iterator[tuple[Job, Checkpointer]]:
+    """A job of one worker that keeps every step of this training; it chooses the cadence of snapshots."""
+    with Job(limit=12 * 12 * kept.parameters + 256 * MIB, every=None, delta=DeltaMode.AUTO) as job:
         job.begin()
         os.environ |= job.trainer_env(0)
         with Checkpointer(kept.model, kept.optimizer) as checkpointer:
             checkpointer.restore()
-            result: dict[str, Any] = {"plain": [], "kept": [], "blocked": []}
-            for _ in range(blocks + 1):
-                for _ in range(block):
-                    result["plain"].append(_timed(plain))
-                for _ in range(block):
-                    seconds, blocked = _kept(kept, checkpointer)
-                    result["kept"].append(seconds)
-                    result["blocked"].append(blocked)
-                checkpointer.wait(60)  # what goes on in the background must not slow the other training
-            report = job.report(0)
-        for values in result.values():
-            del values[:block]  # the first block warms up
-        return result | {
-            "deltas": report.counters.deltas,
-            "deltas_skipped": report.counters.deltas_skipped,
-            "snapshots": report.counters.captured,
-            "no_deltas": report.trainer.no_deltas,
-            "steps": (blocks + 1) * block,
-            "block": block,
-            "cadence": report.snapshot_every,
-        }
+            yield job, checkpointer
+
+
+def counts(job: Job) -> dict[str, Any]:
+    """What was taken until now."""
+    report = job.report(0)
+    return {
+        "deltas": report.counters.deltas,
+        "deltas_skipped": report.counters.deltas_skipped,
+        "snapshots": report.counters.captured,
+        "no_deltas": report.trainer.no_deltas,
+        "cadence": report.snapshot_every,
+    }
 
 
 def _timed(turn: Turn) -> float:
     start = time.perf_counter()
     turn.step()
-    _finish(turn)
     return time.perf_counter() - start
 
 
@@ -103,13 +114,7 @@ def _kept(turn: Turn, checkpointer: Checkpointer) -> tuple[float, float]:
     called = time.perf_counter()
     checkpointer.step()
     blocked = time.perf_counter() - called
-    _finish(turn)
     return time.perf_counter() - start, blocked + turn.clock.take()
-
-
-def _finish(turn: Turn) -> None:
-    if turn.tokens.is_cuda:
-        torch.cuda.synchronize()
 
 
 def _best_block(values: list[float], block: int) -> float:

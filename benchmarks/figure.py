@@ -29,7 +29,7 @@ class Figure:
     sense: Sense = Sense.AT_MOST
     note: str = ""
     unit: str = "x"
-    """How the ratio is written: "x", or "%" for a share."""
+    """How the ratio is written: "x", "%" for a share, or a unit of its own, such as " ms"."""
 
     @property
     def reached(self) -> bool | None:

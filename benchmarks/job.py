@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
+from benchmarks.machine import shared_memory
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import DeltaMode, Directive, Peer, Phase, Policy, RankSources, Restore, Source, Tier
 from tiercheck.protocol.encoding import to_json
@@ -29,12 +30,6 @@ from tiercheck_operator.credentials import issue
 T = TypeVar("T")
 _JOB_UID = "benchmark"
 _NETWORKS = itertools.count(1)
-
-
-def shared_memory() -> Path:
-    """Where slots lie: a folder in memory, as in a pod."""
-    memory = Path("/dev/shm")
-    return memory if memory.is_dir() else Path(tempfile.gettempdir())
 
 
 def until(condition: Callable[[], T], what: str, seconds: float = 120.0) -> T:

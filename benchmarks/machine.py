@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,12 @@ def load() -> float:
     return os.getloadavg()[0]
 
 
+def shared_memory() -> Path:
+    """Where slots lie: a folder in memory, as in a pod."""
+    memory = Path("/dev/shm")
+    return memory if memory.is_dir() else Path(tempfile.gettempdir())
+
+
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
@@ -53,7 +60,10 @@ def _version(name: str) -> str:
 
 
 def _commit() -> str:
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip()
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:  # many images have no git
+        return "unknown"
+    return found.stdout.strip() or "unknown"

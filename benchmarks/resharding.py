@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import ranks
 from benchmarks.amounts import MIB, bytes_text, seconds_text
 from benchmarks.figure import Figure, Outcome, Sense
-from benchmarks.job import shared_memory
+from benchmarks.machine import shared_memory
 from benchmarks.scale import Scale
 from benchmarks.sharing import paired
 

@@ -19,7 +19,8 @@ import torch
 
 from benchmarks.amounts import MIB, bytes_text, rate_text, seconds_text
 from benchmarks.figure import Figure, Outcome, Sense
-from benchmarks.job import Job, shared_memory, until
+from benchmarks.job import Job, until
+from benchmarks.machine import shared_memory
 from benchmarks.peers.environment import TORCHFT, CannotInstall
 from benchmarks.raw_rank import RawRank
 from benchmarks.scale import ROOT, Scale

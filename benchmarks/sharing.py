@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks import ranks
 from benchmarks.amounts import MIB, bytes_text, seconds_text
 from benchmarks.figure import Figure, Outcome
-from benchmarks.job import shared_memory
+from benchmarks.machine import shared_memory
 from benchmarks.scale import Scale
 
 DEGREES = (1, 2, 4)

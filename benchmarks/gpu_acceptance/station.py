@@ -1,0 +1,211 @@
+"""A sidecar that only hands out slots, in this process: what the trainer asks and is answered goes over the real socket."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.gpu_acceptance.checks import Setting, Skip
+from tiercheck.protocol import names
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.encoding import from_json, to_json
+from tiercheck.protocol.local import Hello, Reply, Request, Welcome
+from tiercheck.protocol.version import Version
+from tiercheck.trainer import sidecar_backend
+from tiercheck.trainer.sidecar_backend import SidecarBackend
+from tiercheck.trainer.slot_file import SlotReader
+
+PATIENT = 600.0
+"""Seconds within which an answer comes, on however busy a machine: what hangs is ended by the runner."""
+Look = Callable[[Request], None]
+
+
+def ensure_room(setting: Setting, size: int) -> None:
+    """Raises Skip if the memory volume has not `size` bytes left."""
+    about = os.statvfs(setting.memory)
+    free = about.f_bavail * about.f_frsize
+    if free < size:
+        raise Skip(f"{setting.memory.parent} has {free / 1e9:.1f} GB left, and {size / 1e9:.1f} GB are needed")
+
+
+@contextlib.contextmanager
+def slot_of(setting: Setting, size: int) -> Iterator[str]:
+    """A slot of `size` bytes, there as long as the context is. Raises Skip if there is no room."""
+    ensure_room(setting, size)
+    path = Path(tempfile.mkdtemp(dir=setting.memory)) / "slot"
+    try:
+        _allocate(path, size)
+        yield str(path)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+class Station:
+    """Use it as a context, around the Checkpointer.
+
+    `slots`: of each kind, how many are used again and again, as in a pod; of others there is a new one for each artifact.
+    `look`: called with each artifact that is complete, before its slot may be used again; what it raises is kept in `wrong`.
+    `patience`: seconds that an update waits for a slot; None: as the product waits.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        every: int,
+        slots: Mapping[Kind, int] | None = None,
+        delta: DeltaMode = DeltaMode.AUTO,
+        look: Look | None = None,
+        patience: float | None = PATIENT,
+    ) -> None:
+        self._setting = setting
+        self.welcome = Welcome(attempt=1, snapshot_every=every, delta=delta)
+        self.done: dict[tuple[Kind, int], str] = {}
+        """Paths of complete artifacts, by kind and step."""
+        self.wrong: list[str] = []
+        self.no_deltas = self.cannot_save = self.mismatch = ""
+        """What the trainer has said, as the job's status would show it."""
+        self._look, self._slots, self._patience = look, dict(slots or {}), patience
+        self._size = dict.fromkeys(Kind, 0)
+        self._free: dict[Kind, deque[Path]] = {kind: deque() for kind in Kind}
+        self._made = 0
+        self._cleaning = contextlib.ExitStack()
+
+    def __enter__(self) -> Station:
+        self._folder = Path(tempfile.mkdtemp(dir=self._setting.memory))
+        waits = PATIENT if self._patience is not None else None
+        self._set(sidecar_backend, "ANSWER_SECONDS", waits)
+        self._set(sidecar_backend, "RESERVE_SECONDS", PATIENT)
+        self._set(SidecarBackend, "patience", self._patience)
+        for name, value in ((names.ENV_RUN_DIR, str(self._folder)), (names.ENV_ATTEMPT, "1")):
+            os.environ[name] = value
+            self._cleaning.callback(os.environ.pop, name, None)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self._folder / names.SOCKET_NAME))
+        self._listener.listen()
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._cleaning.close()
+        for path in self._folder.iterdir():
+            path.unlink()
+        self._folder.rmdir()
+
+    def offer(self, base: int, step: int) -> None:
+        """Whoever comes from now on is to restore `step`, from the snapshot of `base` and the deltas after it."""
+        path = self.done[Kind.SNAPSHOT, base]
+        if self._setting.spoil:
+            _flip_a_bit(path)
+        deltas = tuple(self.done[Kind.DELTA, link] for link in range(base + 1, step + 1))
+        self.welcome = replace(self.welcome, restore_version=Version(step, 1), restore_path=path, restore_deltas=deltas)
+
+    def _set(self, owner: object, name: str, value: float | None) -> None:
+        if value is not None:
+            self._cleaning.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError, ValueError), connection, connection.makefile("rb") as lines:
+            from_json(lines.readline(), Hello)
+            connection.sendall(to_json(self.welcome) + b"\n")
+            for line in lines:
+                request = from_json(line, Request)
+                if request.op != "progress":
+                    connection.sendall(to_json(self._answer(request)) + b"\n")
+
+    def _answer(self, request: Request) -> Reply:
+        try:
+            if request.op == "reserve":
+                self._reserve(Kind.SNAPSHOT, request.bytes)
+                self._reserve(Kind.DELTA, request.delta_bytes or 0)
+            elif request.op == "begin":
+                return self._begin(request)
+            elif request.op == "complete":
+                self._complete(request)
+            elif request.op == "abandon":
+                self._take_back(request.kind, Path(request.path))
+        except OSError as error:
+            return Reply(False, error=str(error))
+        if request.op == "no-deltas":
+            self.no_deltas = request.message
+        elif request.op == "cannot-save":
+            self.cannot_save = request.message
+        elif request.op == "mismatch":
+            self.mismatch = request.message
+        return Reply(True)
+
+    def _reserve(self, kind: Kind, size: int) -> None:
+        if size <= self._size[kind]:
+            return
+        self._size[kind], free = size, self._free[kind]
+        had = len(free) or self._slots.get(kind, 0)
+        while free:
+            free.popleft().unlink()
+        free.extend(self._make(kind) for _ in range(had))
+
+    def _begin(self, request: Request) -> Reply:
+        kind = request.kind
+        if kind not in self._slots:
+            self._size[kind] = max(self._size[kind], request.bytes)
+            return Reply(True, path=str(self._make(kind)))
+        if not self._free[kind]:
+            return Reply(True, skip="no slot is free")
+        return Reply(True, path=str(self._free[kind].popleft()))
+
+    def _complete(self, request: Request) -> None:
+        self.done[request.kind, request.step] = request.path
+        try:
+            if self._look is not None:
+                self._look(request)
+        except Exception as error:  # of the check: it is what the check is about
+            self.wrong.append(f"{request.kind.value} of step {request.step}: {error}")
+        if request.kind in self._slots:
+            self._take_back(request.kind, Path(request.path))
+
+    def _take_back(self, kind: Kind, path: Path) -> None:
+        if kind not in self._slots or path.stat().st_size < self._size[kind]:
+            path.unlink()
+        if kind in self._slots:
+            self._free[kind].append(path if path.exists() else self._make(kind))
+
+    def _make(self, kind: Kind) -> Path:
+        self._made += 1
+        path = self._folder / f"{kind.value}-{self._made}"
+        _allocate(path, self._size[kind])
+        return path
+
+
+def _allocate(path: Path, size: int) -> None:
+    """With all its memory: to find none left while writing would be the end of the process."""
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+
+
+def _flip_a_bit(path: str) -> None:
+    """In a tensor of the model."""
+    places = [tensor for tensor in SlotReader.open(path).header.tensors if tensor.name.startswith("model/")]
+    place = max(places, key=lambda tensor: tensor.end - tensor.begin)
+    with open(path, "r+b") as file:
+        file.seek(place.begin)
+        byte = file.read(1)[0]
+        file.seek(place.begin)
+        file.write(bytes([byte ^ 1]))
