@@ -57,4 +57,5 @@ def by_our_clock(report: Report, ahead: float) -> Report:
             ended_at=moved(trainer.ended_at),
         ),
         unreachable=tuple(replace(each, since=each.since - ahead) for each in report.unreachable),
+        proofs=tuple(replace(each, at=each.at - ahead) for each in report.proofs),
     )

@@ -35,6 +35,11 @@ class Metrics:
         self._success = gauge(
             "checkpoint_last_success_timestamp_seconds", "When that version was seen complete.", [*_JOB, "tier"]
         )
+        self._proof_age = gauge(
+            "restore_proof_age_seconds",
+            "Since some rank last proved that it would come back from the tier; without any proof since the job started.",
+            [*_JOB, "tier"],
+        )
         self._unprotected = gauge("placement_unprotected_workers", "Workers without a copy elsewhere.", _JOB)
         self._attempt = gauge("attempt", "The current attempt.", _JOB)
         self._spares = gauge("spares", "Spare pods of the job: wanted, and ready to take over.", [*_JOB, "state"])
@@ -81,7 +86,7 @@ class Metrics:
         )  # fmt: skip
         self._per_job: tuple[Any, ...] = (
             self._step, self._last_step, self._lag, self._success, self._unprotected, self._attempt, self._spares, self._workers,
-            self._away, self._condition, self._restores, self._ranks, self._lost, self._lost_seconds, self._moves, self._duration,
+            self._away, self._proof_age, self._condition, self._restores, self._ranks, self._lost, self._lost_seconds, self._moves, self._duration,
         )  # fmt: skip
 
     def text(self) -> bytes:
@@ -120,6 +125,7 @@ class Metrics:
             self._last_step.labels(*key, name).set(tier.step)
             self._lag.labels(*key, name).set(tier.lag_steps)
             self._success.labels(*key, name).set(parse_time(tier.time) or 0)
+        self._proofs_seen(job)
         if status.placement is not None:
             self._unprotected.labels(*key).set(status.placement.unprotected_workers)
         if status.spares is not None:
@@ -131,6 +137,18 @@ class Metrics:
             self._condition.labels(*key, condition.type).set(condition.status)
         for kind in (conditions.COMPLETED, conditions.FAILED):
             self._condition.labels(*key, kind).set(status.holds(kind))
+
+    def _proofs_seen(self, job: JobView) -> None:
+        """Counted at each scrape, and not only when the job is looked at."""
+        self._proof_age.remove_by_labels({"namespace": job.namespace, "job": job.name})
+        if job.spec.rehearse_every is None:
+            return
+        for name in job.status.tiers:
+            proof = job.status.proofs.get(name)
+            at = parse_time(proof.time if proof is not None else job.status.started)
+            if at is not None:
+                age = self._proof_age.labels(job.namespace, job.name, name)
+                age.set_function(lambda at=at: max(0.0, time.time() - at))  # type: ignore[misc]
 
     def _begin(self, key: tuple[str, str]) -> None:
         """Counters begin at zero: of one that appears as 1, Prometheus sees no increase, so the first event would be missed."""

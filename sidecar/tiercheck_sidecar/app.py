@@ -33,6 +33,7 @@ from tiercheck_sidecar.parity.holder import ParityHolder
 from tiercheck_sidecar.parity.sender import ParitySender
 from tiercheck_sidecar.parity.session import serving
 from tiercheck_sidecar.reclaim import Reclaimer
+from tiercheck_sidecar.rehearsal.rehearser import Rehearser
 from tiercheck_sidecar.renewal import renewed
 from tiercheck_sidecar.replicate import Replicator
 from tiercheck_sidecar.report import Reporter
@@ -69,6 +70,7 @@ class Sidecar:
         self.offloader = Offloader(self.board, self.vault, self.coordinator)
         reach = RestoreSources(self.board, self.vault, self.identity, names.EXCHANGE_PORT, self.offloader)
         self.restorer = Restorer(self.board, self.vault, reach)
+        self.rehearser = Rehearser(self.board, self.vault, reach)
         self.socket = TrainerSocket(self.board, self.vault, reach)
         self.parity = ParitySender(self.board, self.vault, self.identity, names.EXCHANGE_PORT, self.replicator.bucket)
         self.parity_holder = ParityHolder(self.board, self.vault)
@@ -160,6 +162,7 @@ class Sidecar:
             ("sweep", self._sweep),
             ("pulse", self.pulse.run),
             ("throttling", self._watch_throttling),
+            ("rehearse", self.rehearser.run),
         ]
 
     def _identified(self, config: SidecarConfig) -> None:

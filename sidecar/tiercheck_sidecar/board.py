@@ -18,6 +18,7 @@ from tiercheck.protocol.report import (
     SPARE,
     Counters,
     Problem,
+    Proof,
     Quarantined,
     RemoteReport,
     RestoreReport,
@@ -88,6 +89,8 @@ class Board:
         """Per own rank of which nothing can be saved in this attempt: why."""
         self.elementwise: dict[int, bool] = {}
         """Per own rank that said so, in whichever attempt: whether its deltas can be replayed on other ranks."""
+        self.proofs: tuple[Proof, ...] = ()
+        """What the rehearsal can show."""
         self.counters = Counters()
         self._learned = 0
         self._problems: dict[str, Problem] = {}

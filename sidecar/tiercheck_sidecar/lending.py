@@ -146,7 +146,12 @@ class Lender:
         except (PeerRefused, OSError) as error:
             raise SourceFailed(str(error)) from error
         with contextlib.closing(opening.wire):
-            yield opening.seal.digests, lambda indices, into: _receive(opening, indices, into)
+            yield (
+                opening.seal.digests,
+                lambda indices, into: receive_chunks(
+                    opening, indices, lambda index: piece(into, opening.seal.digests, index)
+                ),
+            )
 
     @contextlib.contextmanager
     def _from_parity(self, artifact: Artifact, group: ParityGroup) -> Iterator[tuple[Digests, Bring]]:
@@ -202,7 +207,8 @@ class Lender:
         loan.here |= set(missing)
 
 
-def _receive(opening: Opening, indices: Sequence[int], into: memoryview) -> None:
+def receive_chunks(opening: Opening, indices: Sequence[int], room: Callable[[int], memoryview]) -> None:
+    """Ask for these chunks of a holder's copy and verify each. `room`: where a chunk goes. Raises SourceFailed, SourceCorrupt."""
     wire, digests = opening.wire, opening.seal.digests
     try:
         for index in indices[:_AHEAD]:
@@ -211,10 +217,10 @@ def _receive(opening: Opening, indices: Sequence[int], into: memoryview) -> None
             found, _ = wire.receive_chunk_header()
             if found != index:
                 raise SourceFailed("it sent a chunk that was not asked for")
-            with piece(into, digests, index) as chunk:
+            with room(index) as chunk:
                 wire.receive_into(chunk)
                 if digest_chunk(chunk) != digests.values[index]:
-                    raise SourceFailed(f"chunk {index} came damaged")
+                    raise SourceCorrupt(f"chunk {index} does not match its digest")
             if place + _AHEAD < len(indices):
                 wire.send_index(indices[place + _AHEAD])
     except OSError as error:

@@ -76,6 +76,12 @@ class ReportCollector(Collector):
         )
         yield _counter("tiercheck_not_finite", "Steps that the sanity gate refused.", counters.not_finite)
         yield _counter("tiercheck_replicated", "Artifacts acknowledged by a holder.", counters.replicated)
+        yield _counter("tiercheck_rehearsals", "Rehearsals of one tier that proved it.", counters.proved)
+        yield _counter(
+            "tiercheck_rehearsals_failed",
+            "Rehearsals of one tier that found what would not come back.",
+            counters.disproved,
+        )
         yield _counter("tiercheck_uploaded", "Artifacts brought to the remote tier.", counters.uploaded)
         yield _counter("tiercheck_refused_stale", "Messages of older attempts refused.", counters.refused_stale)
 

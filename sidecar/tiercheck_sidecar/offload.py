@@ -243,6 +243,14 @@ class Offloader:
         with self._opened() as store:
             store.fetch(store.artifact(artifact.rank, artifact.version), into, indices)
 
+    def fetch_chunk(self, artifact: Artifact, digests: Digests, index: int, into: memoryview) -> None:
+        """Read one chunk into `into`, which is as long as it, verified; for those who keep nothing of it. Raises SourceFailed, SourceCorrupt."""
+        with self._opened() as store:
+            named = self._manifest(store, artifact.version).artifacts
+            of_rank = next(each for each in named if each.rank == artifact.rank)
+            detailed = dataclasses.replace(of_rank, digests=digests)
+            store.fetch_stretch(detailed, index * digests.chunk, into)
+
     def _manifest(self, store: RemoteStore, version: Version) -> Manifest:
         """All local ranks ask for the same few."""
         with self._lock:

@@ -20,6 +20,7 @@ from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.restore_plan import Need, OutOfReach, Place, Plan, plan
 from tiercheck_sidecar.restore_sources import Brought, RestoreSources, TriedInVain, name_of
 from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
+from tiercheck_sidecar.stock import own_artifacts
 from tiercheck_sidecar.vault import NoFreeSlot, NotHeld, Seal, Vault
 from tiercheck_sidecar.verification import fault_of
 
@@ -99,11 +100,7 @@ class RankRestorer:
                     fetched.result()
 
     def _own(self) -> dict[Artifact, int]:
-        return {
-            Artifact(seal.rank, seal.version, seal.kind): seal.digests.size
-            for seal in self._vault.held()
-            if seal.rank == self._rank and seal.tier is Tier.LOCAL and seal.share is None
-        }
+        return own_artifacts(self._vault.held(), self._rank)
 
     def _ask(self) -> None:
         self._places, failures = self._reach.ask(self._rank, self._version, self._sources)

@@ -71,6 +71,7 @@ class Reporter:
                 counters=board.counters,
                 snapshot_every=board.every,
                 elementwise=all(board.elementwise.values()) if board.elementwise else None,
+                proofs=board.proofs,
             )
 
     def _trainer(self) -> TrainerReport:

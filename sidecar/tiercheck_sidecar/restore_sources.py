@@ -12,6 +12,7 @@ from typing import Protocol
 
 from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import ParityGroup, Peer, Source, Tier
+from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
@@ -34,6 +35,9 @@ class RemoteTier(RemotePart, Protocol):
 
     def fetch(self, rank: int, version: Version) -> Seal:
         """Copy a snapshot into an own slot. Raises SourceFailed, SourceCorrupt, NoFreeSlot, NotASlot, OSError."""
+
+    def fetch_chunk(self, artifact: Artifact, digests: Digests, index: int, into: memoryview) -> None:
+        """Read one chunk, verified, into `into`, which is as long as it. Raises SourceFailed, SourceCorrupt."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class RestoreSources:
     """Thread-safe."""
 
     def __init__(self, board: Board, vault: Vault, identity: Identity, port: int, remote: RemoteTier) -> None:
-        self._board, self._vault, self._identity, self._port, self._remote = board, vault, identity, port, remote
+        self._board, self._vault, self._identity, self._port, self.remote = board, vault, identity, port, remote
 
     def ask(self, rank: int, version: Version, sources: Sequence[Source]) -> tuple[list[Place], list[str]]:
         """What each source has of `rank`, in their order; and a sentence for each that did not answer."""
@@ -79,7 +83,7 @@ class RestoreSources:
         """
         source = sources[0]
         if source.tier is Tier.REMOTE:
-            self._remote.fetch(artifact.rank, artifact.version)
+            self.remote.fetch(artifact.rank, artifact.version)
             return Brought(source)
         if source.parity is not None:
             return self._rebuilt(artifact, source, source.parity)
@@ -96,21 +100,21 @@ class RestoreSources:
 
     def lender(self) -> Lender:
         """For a rank that comes back on another mesh. To be closed."""
-        return Lender(self._vault, self._board.config.vault_dir / FOLDER, self._connect, self._remote)
+        return Lender(self._vault, self._board.config.vault_dir / FOLDER, self.connect, self.remote)
 
     def _rebuilt(self, artifact: Artifact, source: Source, group: ParityGroup) -> Brought:
         bad: list[Quarantined] = []
         try:
-            rebuild(self._vault, artifact, group, self._connect, bad.append)
+            rebuild(self._vault, artifact, group, self.connect, bad.append)
         except SourceFailed as error:
             raise TriedInVain((str(error),), tuple(bad)) from error
         return Brought(source, tuple(bad))
 
     def _list(self, rank: int, version: Version, source: Source) -> dict[Artifact, int]:
         if source.tier is Tier.REMOTE:
-            return self._remote.listed(rank, version)
+            return self.remote.listed(rank, version)
         if source.parity is not None:
-            return obtainable(source.parity, rank, len(self._vault.ranks), self._connect)
+            return obtainable(source.parity, rank, len(self._vault.ranks), self.connect)
         if source.peer is None:
             raise SourceFailed("the source names no worker")
         return self._held_by(source.peer, rank)
@@ -122,9 +126,10 @@ class RestoreSources:
             raise SourceFailed(str(error)) from error
 
     def _dial(self, peer: Peer) -> Dial:
-        return Dial(peer.worker, lambda: self._connect(peer))
+        return Dial(peer.worker, lambda: self.connect(peer))
 
-    def _connect(self, peer: Peer) -> Wire:
+    def connect(self, peer: Peer) -> Wire:
+        """A proven connection to a worker's sidecar. Raises WireBroken, PeerRefused."""
         return dial(self._identity, self._board.attempt, peer.host, self._port)
 
 

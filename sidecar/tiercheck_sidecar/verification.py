@@ -1,27 +1,45 @@
-"""Reads an artifact in own memory again, its chunks on several threads: a restore waits for this, and training for the restore."""
+"""Reads an artifact in own memory again: all of it at once, its chunks on several threads, because training waits for a restore; or chunk by chunk."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from concurrent.futures import Executor
 
 from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.manifest import Digests
 from tiercheck_sidecar.digest import digest_chunk, piece
-from tiercheck_sidecar.vault import Vault
+from tiercheck_sidecar.vault import Seal, Vault
 from tiercheck_sidecar.vault.inventory import header_fault
 
 
 def fault_of(vault: Vault, artifact: Artifact, threads: Executor) -> str:
     """What is wrong with an own rank's artifact; empty if nothing is. Raises NotHeld, OSError."""
+    with _mapped(vault, artifact) as (view, seal):
+        digests = seal.digests
+        found = threads.map(lambda index: _chunk_fault(view, digests, index), range(len(digests.values)))
+        return next(filter(None, list(found)), "") or header_fault(view, seal)
+
+
+def fault_of_chunk(vault: Vault, artifact: Artifact, index: int) -> str:
+    """The same of one chunk, the header with the first; the slot is held for that long only. Raises NotHeld, OSError."""
+    with _mapped(vault, artifact) as (view, seal):
+        return _chunk_fault(view, seal.digests, index) or (header_fault(view, seal) if index == 0 else "")
+
+
+@contextlib.contextmanager
+def _mapped(vault: Vault, artifact: Artifact) -> Iterator[tuple[memoryview, Seal]]:
     with vault.pin(artifact.rank, artifact.version, Tier.LOCAL, artifact.kind) as slot:
         seal = slot.seal
         assert seal is not None
-        digests = seal.digests
-        if slot.size < digests.size:
-            return f"it is {slot.size} bytes long, its seal says {digests.size}"
-        with slot.mapped(size=digests.size) as view:
-            found = threads.map(lambda index: digest_chunk(piece(view, digests, index)), range(len(digests.values)))
-            for index, (value, wanted) in enumerate(zip(list(found), digests.values, strict=True)):
-                if value != wanted:
-                    return f"chunk {index} does not match its digest"
-            return header_fault(view, seal)
+        if slot.size < seal.digests.size:
+            raise OSError(f"it is {slot.size} bytes long, its seal says {seal.digests.size}")
+        with slot.mapped(size=seal.digests.size) as view:
+            yield view, seal
+
+
+def _chunk_fault(view: memoryview, digests: Digests, index: int) -> str:
+    if digest_chunk(piece(view, digests, index)) == digests.values[index]:
+        return ""
+    return f"chunk {index} does not match its digest"

@@ -149,6 +149,17 @@ def status() -> Object:
             "peer": {"step": 12479, "time": at(3), "lagSteps": 1},
             "remote": {"step": 12000, "time": at(1240), "lagSteps": 480},
         },
+        "restore": {
+            "lastProof": {
+                "step": 12000,
+                "time": at(940),
+                "tiers": {
+                    "local": {"step": 12440, "time": at(75)},
+                    "peer": {"step": 12310, "time": at(310)},
+                    "remote": {"step": 12000, "time": at(940)},
+                },
+            }
+        },
         "placement": {
             "hash": "a41c77e0b1d2",
             "spreadAchieved": "rack",

@@ -18,6 +18,7 @@ from tiercheck_operator.controller.record import (
     JobRecord,
     MemoryRecord,
     PlacementRecord,
+    ProofRecord,
     Recovery,
     SizeRecord,
     SparesRecord,
@@ -138,6 +139,7 @@ def test_controller_writes_no_field_that_would_be_pruned(name: str) -> None:
         step=3,
         step_seconds=0.5,
         tiers={tier: TierRecord(2, "2026-01-01T00:00:00Z", 1) for tier in ("local", "peer", "remote")},
+        proofs={tier: ProofRecord(2, "2026-01-01T00:00:00Z") for tier in ("local", "peer", "remote")},
         placement=PlacementRecord("h", "rack", ("any one rack",), 0),
         recovery=Recovery(
             "NodeLost",

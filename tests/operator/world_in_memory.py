@@ -22,6 +22,7 @@ from tiercheck.protocol.report import (
     Holding,
     MemoryReport,
     Problem,
+    Proof,
     Quarantined,
     RankRestore,
     RemoteReport,
@@ -118,6 +119,7 @@ class Sidecar:
     trainer: TrainerReport = field(default_factory=lambda: TrainerReport(TrainerState.WAITING))
     quarantined: tuple[Quarantined, ...] = ()
     problems: tuple[Problem, ...] = ()
+    proofs: tuple[Proof, ...] = ()
     uploading: bool = False
     """At the end of the job."""
     settled: bool = False
@@ -362,6 +364,7 @@ class Sidecar:
             can_change_worker=self.world.new_sidecars,
             quarantined=self.quarantined,
             problems=self.problems,
+            proofs=self.proofs,
             settled=self.settled,
             unreachable=world.missed_by(self),
             counters=Counters(deltas=self.captured_deltas),

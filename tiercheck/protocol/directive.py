@@ -138,6 +138,8 @@ class Policy:
     """Compare every byte of a snapshot with the state before the next update."""
     hang: HangLimits | None = None
     """None: nothing counts as hung."""
+    rehearse_every: float | None = None
+    """Seconds between two proofs that the newest version of a tier would come back; None: none are made."""
 
 
 @dataclass(frozen=True)

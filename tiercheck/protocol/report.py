@@ -172,6 +172,23 @@ class Quarantined:
     """Every copy of it is equally bad: its replay did not give the state that it was taken from."""
 
 
+@dataclass(frozen=True)
+class Proof:
+    """All that a restore of this worker's ranks would read from a tier was read as a restore reads it, and every byte was verified. Deltas
+    are verified, not replayed."""
+
+    tier: Tier
+    version: Version
+    """The oldest of those that were proved for any of its ranks."""
+    at: float
+    """When the proof of the first of its ranks was complete, unix seconds by this node's clock."""
+    seconds: float
+    """How long the reading took, pauses included."""
+    bytes: int
+    parts: int = 1
+    """Of how many versions, one after the other, it was read. More than 1: none of them lived for as long as that takes."""
+
+
 class Break(str, Enum):
     """How a peer cannot be reached, which tells two troubles apart."""
 
@@ -218,6 +235,10 @@ class Counters:
     """Restores whose replay did not give the recorded state."""
     not_finite: int = 0
     """Artifacts that the sanity gate refused."""
+    proved: int = 0
+    """Rehearsals of one tier that went well."""
+    disproved: int = 0
+    """Rehearsals of one tier that found what would not come back."""
 
 
 @dataclass(frozen=True)
@@ -256,3 +277,5 @@ class Report:
     elementwise: bool | None = None
     """Whether the optimizers of all own ranks treat each element on its own, so that their deltas can be replayed on other ranks; None: not
     told yet."""
+    proofs: tuple[Proof, ...] = ()
+    """The newest of each tier, as far as there is one of every own rank. What went wrong is a problem."""

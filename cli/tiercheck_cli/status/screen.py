@@ -143,7 +143,7 @@ def _saves(view: StatusView) -> str:
 def _tiers(view: StatusView) -> Table:
     table = _table()
     table.add_column("TIER")
-    for heading in ("STEP", "BEHIND", "LOST IF USED", "COMPLETE"):
+    for heading in ("STEP", "BEHIND", "LOST IF USED", "COMPLETE", "PROVED"):
         table.add_column(heading, justify="right")
     for tier in view.tiers:
         table.add_row(Text(f"● {tier.name}", style=COLOURS[tier.name]), *_tier_cells(tier))
@@ -152,13 +152,14 @@ def _tiers(view: StatusView) -> Table:
 
 def _tier_cells(tier: TierView) -> tuple[Text, ...]:
     if tier.step is None:
-        return (Text("nothing yet", style="dim"), Text(), Text(), Text())
+        return (Text("nothing yet", style="dim"), Text(), Text(), Text(), Text())
     lag = tier.lag_steps or 0
     return (
         Text(_number(tier.step)),
         Text("0 steps" if not lag else f"{lag:,} step{'' if lag == 1 else 's'}"),
         Text("-" if tier.lag_seconds is None else short(tier.lag_seconds)),
         Text("-" if tier.age_seconds is None else f"{age(tier.age_seconds)} ago"),
+        Text("-" if tier.proof_age_seconds is None else f"{age(tier.proof_age_seconds)} ago"),
     )
 
 

@@ -29,6 +29,9 @@ class TierView:
     """Training that would have to be done again if it had to be used now."""
     age_seconds: float | None
     """Since it was seen complete."""
+    proof_step: int | None = None
+    """Of the last proof that all ranks would come back from here; None: there is none."""
+    proof_age_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -191,8 +194,15 @@ def _tier(
     if "step" not in found:
         return TierView(name, None, None, None, None)
     lag = int(found.get("lagSteps") or 0)
+    proof = (((status.get("restore") or {}).get("lastProof") or {}).get("tiers") or {}).get(name) or {}
     return TierView(
-        name, int(found["step"]), lag, lag * step_seconds if step_seconds else None, _since(found.get("time"), now)
+        name,
+        int(found["step"]),
+        lag,
+        lag * step_seconds if step_seconds else None,
+        _since(found.get("time"), now),
+        proof.get("step"),
+        _since(proof.get("time"), now),
     )
 
 

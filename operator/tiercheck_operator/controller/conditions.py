@@ -91,6 +91,8 @@ SIDECAR_RESTARTED = "SidecarRestarted"
 """A sidecar ended and was started again; no version was completed since. Training was not touched."""
 CANNOT_SAVE = "CannotSave"
 """Something in the state cannot be captured, so no version is taken; the message names it."""
+REHEARSAL_FAILED = "RehearsalFailed"
+"""Something of the newest version would not come back from one tier; the message names the rank, the tier, the artifact and the place."""
 REMOTE_UNREACHABLE = "RemoteUnreachable"
 """The remote tier does not answer or refuses; the message says what to do."""
 

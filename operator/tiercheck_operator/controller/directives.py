@@ -59,6 +59,7 @@ def policy(spec: JobSpec, restored: bool = False) -> Policy:
         sanity_gate=spec.sanity_gate,
         verify_all=spec.verify_all,
         hang=None if spec.hang is None else _hang_limits(spec.hang, restored),
+        rehearse_every=spec.rehearse_every,
     )
 
 

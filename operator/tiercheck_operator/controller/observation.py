@@ -134,6 +134,8 @@ class JobSpec:
     """Why they are not, as a sentence; then the host is the only level."""
     rollback_after: int | None = None
     """Steps in a row that the sanity gate may refuse before the job goes back; None: it never does for that."""
+    rehearse_every: float | None = 600.0
+    """Seconds between two proofs that a tier would come back; None: none are made."""
 
     @property
     def full_size(self) -> int:

@@ -25,7 +25,7 @@ from tiercheck_operator.controller.observation import (
 )
 from tiercheck_operator.controller.record import parse_record, parse_time
 from tiercheck_operator.manifests.queueing import handed_on
-from tiercheck_operator.planning.quantity import parse_quantity
+from tiercheck_operator.planning.quantity import parse_duration, parse_quantity
 
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 _LOST_TAINTS = {"node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", _OUT_OF_SERVICE}
@@ -105,11 +105,18 @@ def _spec(raw: Mapping[str, Any]) -> JobSpec:
         verify_all=checkpoint.get("verify") == "Full",
         state_size=_bytes(checkpoint.get("stateSize")),
         rollback_after=_int(policy.get("rollbackAfterNonFinite")),
+        rehearse_every=_rehearse_every((raw.get("restore") or {}).get("rehearseEvery")),
     )
 
 
 def _eviction_hold(raw: Mapping[str, Any]) -> float | None:
     return None if raw.get("mode") == "Off" else float(_or(raw.get("holdSeconds"), JobSpec.eviction_hold))
+
+
+def _rehearse_every(text: str | None) -> float | None:
+    if text is None:
+        return JobSpec.rehearse_every
+    return None if text in ("Off", "0") else parse_duration(text)
 
 
 def _attach(raw: Mapping[str, Any] | None) -> Attach | None:

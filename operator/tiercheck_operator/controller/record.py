@@ -86,6 +86,15 @@ class TierRecord:
 
 
 @dataclass(frozen=True)
+class ProofRecord:
+    """The oldest of all ranks' newest proofs of one tier."""
+
+    step: int
+    time: str
+    """RFC 3339."""
+
+
+@dataclass(frozen=True)
 class PlacementRecord:
     hash: str
     spread_achieved: str
@@ -164,6 +173,8 @@ class JobRecord:
     step: int | None = None
     step_seconds: float | None = None
     tiers: Mapping[str, TierRecord] = field(default_factory=dict)
+    proofs: Mapping[str, ProofRecord] = field(default_factory=dict)
+    """By tier, where all ranks have one."""
     placement: PlacementRecord | None = None
     size: SizeRecord | None = None
     """None: as many workers as the spec asks for."""
@@ -267,6 +278,11 @@ def parse_record(raw: Mapping[str, Any]) -> JobRecord:
             for name, e in (raw.get("tiers") or {}).items()
             if e
         },
+        proofs={
+            name: ProofRecord(int(e.get("step") or 0), str(e.get("time") or ""))
+            for name, e in (((raw.get("restore") or {}).get("lastProof") or {}).get("tiers") or {}).items()
+            if e
+        },
         placement=None if not placement else PlacementRecord(
             hash=str(placement.get("hash") or ""),
             spread_achieved=str(placement.get("spreadAchieved") or ""),
@@ -325,6 +341,7 @@ def render_record(record: JobRecord) -> dict[str, Any]:
             name: {"step": tier.step, "time": tier.time, "lagSteps": tier.lag_steps}
             for name, tier in sorted(record.tiers.items())
         } or None,
+        "restore": _render_proofs(record.proofs),
         "placement": None if record.placement is None else _present({
             "hash": record.placement.hash,
             "spreadAchieved": record.placement.spread_achieved,
@@ -361,6 +378,14 @@ def render_record(record: JobRecord) -> dict[str, Any]:
         "conditions": [_render_condition(entry) for entry in record.conditions] or None,
     }  # fmt: skip
     return _present(raw)
+
+
+def _render_proofs(proofs: Mapping[str, ProofRecord]) -> dict[str, Any] | None:
+    if not proofs:
+        return None
+    each = {name: {"step": proof.step, "time": proof.time} for name, proof in sorted(proofs.items())}
+    oldest = min(proofs.values(), key=lambda proof: (proof.time, proof.step))
+    return {"lastProof": {"step": oldest.step, "time": oldest.time, "tiers": each}}
 
 
 def _parse_recovery(raw: Mapping[str, Any]) -> Recovery:

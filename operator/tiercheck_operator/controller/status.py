@@ -15,6 +15,7 @@ from tiercheck_operator.controller.kept_copies import as_it_is
 from tiercheck_operator.controller.last_words import last_words
 from tiercheck_operator.controller.memory import equal_share, forecast, largest_share, measured
 from tiercheck_operator.controller.observation import Observation
+from tiercheck_operator.controller.proofs import newest_proofs
 from tiercheck_operator.controller.record import Condition, JobRecord, MemoryRecord, TierRecord, rfc3339
 from tiercheck_operator.controller.saving import EVERY_STEP, TURNED_OFF, saved
 from tiercheck_operator.controller.sidecar_ends import sidecar_away, sidecar_ended
@@ -71,6 +72,7 @@ def derive_status(
     if over or findings.suspended:  # the memory went with the pods
         remote = {name: tier for name, tier in record.tiers.items() if name == "remote"}
         record = replace(record, placement=None, tiers=remote)
+    record = replace(record, proofs=newest_proofs(obs, record, reports))
     idle = over or findings.suspended or findings.suspending
     spares = None if idle else spares_standing(obs)
     record = replace(record, spares=spares.record if spares else None)
@@ -195,11 +197,11 @@ def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report])
     away = sidecar_away(obs)
     if away is not None:
         return Finding(*away)  # it explains what others say of it
-    for worker in sorted(reports):
-        for problem in reports[worker].problems:
-            if problem.reason in (conditions.DELTAS_OFF, conditions.SIDECAR_THROTTLED):
-                continue  # copies are as good as ever; DeltasActive and Throttled tell it
-            return Finding(problem.reason, f"worker {worker}: {problem.message}")
+    problems = [(worker, problem) for worker in sorted(reports) for problem in reports[worker].problems]
+    for worker, problem in problems:
+        if problem.reason in (conditions.DELTAS_OFF, conditions.SIDECAR_THROTTLED, conditions.REHEARSAL_FAILED):
+            continue  # copies are as good as ever; DeltasActive and Throttled tell it. What was rehearsed comes last
+        return Finding(problem.reason, f"worker {worker}: {problem.message}")
     ended = sidecar_ended(obs, record, reports)
     if ended:
         return Finding(conditions.SIDECAR_RESTARTED, ended)
@@ -225,6 +227,9 @@ def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report])
             f"{record.placement.unprotected_reason or 'The nodes do not suffice'}. "
             "Add nodes, or spread the workers over more of them.",
         )
+    for worker, problem in problems:
+        if problem.reason == conditions.REHEARSAL_FAILED:
+            return Finding(problem.reason, f"worker {worker}: {problem.message}")
     if "peer" not in record.tiers:
         return Finding(conditions.WAITING_FOR_FIRST_VERSION, "no snapshot is complete on its holders yet")
     return None if _copies_made(obs, record) else _COPIES_LACK

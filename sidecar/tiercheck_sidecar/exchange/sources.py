@@ -39,18 +39,22 @@ class Opening:
     """What we will hold, if its copy is as it says."""
 
 
+class NotOffered(WireBroken):
+    """It has no such artifact, or not any more."""
+
+
 class Senseless(Exception):
     """What it says about its copy cannot be true."""
 
 
 def open_copy(artifact: Artifact, dial: Dial, tier: Tier) -> Opening:
-    """Raises WireBroken (also if it has no such artifact), PeerRefused, Senseless."""
+    """Raises WireBroken (NotOffered, if it has no such artifact), PeerRefused, Senseless."""
     wire = dial.connect()
     try:
         wire.send(Ask("read", artifact.rank, artifact.version, kind=artifact.kind))
         said = wire.receive(Say)
         if said.state != "found" or said.digests is None:
-            raise WireBroken(said.message or "it has no such artifact")
+            raise NotOffered(said.message or "it has no such artifact")
         if not is_well_formed(said.digests):
             raise Senseless(f"the copy of worker {dial.worker} has senseless digests")
     except BaseException:

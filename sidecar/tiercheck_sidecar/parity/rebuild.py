@@ -54,7 +54,8 @@ def rebuild(
 class Rebuild:
     """Of one artifact, coded with those of `ranks`. Made when all parts have said what they have, and these are enough.
 
-    `on_bad` hears of each part that proved to be bad, also if another took its place. Raises SourceFailed.
+    `on_bad` hears of each part that proved to be bad, also if another took its place. `tell`: its worker too, which then frees it.
+    Raises SourceFailed.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class Rebuild:
         group: ParityGroup,
         dial: Dial,
         on_bad: Callable[[Quarantined], None] = lambda bad: None,
+        *,
+        tell: bool = True,
     ) -> None:
-        self._artifact, self._dial, self._on_bad = artifact, dial, on_bad
+        self._artifact, self._dial, self._on_bad, self._tell = artifact, dial, on_bad, tell
         self._me = ranks.index(artifact.rank)
         self._data = len(ranks)
         self._members = {
@@ -137,7 +140,7 @@ class Rebuild:
     def _give_up(self, failed: PartFailed) -> None:
         part = failed.part
         if failed.corrupt or failed.certain:
-            reason = str(failed) if failed.certain else part.accuse(self._dial)
+            reason = part.accuse(self._dial) if self._tell and not failed.certain else str(failed)
             if reason:
                 self._corrupt = True
                 rank = part.share.ranks[0] if part.share else part.artifact.rank

@@ -64,10 +64,10 @@ def fault(slot: Slot) -> str:
         return header_fault(view, seal) if seal.share is None else ""
 
 
-def header_fault(view: memoryview, seal: Seal) -> str:
-    """Why the header is not that of the artifact the seal names; empty if it is."""
+def header_fault(view: memoryview, seal: Seal, size: int | None = None) -> str:
+    """Why the header is not that of the artifact the seal names; empty if it is. `size`: of all bytes, if `view` is only their beginning."""
     try:
-        header = read_header(view)
+        header = read_header(view, size)
     except NotASlot as error:
         return str(error)
     if (header.rank, header.version, header.kind) != (seal.rank, seal.version, seal.kind):

@@ -1,0 +1,73 @@
+"""What rehearsals have found so far: which proofs this worker can show, and what would not come back. Without I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.report import Proof
+
+ADVICE = {
+    Tier.LOCAL: (
+        "A restore goes round it to the copies elsewhere, and the next snapshot takes its place; "
+        "if it happens again, have the memory of this worker's node looked at"
+    ),
+    Tier.PEER: (
+        "A restore goes round it as long as there is another copy, and the next snapshot takes its place; if it happens again, "
+        "have the memory of the other worker's node and the network between them looked at"
+    ),
+    Tier.REMOTE: (
+        "If all memory is lost, the job goes back to an older version there; "
+        "check the store, its rules for deletion, and spec.tiers.remote"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Of this worker, as long as its sidecar lives."""
+
+    proofs: tuple[tuple[int, Proof], ...] = ()
+    """One for each own rank and tier."""
+    faults: tuple[tuple[int, Tier, str], ...] = ()
+    """Own rank, tier, and what would not come back, as a sentence without its full stop."""
+
+    def proved(self, rank: int, proof: Proof) -> Ledger:
+        """All routes of that rank's tier were walked to their ends."""
+        others = [(of, each) for of, each in self.proofs if (of, each.tier) != (rank, proof.tier)]
+        faults = tuple(each for each in self.faults if each[:2] != (rank, proof.tier))
+        return Ledger((*others, (rank, proof)), faults)
+
+    def disproved(self, rank: int, tier: Tier, sentences: Sequence[str]) -> Ledger:
+        """Some of them could not be. What was proved before stays, and grows old."""
+        faults = [each for each in self.faults if each[:2] != (rank, tier)]
+        return Ledger(self.proofs, (*faults, *((rank, tier, sentence) for sentence in sentences)))
+
+    def without_faults(self) -> Ledger:
+        """Everything is brought anew, or lies elsewhere now."""
+        return Ledger(self.proofs)
+
+    def shown(self, ranks: Collection[int]) -> tuple[Proof, ...]:
+        """For the report: of each tier that is proved for all of `ranks`, the oldest proof."""
+        found = []
+        for tier in Tier:
+            here = [proof for rank, proof in self.proofs if rank in ranks and proof.tier is tier]
+            if here and len(here) == len(ranks):
+                found.append(
+                    Proof(
+                        tier,
+                        min(each.version for each in here),
+                        min(each.at for each in here),
+                        round(sum(each.seconds for each in here), 3),
+                        sum(each.bytes for each in here),
+                        max(each.parts for each in here),
+                    )
+                )
+        return tuple(found)
+
+    def complaint(self) -> str:
+        """What a person should know and do; empty if nothing is wrong."""
+        sentences = [f"{sentence}. {ADVICE[tier]}" for _, tier, sentence in self.faults[:2]]
+        more = len(self.faults) - len(sentences)
+        return ". ".join(sentences) + (f"; and {more} more" if more else "") + "." if sentences else ""

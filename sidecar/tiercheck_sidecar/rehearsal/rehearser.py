@@ -1,0 +1,194 @@
+"""The thread that rehearses: each tier when its turn has come, one after the other, and never beside a restore or a save.
+
+It reads only. What it finds is told and left as it lies: a bad copy that was freed while the job trains might have been the last one, and a
+restore finds it again by itself and goes round it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+from tiercheck.protocol.directive import Directive, Phase, Tier
+from tiercheck.protocol.report import Proof, RestoreState
+from tiercheck.protocol.version import Version
+from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.rehearsal.ledger import Ledger
+from tiercheck_sidecar.rehearsal.pace import Look, due_in, rest
+from tiercheck_sidecar.rehearsal.routes import routes
+from tiercheck_sidecar.rehearsal.walk import Disproved, Stopped, Walk, Walked
+from tiercheck_sidecar.restore_sources import RestoreSources
+from tiercheck_sidecar.vault import Vault
+
+log = logging.getLogger(__name__)
+
+REHEARSAL_FAILED = "RehearsalFailed"
+"""Reason of the problem that something would not come back."""
+_LOOK_EVERY = 5.0
+_OUTLIVED = 5.0
+"""Seconds within which the word of a newer version follows the end of an older one."""
+_GIVES_WAY = 10.0
+"""Seconds that it waits for a save at most before it reads one more chunk: where deltas are written all the time, it gets on all the same."""
+
+Wait = Callable[[Callable[[], bool], float], bool]
+"""Waits until something is so, at most so many seconds; whether it is."""
+
+
+class Rehearser:
+    """One thread. `wait` as `Board.wait_until`."""
+
+    def __init__(
+        self,
+        board: Board,
+        vault: Vault,
+        reach: RestoreSources,
+        *,
+        wait: Wait | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._board, self._vault, self._reach = board, vault, reach
+        self._wait, self._clock = wait or board.wait_until, clock
+        self._ledger = Ledger()
+        self._looks: dict[Tier, Look] = {}
+        self._course: tuple[int, str] = (0, "")
+
+    def run(self) -> None:
+        seen = -1
+        while not self._board.stopping:
+            self.look()
+            seen = self._board.wait(seen, _LOOK_EVERY)
+
+    def look(self) -> None:
+        """Rehearse the tiers whose turn has come."""
+        for tier in Tier:
+            directive = self._board.directive
+            if directive is None or directive.policy.rehearse_every is None:
+                self._forget()
+                return
+            try:
+                self._look_at(tier, directive, directive.policy.rehearse_every)
+            except Stopped as why:
+                log.debug("rehearsal of the %s tier: %s", tier.value, why)
+
+    def _look_at(self, tier: Tier, directive: Directive, every: float) -> None:
+        ground = _Ground(self._board, self._vault, directive, tier, self._wait)
+        newest = ground.newest()
+        course = (directive.attempt, directive.placement)
+        if course != self._course:
+            self._course = course
+            self._publish(self._ledger.without_faults())
+        began = self._clock()
+        if due_in(began, every, self._looks.get(tier), course, newest) > 0:
+            return
+        good, whole = self._rehearse(tier, directive, ground)
+        self._looks[tier] = Look(course, began, good, whole)
+
+    def _rehearse(self, tier: Tier, directive: Directive, ground: _Ground) -> tuple[bool, Version | None]:
+        """Whether all is well, and which version was read whole. Raises Stopped."""
+        walked: dict[int, list[tuple[Walked, float]]] = {rank: [] for rank in self._vault.ranks}
+        bad: dict[int, list[str]] = {}
+        ways = routes(tier, directive, self._vault, self._reach)
+        for route in ways:
+            with contextlib.closing(route):
+                for rank, found in walked.items():
+                    began = self._clock()
+                    try:
+                        done = Walk(route, rank, directive.history, ground).run()
+                    except Disproved as error:
+                        log.error("rehearsal of the %s tier: %s", tier.value, error)
+                        bad.setdefault(rank, []).append(str(error))
+                        self._publish(self._ledger.disproved(rank, tier, bad[rank]))
+                        continue
+                    found.append((done, self._clock() - began))
+                    if len(found) == len(ways):
+                        self._prove(tier, rank, found)
+        if ways and walked:
+            self._board.count(**{"disproved" if bad else "proved": 1})
+        versions = {(done.version, done.parts) for found in walked.values() for done, _ in found}
+        (whole, parts) = versions.pop() if len(versions) == 1 and not bad else (None, 0)
+        return not bad, whole if parts == 1 else None
+
+    def _prove(self, tier: Tier, rank: int, found: list[tuple[Walked, float]]) -> None:
+        proof = Proof(
+            tier,
+            min(done.version for done, _ in found),
+            self._board.clock(),
+            sum(seconds for _, seconds in found),
+            sum(done.bytes for done, _ in found),
+            max(done.parts for done, _ in found),
+        )
+        log.info("rehearsal, rank %d: %s", rank, proof)
+        self._publish(self._ledger.proved(rank, proof))
+
+    def _forget(self) -> None:
+        if self._looks or self._ledger != Ledger():
+            self._looks = {}
+            self._publish(Ledger())
+
+    def _publish(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        with self._board.lock:
+            self._board.proofs = ledger.shown(self._vault.ranks)
+        self._board.problem(REHEARSAL_FAILED, ledger.complaint())
+        self._board.bump()
+
+
+class _Ground:
+    """`walk.Ground` by the board and the vault."""
+
+    def __init__(self, board: Board, vault: Vault, directive: Directive, tier: Tier, wait: Wait) -> None:
+        self._board, self._vault, self._directive, self._tier, self._wait = board, vault, directive, tier, wait
+
+    def newest(self) -> Version:
+        with self._board.lock:
+            verdict = self._board.verdict
+            self._go_on()
+        if verdict is None:
+            raise Stopped("nothing is known to be complete")
+        marks = verdict.watermarks
+        version = {Tier.LOCAL: marks.local, Tier.PEER: marks.peer, Tier.REMOTE: marks.remote}[self._tier]
+        if version is None or not self._directive.history.continues(version):
+            raise Stopped("nothing is complete yet")
+        return version
+
+    def outlived(self, version: Version) -> bool:
+        self._wait(lambda: self._is_over() or self._marks_another(version), _OUTLIVED)
+        return self.newest() != version
+
+    def rest(self, core: float, moved: int) -> None:
+        policy = self._directive.policy
+        bandwidth = {Tier.PEER: policy.peer_bandwidth, Tier.REMOTE: policy.remote_bandwidth}.get(self._tier)
+        self.pause(rest(core, moved, bandwidth))
+        self._wait(lambda: self._is_over() or not self._vault.unfinished(), _GIVES_WAY)
+        self._go_on()
+
+    def pause(self, seconds: float) -> None:
+        self._wait(self._is_over, seconds)
+        self._go_on()
+
+    def _marks_another(self, version: Version) -> bool:
+        try:
+            return self.newest() != version
+        except Stopped:
+            return True
+
+    def _go_on(self) -> None:
+        if self._is_over():
+            raise Stopped("something else has begun")
+
+    def _is_over(self) -> bool:
+        """Whether the sidecar has something better to do than when this began."""
+        board, mine = self._board, self._directive
+        now = board.directive
+        return (
+            now is None
+            or (now.attempt, now.placement) != (mine.attempt, mine.placement)
+            or now.phase is not Phase.RELEASE
+            or now.policy.rehearse_every is None
+            or board.restore.state is not RestoreState.READY
+            or board.overtaken
+            or board.ending
+            or board.stopping
+        )
