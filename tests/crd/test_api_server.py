@@ -63,6 +63,7 @@ def test_defaults_are_filled_in_by_the_server(api: Api) -> None:
         "topology": {"preset": "generic"},
         "checkpoint": {"snapshot": {}, "delta": {"mode": "Auto"}, "sanityGate": "Finite", "verify": "Sampled"},
         "tiers": {"local": {"medium": "PodMemory", "sizeLimit": "8Gi"}, "peer": {"spread": {"mode": "Preferred"}}},
+        "restore": {"rehearseEvery": "10m"},
         "failurePolicy": {
             "maxRestarts": 10,
             "resetAfterSeconds": 3600,

@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 from world_in_memory import World
 
-from tiercheck.protocol.report import TrainerReport, TrainerState
+from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.report import Proof, TrainerReport, TrainerState
+from tiercheck.protocol.version import Version
 from tiercheck_operator.clock_skew import ClockSkew, by_our_clock
 
 NOW = 1_800_000_000.0
@@ -47,7 +49,10 @@ def test_every_time_in_a_report_is_moved_and_nothing_else() -> None:
     world.until("Running")
     report = world.sidecars[world.member(0)].report()
     trainer = TrainerReport(TrainerState.FAILED, exit_code=1, started_at=100.0, first_step_at=None, ended_at=160.0)
-    given = replace(report, trainer=trainer)
+    proof = Proof(Tier.PEER, Version(3, 1), at=150.0, seconds=7.0, bytes=1)
+    given = replace(report, trainer=trainer, proofs=(proof,))
     moved = by_our_clock(given, 50.0)
-    assert moved == replace(given, trainer=replace(trainer, started_at=50.0, ended_at=110.0))
+    assert moved == replace(
+        given, trainer=replace(trainer, started_at=50.0, ended_at=110.0), proofs=(replace(proof, at=100.0),)
+    )
     assert by_our_clock(given, 0.0) is given

@@ -164,6 +164,15 @@ def test_complaint_ends_when_a_later_version_is_proved(stage: Stage) -> None:
     assert stage.proved()[Tier.PEER] == later
 
 
+def test_complaint_ends_with_the_attempt_in_which_it_was_made(stage: Stage) -> None:
+    stage.me.flip(stage.save(stage.version), Tier.LOCAL, 1)
+    stage.rehearser.look()
+    assert stage.complaint()
+    stage.job.next_attempt(stage.version.step, Policy(None, 1_000_000, 5, rehearse_every=600.0))
+    stage.rehearser.look()
+    assert not stage.complaint(), "all of it was restored, and nothing of it was read yet"
+
+
 def test_copy_that_its_holder_does_not_have_is_told(stage: Stage) -> None:
     stage.save(stage.version)
     stage.job[1].vault.free(lambda seal: seal.tier is Tier.PEER)
@@ -279,6 +288,33 @@ def test_reclaimed_version_goes_on_in_the_next_one_where_it_stopped(stage: Stage
     local = next(proof for proof in stage.me.board.proofs if proof.tier is Tier.LOCAL)
     assert (local.version, local.parts, local.bytes) == (later, 2, seal.digests.size)
     assert not stage.complaint()
+
+
+def test_versions_that_are_freed_before_they_can_be_read_are_no_failure_and_not_tried_without_pause(
+    stations: MakeStations,
+) -> None:
+    stage = Stage(stations(workers=1))
+    stage.save(stage.version, 1000)
+    asked: list[Version] = []
+    find = stage.me.vault.find
+
+    def overtaken(rank: int, version: Version, *arguments: object) -> None:
+        """Each is freed when it is asked for, and its successor is complete."""
+        asked.append(version)
+        seal = find(rank, version, *arguments)  # type: ignore[arg-type]
+        stage.me.vault.free(lambda each: each == seal)
+        stage.save(Version(version.step + 1, version.attempt), 1000)
+
+    stage.me.vault.find = overtaken  # type: ignore[method-assign, assignment]
+    stage.rehearser.look()
+    tried = len(asked)
+    assert tried > 2
+    assert (stage.proved(), stage.complaint()) == ({}, "")
+    stage.rehearser.look()
+    assert len(asked) == tried
+    stage.now += 600
+    stage.rehearser.look()
+    assert len(asked) > tried
 
 
 @pytest.mark.parametrize("after", range(1, 16, 3))

@@ -18,7 +18,7 @@ from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.rehearsal.ledger import Ledger
 from tiercheck_sidecar.rehearsal.pace import Look, due_in, rest
 from tiercheck_sidecar.rehearsal.routes import routes
-from tiercheck_sidecar.rehearsal.walk import Disproved, Stopped, Walk, Walked
+from tiercheck_sidecar.rehearsal.walk import Disproved, Stopped, TooSlow, Walk, Walked
 from tiercheck_sidecar.restore_sources import RestoreSources
 from tiercheck_sidecar.vault import Vault
 
@@ -67,6 +67,9 @@ class Rehearser:
             if directive is None or directive.policy.rehearse_every is None:
                 self._forget()
                 return
+            if (course := (directive.attempt, directive.placement)) != self._course:
+                self._course = course
+                self._publish(self._ledger.without_faults())
             try:
                 self._look_at(tier, directive, directive.policy.rehearse_every)
             except Stopped as why:
@@ -74,16 +77,15 @@ class Rehearser:
 
     def _look_at(self, tier: Tier, directive: Directive, every: float) -> None:
         ground = _Ground(self._board, self._vault, directive, tier, self._wait)
-        newest = ground.newest()
-        course = (directive.attempt, directive.placement)
-        if course != self._course:
-            self._course = course
-            self._publish(self._ledger.without_faults())
-        began = self._clock()
-        if due_in(began, every, self._looks.get(tier), course, newest) > 0:
+        newest, began = ground.newest(), self._clock()
+        if due_in(began, every, self._looks.get(tier), self._course, newest) > 0:
             return
-        good, whole = self._rehearse(tier, directive, ground)
-        self._looks[tier] = Look(course, began, good, whole)
+        try:
+            good, whole = self._rehearse(tier, directive, ground)
+        except TooSlow:
+            self._looks[tier] = Look(self._course, began, good=True)
+            raise
+        self._looks[tier] = Look(self._course, began, good, whole)
 
     def _rehearse(self, tier: Tier, directive: Directive, ground: _Ground) -> tuple[bool, Version | None]:
         """Whether all is well, and which version was read whole. Raises Stopped."""

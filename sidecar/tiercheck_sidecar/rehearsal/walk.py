@@ -28,6 +28,10 @@ class Stopped(Exception):
     """Something that matters more has begun, or there is nothing to be read: no verdict."""
 
 
+class TooSlow(Stopped):
+    """Versions are freed before they can be read; another try at once would find the same."""
+
+
 class Disproved(Exception):
     """It would not come back; the message is a sentence."""
 
@@ -86,7 +90,7 @@ class Walk:
                 if isinstance(error, Gone) and self._ground.outlived(version):
                     fruitless += 1
                     if fruitless > _FRUITLESS:
-                        raise Stopped("versions are freed before they can be read") from error
+                        raise TooSlow("versions are freed before they can be read") from error
                     continue
                 if troubles == len(PAUSES):
                     raise Disproved(self._sentence(version, error)) from error
