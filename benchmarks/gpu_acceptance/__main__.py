@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks.gpu_acceptance.checks import CHECKS, Setting
 from benchmarks.gpu_acceptance.runner import run_all, run_here
 from benchmarks.gpu_acceptance.table import line, numbers, page, summary
+from benchmarks.machine import shared_memory
 from benchmarks.scale import ROOT
 
 
@@ -33,6 +34,7 @@ def main() -> int:
     parser.add_argument("--only", type=_names, default=list(CHECKS), metavar="C1,P2", help="these checks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the results as JSON")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="the table as a page")
+    parser.add_argument("--memory", type=Path, default=shared_memory(), metavar="FOLDER", help="where slots lie")
     parser.add_argument("--spoil", action="store_true", help="flip a bit of what is restored: checks that restore fail")
     parser.add_argument("--child", type=_names, help=argparse.SUPPRESS)
     parser.add_argument("--device", help=argparse.SUPPRESS)
@@ -48,7 +50,7 @@ def main() -> int:
         return 64
     device = "cpu" if arguments.cpu else "cuda"
     print(f"torch {machine['packages'].get('torch')}, {device}, GPU: {machine['gpu']}", file=sys.stderr, flush=True)
-    setting = Setting(device, arguments.quick, Path(), arguments.spoil)
+    setting = Setting(device, arguments.quick, arguments.memory, arguments.spoil)
     results = run_all(arguments.only, setting, lambda result: print(line(result), file=sys.stderr, flush=True))
     command = " ".join(["python -m benchmarks.gpu_acceptance", *sys.argv[1:]])
     if arguments.json:

@@ -33,7 +33,7 @@ class Setting:
     """Of torch: "cuda" or "cpu"."""
     quick: bool
     memory: Path
-    """A folder in memory, for slots. Whoever made it removes it."""
+    """A folder in memory, for slots; a new one inside of it for each process of checks, which is removed after it."""
     spoil: bool = False
     """Flip a bit of every snapshot that is given back: checks that restore must fail then, or they show nothing."""
 

@@ -5,6 +5,7 @@ On a GPU each has one. Without one they share a process for as long as it lives,
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import json
@@ -22,7 +23,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.gpu_acceptance.checks import CHECKS, Check, Found, Result, Setting, Skip, Status, judge
-from benchmarks.machine import shared_memory
 from benchmarks.scale import ROOT
 
 BUDGET = 540.0
@@ -31,7 +31,6 @@ LIMIT, LIMIT_WITHOUT_GPU = 150, 1800
 """Seconds of one check; then its process writes where it stands, and ends. On a GPU time is short, and the machine our own."""
 
 Tell = Callable[[Result], None]
-Command = Callable[[Sequence[str], Setting, Path], list[str]]
 
 
 def run_all(names: Sequence[str], setting: Setting, tell: Tell, budget: float = BUDGET) -> list[Result]:
@@ -63,21 +62,14 @@ def command_of(names: Sequence[str], setting: Setting, out: Path) -> list[str]:
     return [*module, "--child", ",".join(names), "--out", str(out), "--device", setting.device, *flags]
 
 
-def run_apart(names: Sequence[str], setting: Setting, command: Command = command_of) -> list[Result]:
+def run_apart(names: Sequence[str], setting: Setting) -> list[Result]:
     """Results of the first of these checks, at least of one: that in which the process ended, if it did, has failed."""
-    folder = Path(tempfile.mkdtemp(prefix="tiercheck-acceptance-", dir=shared_memory()))
+    folder = Path(tempfile.mkdtemp(prefix="tiercheck-acceptance-", dir=setting.memory))
     out = folder / "results"
+    command = command_of(names, replace(setting, memory=folder), out)
     began = time.monotonic()
     try:
-        process = subprocess.Popen(command(names, replace(setting, memory=folder), out), cwd=ROOT, stdout=sys.stderr)
-        try:
-            code = process.wait((len(names) + 1) * (_limit(setting) + 1))
-        except BaseException as error:
-            process.kill()
-            process.wait()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            code = -signal.SIGALRM
+        code = _wait(command, (len(names) + 1) * (_limit(setting) + 1))
         lines = out.read_text().splitlines() if out.exists() else []
         results = [Result.read(json.loads(line)) for line in lines]
     finally:
@@ -90,6 +82,10 @@ def run_apart(names: Sequence[str], setting: Setting, command: Command = command
 
 def run_here(names: Sequence[str], setting: Setting, out: Path) -> None:
     """In the process of the checks."""
+    if not setting.gpu:
+        import torch
+
+        torch.set_num_threads(1)  # threads that wait for each other get nowhere on a busy machine
     for name in names:
         faulthandler.dump_traceback_later(_limit(setting))
         signal.alarm(_limit(setting) + 1)  # ends the process, wherever it hangs
@@ -119,6 +115,19 @@ def run_one(name: str, check: Check, setting: Setting) -> Result:
 
 def _result(name: str, status: Status, text: str, seconds: float = 0.0) -> Result:
     return Result(name, CHECKS[name].promise, status, text, seconds=seconds)
+
+
+def _wait(command: Sequence[str], limit: float) -> int:
+    """The exit code, negative for a signal. Whatever the process has started ends with it."""
+    process = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, start_new_session=True)
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return -signal.SIGALRM
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _limit(setting: Setting) -> int:
