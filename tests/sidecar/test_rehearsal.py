@@ -253,8 +253,11 @@ def test_save_that_begins_is_finished_before_the_next_chunk_is_read(stage: Stage
     assert stage.proved()[Tier.LOCAL] == stage.version
 
 
-def test_between_two_chunks_no_slot_is_held_here_or_at_the_holder(stage: Stage) -> None:
+def test_between_two_chunks_no_slot_is_held_here_or_at_the_holder(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So whatever is reclaimed is free at once, and the next save or copy finds its slot."""
+    monkeypatch.setattr("tiercheck_sidecar.exchange.session.IO_TIMEOUT", 600.0)  # a silent conversation ends no sooner
     stage.save(stage.version)
     later = Version(stage.version.step + 1, stage.version.attempt)
 
