@@ -348,6 +348,7 @@ def test_settings_of_the_data_plane_reach_the_sidecars() -> None:
         delta=DeltaMode.REPLAY,
         sanity_gate=False,
         verify_all=True,
+        rehearse_every=600.0,
         hang=HangLimits(20, 1800),
     )
 
