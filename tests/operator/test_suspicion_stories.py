@@ -73,6 +73,21 @@ def test_rack_whose_nodes_die_one_after_the_other_keeps_no_new_pod(seconds: int)
     assert not {world.home(worker) for worker in range(4)} & {first, second}
 
 
+def test_new_pod_on_a_dead_node_that_nobody_could_tell_of_goes_elsewhere() -> None:
+    """The job had no pod there, and Kubernetes has not noticed."""
+    world = World(make_spec(workers=2))
+    world.pulses, world.node_grace = True, 1e9
+    world.until("Running")
+    world.train(9)
+    empty = next(name for name in world.nodes if name not in {world.home(0), world.home(1)})
+    world.liked = empty
+    world.kill_node(empty)
+    world.kill_node(world.home(1))
+    world.train(80)
+    assert (world.status.phase, world.status.recovery) == ("Running", None)
+    assert world.home(1) != empty
+
+
 def test_accused_pod_is_asked_at_once() -> None:
     """Its long poll, which is under way, would notice its death only seconds later."""
     world = trained()

@@ -391,6 +391,7 @@ class World:
         self, spec: JobSpec | None = None, racks: int = 2, nodes_per_rack: int = 2, steps: int = 10**6
     ) -> None:
         self.now = START
+        self.unclaimed: dict[str, float] = {}
         self.liked = ""
         """The scheduler's favourite node."""
         self.beside = False
@@ -496,6 +497,7 @@ class World:
         return self.job.status
 
     def observe(self) -> Observation:
+        self.unclaimed = {uid: self.unclaimed.get(uid, self.now) for uid, pod in self.pods.items() if not pod.claimed}
         image = pinned(self.job.status, self.pods.values(), self.image)
         return Observation(
             now=self.now,
@@ -506,6 +508,7 @@ class World:
             reports=dict(self.reports),
             placement=self.placement,
             patience=Patience(),
+            unclaimed=self.unclaimed,
             have_service=self.have_service,
             have_credentials=self.have_credentials,
             have_gang=self.have_gang,
@@ -632,9 +635,10 @@ class World:
                     continue
                 node = min(fit, key=lambda n: (n.name != self.liked, used[n.name], n.name)).name
                 used[node] += 1
-                self.pods[uid] = replace(pod, node=node, unschedulable_since=None, message="")
+                self.pods[uid] = replace(pod, node=node, unschedulable_since=None, claimed=False, message="")
             elif pod.ip is None and not self._no_kubelet(pod.node):
-                self.pods[uid] = replace(pod, ip=f"127.0.0.{int(uid[4:])}", phase="Running")
+                address = f"127.0.0.{int(uid[4:])}"
+                self.pods[uid] = replace(pod, ip=address, phase="Running", claimed=True)
                 self.sidecars[uid] = Sidecar(self, uid, pod.worker)  # a spare's learns its worker from a directive
                 self.containers[uid] = SidecarContainer(self.now, self.start_seconds)
                 self._publish(uid)

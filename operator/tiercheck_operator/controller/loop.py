@@ -84,6 +84,7 @@ class JobLoop:
         self._executor = Executor(around.kube, around.config, self._belongings)
         self._events = EventPoster(around.kube)
         self._sidecars: JobSidecars | None = None
+        self._unclaimed: Mapping[str, float] = {}
         self._followed: Mapping[str, str] = {}
         """Whom they listen to: IP address by pod UID."""
         self._wrote_progress = 0.0
@@ -256,6 +257,7 @@ class JobLoop:
             nodes=around.nodes(),
             reports={**heard, **self._sidecars.reports} if self._sidecars is not None else {},
             placement=self._belongings.placement,
+            unclaimed=self._note_unclaimed(pods, around.clock()),
             patience=around.config.patience,
             shunned=around.suspects.shunned(around.clock()),
             have_service=self._belongings.have_service,
@@ -265,6 +267,11 @@ class JobLoop:
             budget=self._belongings.budget,
             budget_problem=self._belongings.budget_problem,
         )
+
+    def _note_unclaimed(self, pods: Iterable[PodView], now: float) -> Mapping[str, float]:
+        """Since when pods wait for their kubelet, by our clock: the scheduler's may differ by more than is waited for."""
+        self._unclaimed = {pod.uid: self._unclaimed.get(pod.uid, now) for pod in pods if not pod.claimed}
+        return self._unclaimed
 
     def _unseen(self, job: JobView, pods: Iterable[PodView]) -> dict[str, str]:
         """Sidecars of the attempt whose pods the API server has forgotten, as after a deletion by force: until the next attempt is decided

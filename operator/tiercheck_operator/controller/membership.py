@@ -85,10 +85,8 @@ def find_members(obs: Observation) -> Membership:
             living.setdefault(pod.worker, []).append(pod)
         elif pod.uid in obs.attempt_pods and pod.node is not None:
             beyond.append(pod)
-    for pod in _never_up_where_it_is_left(obs, living, lost):
-        lost[pod.uid] = _lost(
-            pod, Cause.NODE_SILENT, "it has not come up, and nothing else answers there", node=pod.node
-        )
+    for pod, why in _never_up(obs, living, lost):
+        lost[pod.uid] = _lost(pod, Cause.NODE_SILENT, why, node=pod.node)
         living[pod.worker].remove(pod)
     assigned = assign(obs, {worker: pods for worker, pods in living.items() if pods})
     members = assigned.members
@@ -156,14 +154,22 @@ def avoided(obs: Observation, membership: Membership) -> tuple[str, ...]:
     return tuple(sorted(obs.nodes[name].hostname if name in obs.nodes else name for name in membership.suspects))
 
 
-def _never_up_where_it_is_left(
+def _never_up(
     obs: Observation, living: Mapping[int, Sequence[PodView]], lost: Mapping[str, Loss]
-) -> list[PodView]:
-    """New pods on nodes that the job leaves. Their silence says nothing, so without this they would wait there until Kubernetes
-    notices: a replacement that went to the node that failed next."""
+) -> list[tuple[PodView, str]]:
+    """New pods on nodes that failed next, or at the same time without a pod of this job that would have told, and why they go.
+    Their silence says nothing, so without this they would wait there until Kubernetes notices."""
     left = {loss.node for loss in lost.values() if loss.cause is Cause.NODE_SILENT}
-    new = (pod for pods in living.values() for pod in pods if pod.uid not in obs.attempt_pods)
-    return [pod for pod in new if pod.node is not None and pod.node in left and not was_up(obs, pod)]
+    found = []
+    for pod in (pod for pods in living.values() for pod in pods):
+        if pod.uid in obs.attempt_pods or pod.node is None or was_up(obs, pod):
+            continue
+        waited = obs.now - obs.unclaimed.get(pod.uid, obs.now)
+        if pod.node in left:
+            found.append((pod, "it has not come up, and nothing else answers there"))
+        elif waited > obs.patience.unclaimed:
+            found.append((pod, f"no kubelet has taken it for {waited:.0f} s"))
+    return found
 
 
 def _lost(pod: PodView, cause: Cause, why: str, *, node: str | None = None, at: float | None = None) -> Loss:

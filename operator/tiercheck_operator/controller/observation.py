@@ -40,6 +40,8 @@ class Patience:
     """For a node whose sidecars answer us while nobody else can reach them."""
     hand_over: float = 5.0
     """For a pod that is being ended to bring its holders what they lack, before the next attempt refuses it."""
+    unclaimed: float = 8.0
+    """For a kubelet to take a new pod; one that lives does so in a second or two."""
     unschedulable: float = 30.0
     """For a pod without a node, before the nodes it avoids are looked at again."""
     capacity: float = 300.0
@@ -231,6 +233,8 @@ class PodView:
     message: str = ""
     """What Kubernetes says about why the pod does not run; empty if nothing."""
     unschedulable_since: float | None = None
+    claimed: bool = True
+    """Its node's kubelet has taken it, or it has no node yet."""
     sidecar_image: str = ""
     avoided: frozenset[str] = frozenset()
     trainer: ContainerView = ContainerView()
@@ -325,6 +329,8 @@ class Observation:
     spares: tuple[PodView, ...] = ()
     """Pods that are no worker's yet."""
     patience: Patience = Patience()
+    unclaimed: Mapping[str, float] = field(default_factory=dict)
+    """By pod UID: since when it has a node whose kubelet does not take it, by our clock."""
     shunned: frozenset[str] = frozenset()
     """Names of nodes that some job has reason to suspect: new pods go elsewhere if that is possible."""
     have_service: bool = True

@@ -189,6 +189,8 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
             (disrupted.get("reason") if disrupted.get("status") == "True" else "") or status.get("reason") or ""
         ),
         message=_pod_message(status, scheduled if unschedulable else {}),
+        # A kubelet that takes a pod says since when (PodStatus of the API reference).
+        claimed=not spec.get("nodeName") or bool(status.get("startTime")),
         unschedulable_since=(parse_time(scheduled.get("lastTransitionTime")) or created) if unschedulable else None,
         sidecar_image=_sidecar_image(spec),
         avoided=frozenset(

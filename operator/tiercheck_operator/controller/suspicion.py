@@ -86,10 +86,10 @@ def checks(obs: Observation) -> list[Probe]:
 
 
 def next_look(obs: Observation) -> float | None:
-    """Seconds until time alone may give somebody up; None: nobody is silent or accused."""
+    """Seconds until time alone may give somebody up; None: nobody is silent, accused, or new where no kubelet has taken it."""
     witnesses = _witnesses(obs, _running(obs))
     uneasy = any(witness.silent is not None or witness.accuses for witness in witnesses)
-    return _ASK_AGAIN if uneasy else None
+    return _ASK_AGAIN if uneasy or any(not (pod.claimed or pod.deleting or pod.terminal) for pod in obs.pods) else None
 
 
 def doubted_nodes(obs: Observation) -> frozenset[str]:
