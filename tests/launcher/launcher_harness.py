@@ -116,14 +116,13 @@ class Launched:
         listen: bool = True,
         merge_errors: bool = False,
         cleared: str = "",
-        program: Sequence[str] = ("-m", "tiercheck.launcher"),
         **environment: str,
     ) -> None:
         self.sidecar = SidecarEnd(run_dir)
         if listen:
             self.sidecar.listen()
         self.process = subprocess.Popen(
-            [sys.executable, *program, "--", *command],
+            [sys.executable, "-m", "tiercheck.launcher", "--", *command],
             env={name: value for name, value in os.environ.items() if name != cleared}
             | {"TIERCHECK_RUN_DIR": str(run_dir), "TIERCHECK_STOP_SECONDS": "5", **environment},
             stdout=subprocess.PIPE,
