@@ -96,7 +96,7 @@ class _Elsewhere:
     def chain(self, rank: int, version: Version, history: History) -> tuple[Artifact, ...]:
         places, failures = self._reach.ask(rank, version, [self._source])
         if failures:
-            raise SourceFailed(failures[0])
+            raise SourceFailed(failures[0].removeprefix(f"{self.name}: "))
         return _artifacts(plan(rank, version, history, {}, places), rank)
 
     def _room(self, digests: Digests, index: int) -> memoryview:
@@ -182,7 +182,6 @@ class Parity(_Elsewhere):
         self._group, self._procs = group, procs_per_worker
         self._bad: list[Quarantined] = []
         self._current: tuple[Artifact, Rebuild] | None = None
-        self._nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
     def digests(self, artifact: Artifact) -> Digests:
         return self._rebuild(artifact).digests
@@ -190,7 +189,8 @@ class Parity(_Elsewhere):
     def read(self, artifact: Artifact, index: int) -> int:
         found = self._rebuild(artifact)
         try:
-            found.unfold(self._nowhere, [index])
+            with open(os.devnull, "wb") as nowhere:
+                found.unfold(nowhere.fileno(), [index])
         except SourceFailed as error:
             self._current = None
             if not self._bad:
@@ -203,7 +203,6 @@ class Parity(_Elsewhere):
 
     def close(self) -> None:
         self._current = None
-        os.close(self._nowhere)
 
     def _rebuild(self, artifact: Artifact) -> Rebuild:
         if self._current is None or self._current[0] != artifact:
@@ -221,7 +220,6 @@ class RemoteObject(_Elsewhere):
 
     def __init__(self, reach: RestoreSources) -> None:
         super().__init__(reach, Source(Tier.REMOTE))
-
         self._known: tuple[Artifact, Digests] | None = None
 
     def digests(self, artifact: Artifact) -> Digests:
