@@ -152,6 +152,31 @@ def test_one_torn_byte_that_no_sample_sees_is_found_where_every_byte_is_compared
         assert (checkpointer.captured, checkpointer.skipped) == (0, 1)
 
 
+def test_script_that_writes_other_tensors_each_time_is_protected_after_one_copy_that_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As weights that are swapped for an evaluation are met at another place by each copy under way."""
+    from tiercheck.trainer import copying
+
+    model = build(layers=4, width=32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    real = copying.copy_tensor
+    with Checkpointer(model, optimizer, folder=tmp_path, every=1) as checkpointer:
+        checkpointer.restore()
+        for layer in model:
+
+            def late(target: Tensor, source: Tensor, bias: Tensor = layer.bias) -> None:
+                if source.data_ptr() == bias.data_ptr():
+                    source.data.add_(1)
+                real(target, source)
+
+            monkeypatch.setattr(copying, "copy_tensor", late)
+            train(model, optimizer, 32)
+            checkpointer.step()
+            assert checkpointer.wait(30)
+        assert (checkpointer.captured, checkpointer.skipped) == (3, 1)
+
+
 def copies(model: nn.Module) -> None:
     model._register_state_dict_hook(lambda module, state, *_: state.update({k: v.clone() for k, v in state.items()}))
 

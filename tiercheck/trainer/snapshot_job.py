@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from tiercheck.protocol.artifact import Kind
@@ -62,7 +64,8 @@ class SnapshotJob:
             self._looked = self._desk.equality.look(snapshot.step, snapshot.entries)
         changed = snapshot.changed()
         if changed:
-            self._mutating |= changed
+            # The second time, all: who swaps weights swaps them one after the other, and each copy would meet others of them.
+            self._mutating |= self._owned_with(changed) if self._mutating else changed
             raise Skipped(
                 "ChangedOutsideOptimizer",
                 f"{min(changed)} changed while it was copied; it is copied at once from now on",
@@ -106,5 +109,11 @@ class SnapshotJob:
             raise self._torn(torn)
 
     def _torn(self, names: list[str]) -> Skipped:
-        self._mutating |= {*names}
+        # Nothing counts such writes, so nothing tells which others there were.
+        self._mutating |= self._owned_with(names)
         return Skipped("CopyDiffers", f"{names[0]} was written while it was copied; it is copied at once from now on")
+
+    def _owned_with(self, names: Collection[str]) -> set[str]:
+        """All that belongs to the same model or optimizer as one of these."""
+        owners = {name.partition("/")[0] for name in names}
+        return {entry.name for entry in self._snapshot.entries if entry.name.partition("/")[0] in owners}
