@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,6 +31,36 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--answer", required=True, help="the file for the result")
     found.add_argument("--mode", default="")
     return found
+
+
+def staging() -> dict[str, bool]:
+    """What torch's stagers can do here; page-locked memory and a thread of their own they have for CUDA only."""
+    cuda = torch.cuda.is_available()
+    return {
+        "use_pinned_memory": cuda,
+        "use_shared_memory": True,
+        "use_async_staging": cuda,
+        "use_non_blocking_copy": cuda,
+    }
+
+
+def one_at_a_time(arguments: argparse.Namespace, save: Callable[[Path], Any]) -> tuple[AfterStep, Settle]:
+    """`save` begins one into a folder that does not exist, and gives its future. The next one waits for it."""
+    folder = Path(arguments.folder) / "checkpoint"
+    pending: list[Any] = []
+
+    def settle() -> None:
+        while pending:
+            pending.pop().result()
+
+    def after_step(number: int) -> None:
+        if number % (2 * arguments.half):
+            return
+        settle()
+        shutil.rmtree(folder, ignore_errors=True)
+        pending.append(save(folder))
+
+    return after_step, settle
 
 
 def measure(setup: Setup) -> None:

@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint._experimental import CheckpointerConfig, RankInfo, make_async_checkpointer
 from torch.distributed.checkpoint._experimental.staging import CheckpointStagerConfig
 
-from benchmarks.peers.arguments import AfterStep, Settle, measure
+from benchmarks.peers.arguments import AfterStep, Settle, measure, one_at_a_time, staging
 from benchmarks.workload import Training
 
 
 def setup(training: Training, arguments: argparse.Namespace) -> tuple[AfterStep, Settle]:
-    folder, cuda = Path(arguments.folder) / "checkpoint", torch.cuda.is_available()
-    staging = CheckpointStagerConfig(
-        use_pinned_memory=cuda, use_shared_memory=True, use_async_staging=cuda, use_non_blocking_copy=cuda
-    )
-    checkpointer = make_async_checkpointer(CheckpointerConfig(staging_config=staging), RankInfo(0, 1))
-    pending: list[Any] = []
+    config = CheckpointerConfig(staging_config=CheckpointStagerConfig(**staging()))
+    checkpointer = make_async_checkpointer(config, RankInfo(0, 1))
 
-    def settle() -> None:
-        while pending:
-            pending.pop().result()
-
-    def after_step(number: int) -> None:
-        if number % (2 * arguments.half):
-            return
-        settle()
-        shutil.rmtree(folder, ignore_errors=True)
+    def save(folder: Path) -> Any:
         futures = checkpointer.save(str(folder), training.state_dict())
         assert futures is not None
-        pending.append(futures[1])
+        return futures[1]
 
-    return after_step, settle
+    return one_at_a_time(arguments, save)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,15 @@ def first_delta(rank: FakeRank, step: int, size: int = 20_000) -> None:
     until(lambda: rank.save_delta(step, size), f"a slot for the delta of step {step}")
 
 
+def save_until(world: World, rank: FakeRank, last: int) -> None:
+    """The snapshot of step 1 and the deltas up to that of `last`, until the local tier has them."""
+    assert rank.save(1)
+    first_delta(rank, 2)
+    for step in range(3, last + 1):
+        assert rank.save_delta(step)
+    until(lambda: world.report(0).watermarks.local == Version(last, 1), f"step {last} is sealed")
+
+
 def test_snapshot_and_every_delta_after_it_lead_to_the_newest_step(make_world: MakeWorld) -> None:
     world = auto(make_world())
     world.start()
@@ -204,11 +213,7 @@ def test_mismatch_quarantines_the_chain_everywhere_and_ends_deltas_here(make_wor
     world.start()
     world.begin()
     with world.ranks(SIZE, DELTA) as (rank,):
-        assert rank.save(1)
-        first_delta(rank, 2)
-        assert rank.save_delta(3)
-        assert rank.save_delta(4)
-        until(lambda: world.report(0).watermarks.local == Version(4, 1), "sealed")
+        save_until(world, rank, 4)
     world.begin(Version(3, 1))
     with world.rank(0) as rank:
         assert rank.ask("mismatch", step=3, kind=Kind.DELTA, message="tensor exp_avg of layer 1 differs").ok
@@ -239,9 +244,7 @@ def test_deltas_that_a_rank_found_worthless_while_it_trains_are_replayed_nowhere
     world.start()
     world.begin()
     with world.ranks(SIZE, DELTA) as (rank,):
-        assert rank.save(1)
-        first_delta(rank, 2)
-        until(lambda: world.report(0).watermarks.local == Version(2, 1), "sealed")
+        save_until(world, rank, 2)
     world.begin(Version(2, 1))
     with world.ranks(SIZE, DELTA) as (rank,):
         first_delta(rank, 3)
@@ -319,10 +322,7 @@ def test_slow_directive_of_an_old_attempt_is_no_base_for_a_delta(make_world: Mak
     world.start()
     world.begin()
     with world.ranks(SIZE, DELTA) as (rank,):
-        assert rank.save(1)
-        first_delta(rank, 2)
-        assert rank.save_delta(3)
-        until(lambda: world.report(0).watermarks.local == Version(3, 1), "sealed")
+        save_until(world, rank, 3)
     world.begin(Version(2, 1))
     with world.ranks(SIZE, DELTA) as (rank,):
         assert rank.save_delta(3), "the same step again, in another attempt"
@@ -337,9 +337,7 @@ def test_job_that_ends_offers_its_newest_whole_snapshot_for_upload(make_world: M
     world.start()
     world.begin()
     with world.ranks(SIZE, DELTA) as (rank,):
-        assert rank.save(1)
-        first_delta(rank, 2)
-        until(lambda: world.report(0).watermarks.local == Version(2, 1), "complete")
+        save_until(world, rank, 2)
     world.direct(Phase.FINISH)
     assert world.terminate(0) == 0, world.logs(0)
     assert [path.name for path in (world.root / "store").rglob("manifests/*.json")] == ["000000000001-1.json"]
