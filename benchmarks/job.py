@@ -17,8 +17,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-import msgspec
-
 from benchmarks.machine import shared_memory
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import DeltaMode, Directive, Peer, Phase, Policy, RankSources, Restore, Source, Tier
@@ -26,6 +24,7 @@ from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report, RestoreState
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.credentials import issue
+from tiercheck_sidecar.decoding import decode
 
 T = TypeVar("T")
 _JOB_UID = "benchmark"
@@ -146,7 +145,7 @@ class Job:
 
     def report(self, worker: int) -> Report:
         """What the sidecar tells the controller."""
-        return msgspec.json.decode(self._call(worker, "GET", "/v1/report"), type=Report)
+        return decode(self._call(worker, "GET", "/v1/report"), Report)
 
     def peer(self, worker: int) -> Peer:
         """`worker` as others reach it."""

@@ -37,6 +37,7 @@ _AT_ONCE = 2.0
 """Seconds that a sidecar may take to answer a call that waits for nothing. Its host is knocked at before it is called silent."""
 _KNOCK = 1.0
 """Seconds that a host may take to accept or refuse a connection."""
+_REPORT = msgspec.json.Decoder(Report)
 
 
 class SidecarError(Exception):
@@ -183,7 +184,7 @@ class JobSidecars:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise SidecarError(f"{host} does not answer: {type(error).__name__} {error}") from error
         try:
-            report = msgspec.json.decode(text, type=Report)
+            report = _REPORT.decode(text)
         except msgspec.DecodeError as error:
             raise SidecarError(f"{host} sent no report: {error}") from error
         if report.job_uid != self._job_uid:

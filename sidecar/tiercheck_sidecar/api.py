@@ -17,6 +17,7 @@ from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report
 from tiercheck_sidecar.board import Board, Refused, StaleRefused
 from tiercheck_sidecar.config import SidecarConfig
+from tiercheck_sidecar.decoding import decode
 from tiercheck_sidecar.report import Reporter
 
 log = logging.getLogger(__name__)
@@ -119,11 +120,6 @@ class ControlApi:
 
     def _is_news(self, report: Report, after: int) -> bool:
         return report.serial > after
-
-
-def decode(body: bytes, cls: type[T]) -> T:
-    """Strict decoding. Raises msgspec.DecodeError (ValidationError is one)."""
-    return msgspec.json.decode(body, type=cls)
 
 
 def answer(value: object) -> web.Response:

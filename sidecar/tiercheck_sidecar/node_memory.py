@@ -30,6 +30,7 @@ from pathlib import Path
 import msgspec
 
 from tiercheck.protocol.encoding import to_json
+from tiercheck_sidecar.decoding import decode
 from tiercheck_sidecar.vault.inventory import SLOT_SUFFIX
 from tiercheck_sidecar.vault.seal import seal_path
 
@@ -178,7 +179,7 @@ def _dead(folder: Path) -> Iterator[bool]:
 
 def _read(folder: Path) -> Owner | None:
     try:
-        return msgspec.json.decode((folder / OWNER).read_bytes(), type=Owner)
+        return decode((folder / OWNER).read_bytes(), Owner)
     except (OSError, msgspec.DecodeError):
         return None
 

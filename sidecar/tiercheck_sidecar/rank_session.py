@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-import msgspec
-
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.chain import Chain, chain_to
 from tiercheck.protocol.directive import DeltaMode, Directive, Phase, Tier
@@ -24,6 +22,7 @@ from tiercheck.protocol.report import Quarantined, RankFailure, RestoreState
 from tiercheck.protocol.slot import NotASlot
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.decoding import decode
 from tiercheck_sidecar.lending import Lender, lent_artifacts, lent_chain
 from tiercheck_sidecar.source_errors import SourceFailed
 from tiercheck_sidecar.stock import Stock, Where, stocks
@@ -63,7 +62,7 @@ class RankSession:
                 return
             try:
                 while line := lines.readline(LONGEST_LINE):
-                    reply = self._answer(msgspec.json.decode(line, type=Request))
+                    reply = self._answer(decode(line, Request))
                     if reply is not None:
                         self._send(dataclasses.replace(reply, snapshot_every=self._board.every))
             finally:

@@ -7,9 +7,10 @@ import asyncio
 import msgspec
 from aiohttp import web
 
-from tiercheck_sidecar.api import answer, decode, sentence
+from tiercheck_sidecar.api import answer, sentence
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.coordinator import Coordinator, NotNow, StaleReport
+from tiercheck_sidecar.decoding import decode
 from tiercheck_sidecar.tiers import take
 from tiercheck_sidecar.watermark import TierReport, Verdict
 

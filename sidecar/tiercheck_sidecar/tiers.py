@@ -16,6 +16,7 @@ from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.cadence import Needs
 from tiercheck_sidecar.control_client import CallFailed, ControlClient
+from tiercheck_sidecar.decoding import decode
 from tiercheck_sidecar.ending import WorkerEnd, is_final, owes_nothing
 from tiercheck_sidecar.offload import Offloader
 from tiercheck_sidecar.span import Span, common
@@ -151,7 +152,7 @@ class TierClient:
         if self._client is None or self._client.host != host:
             self._client = ControlClient(self._board.config, host)
         try:
-            verdict = msgspec.json.decode(self._client.call("POST", "/v1/tiers", to_json(report)), type=Verdict)
+            verdict = decode(self._client.call("POST", "/v1/tiers", to_json(report)), Verdict)
         except (CallFailed, msgspec.DecodeError) as error:
             log.debug("the coordinator: %s", error)
             self._saw(directive, error.how if isinstance(error, CallFailed) else None)

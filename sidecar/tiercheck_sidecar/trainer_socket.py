@@ -22,6 +22,7 @@ from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.local import Hello, LauncherEvent, Order
 from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.decoding import decode
 from tiercheck_sidecar.rank_session import LONGEST_LINE, RankSession
 from tiercheck_sidecar.restore_sources import RestoreSources
 from tiercheck_sidecar.vault import Vault
@@ -81,7 +82,7 @@ class TrainerSocket:
     def _serve(self, connection: socket.socket) -> None:
         with connection, connection.makefile("rb") as lines:
             try:
-                hello = msgspec.json.decode(lines.readline(LONGEST_LINE), type=Hello)
+                hello = decode(lines.readline(LONGEST_LINE), Hello)
                 if hello.role == "launcher":
                     self._serve_launcher(connection, lines)
                 elif hello.role == "rank":
@@ -104,7 +105,7 @@ class TrainerSocket:
         threading.Thread(target=self._send_orders, args=(connection,), name="orders", daemon=True).start()
         try:
             while line := lines.readline(LONGEST_LINE):
-                event = msgspec.json.decode(line, type=LauncherEvent)
+                event = decode(line, LauncherEvent)
                 log.info("launcher: %s", event)
                 with board.lock:
                     board.trainer.event(event, board.clock())

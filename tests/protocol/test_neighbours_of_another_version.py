@@ -22,7 +22,7 @@ MESSAGES = [(Directive, "directive.json"), (Report, "report.json")]
 
 
 def by_msgspec(text: bytes, kind: type[Any]) -> Any:
-    return msgspec.json.decode(text, type=kind)
+    return msgspec.json.Decoder(kind).decode(text)
 
 
 DECODERS = {"msgspec": by_msgspec, "our own": from_json}

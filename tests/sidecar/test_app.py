@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 from world import World, error_of, until
 
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report
+from tiercheck_sidecar.decoding import decode
 from tiercheck_sidecar.install_library import install
 
 MakeWorld = Callable[..., World]
@@ -31,7 +31,7 @@ def test_directive_is_idempotent_and_strangers_ones_are_refused(make_world: Make
     for _ in range(2):
         status, body = world.call(0, "PUT", "/v1/directive", to_json(directive))
         assert status == 200
-        assert msgspec.json.decode(body, type=Report).revision == directive.revision
+        assert decode(body, Report).revision == directive.revision
     for wrong in (replace(directive, job_uid="other"), replace(directive, worker=5)):
         status, body = world.call(0, "PUT", "/v1/directive", to_json(wrong))
         assert status == 403
@@ -53,7 +53,7 @@ def test_long_poll_answers_when_something_happens(make_world: MakeWorld) -> None
     world.new_attempt()
     world.direct(Phase.HOLD)
     waiter.join()
-    assert msgspec.json.decode(answers[0][1], type=Report).serial > serial
+    assert decode(answers[0][1], Report).serial > serial
     assert world.call(0, "GET", "/v1/report?after=999999&wait=0.1")[0] == 200
     assert time.monotonic() - began < 60
 

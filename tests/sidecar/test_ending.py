@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-import msgspec
 import pytest
 from test_cluster import save_everywhere
 from test_offload import with_directory
@@ -21,6 +20,7 @@ from tiercheck.protocol.directive import Peer, Phase
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report, TrainerState
 from tiercheck.protocol.version import Version
+from tiercheck_sidecar.decoding import decode
 
 MakeWorld = Callable[..., World]
 PATIENT = 3600
@@ -227,7 +227,7 @@ def test_controller_hears_of_the_last_upload_before_the_sidecars_go(make_world: 
             except (OSError, http.client.HTTPException):
                 return
             assert status == 200
-            heard.append(msgspec.json.decode(body, type=Report))
+            heard.append(decode(body, Report))
             serial = heard[-1].serial
             time.sleep(0.3)  # the operator's pause; nothing is waited for
 

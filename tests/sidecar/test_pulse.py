@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import msgspec
 from world import DEADLINE, FakeLauncher, World, until
 
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Break, Report, Unreachable
+from tiercheck_sidecar.decoding import decode
 
 MakeWorld = Callable[..., World]
 
@@ -24,7 +24,7 @@ def news(world: World, worker: int, after: int) -> Report:
     """As the controller asks: the answer comes with the news, or when the time is over."""
     status, body = world.call(worker, "GET", f"/v1/report?after={after}&wait={DEADLINE}")
     assert status == 200
-    return msgspec.json.decode(body, type=Report)
+    return decode(body, Report)
 
 
 def test_killed_neighbour_is_told_to_the_controller_in_its_open_call(make_world: MakeWorld) -> None:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -35,6 +34,7 @@ from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Request
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.slot import SlotLayout
 from tiercheck.protocol.version import Branch, History, Version
+from tiercheck_sidecar.decoding import decode
 
 T = TypeVar("T")
 DEADLINE = 40.0
@@ -254,7 +254,7 @@ class World:
     def report(self, worker: int) -> Report:
         status, body = self.call(worker, "GET", "/v1/report")
         assert status == 200, body
-        return msgspec.json.decode(body, type=Report)
+        return decode(body, Report)
 
     def new_attempt(self, version: Version | None = None) -> None:
         """Begin the next attempt, from `version` or from scratch."""
@@ -365,7 +365,7 @@ class Lines:
     def receive(self, cls: type[T]) -> T:
         line = self._file.readline()
         assert line, "the sidecar closed the connection"
-        return msgspec.json.decode(line, type=cls)
+        return decode(line, cls)
 
     def close(self) -> None:
         self._file.close()

@@ -22,6 +22,7 @@ from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Version
+from tiercheck_sidecar.decoding import decode
 
 T = TypeVar("T")
 
@@ -161,7 +162,7 @@ class Wire:
         if length > longest:
             raise WireBroken(f"a message of {length} bytes is refused")
         try:
-            return msgspec.json.decode(self._take(length), type=cls)
+            return decode(self._take(length), cls)
         except msgspec.DecodeError as error:
             raise WireBroken(f"not a {cls.__name__}: {error}") from error
 

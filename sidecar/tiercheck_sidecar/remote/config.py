@@ -36,10 +36,13 @@ class _Remote(msgspec.Struct, frozen=True):
     directory: DirectorySettings | None = None
 
 
+_REMOTE = msgspec.json.Decoder(_Remote)
+
+
 def parse(remote_json: str) -> S3Settings | DirectorySettings:
     """Decode and check. Raises RemoteConfigError with a sentence."""
     try:
-        remote = msgspec.json.decode(remote_json, type=_Remote)
+        remote = _REMOTE.decode(remote_json)
     except msgspec.DecodeError as error:
         raise RemoteConfigError(f"The remote tier's settings cannot be read: {error}.") from error
     if (remote.s3 is None) == (remote.directory is None):

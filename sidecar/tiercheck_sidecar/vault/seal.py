@@ -16,6 +16,7 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Version
+from tiercheck_sidecar.decoding import decode
 
 SUFFIX = ".seal"
 
@@ -63,7 +64,7 @@ def write_seal(slot: Path, seal: Seal) -> None:
 def read_seal(slot: Path) -> Seal | None:
     """None if there is none, or it is not a seal."""
     try:
-        return msgspec.json.decode(seal_path(slot).read_bytes(), type=Seal)
+        return decode(seal_path(slot).read_bytes(), Seal)
     except (OSError, msgspec.DecodeError):
         return None
 
