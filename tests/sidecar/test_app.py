@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import signal
 import subprocess
 import sys
 import threading
@@ -114,3 +115,12 @@ def test_library_is_copied_whole_and_again(tmp_path: Path) -> None:
         check=True,
     )
     assert done.stdout.startswith(str(tmp_path))
+
+
+def test_sidecar_that_ends_in_native_code_says_where(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.ask_to_end(0, signal.SIGSEGV)
+    assert world.end_of(0) == -signal.SIGSEGV
+    assert "Segmentation fault" in world.logs(0)
+    assert "tiercheck_sidecar" in world.logs(0), "the stacks of its threads"

@@ -215,8 +215,8 @@ class World:
         self.ask_to_end(worker)
         return self.end_of(worker)
 
-    def ask_to_end(self, worker: int) -> None:
-        self._processes[worker].terminate()
+    def ask_to_end(self, worker: int, number: int = signal.SIGTERM) -> None:
+        self._processes[worker].send_signal(number)
 
     def has_ended(self, worker: int) -> bool:
         return self._processes[worker].poll() is not None
