@@ -218,15 +218,14 @@ def test_first_and_last_step_are_reported_though_not_every_one_is(sidecar: Scrip
     run.checkpointer.restore()
     run.train(1)
     until(lambda: len(sidecar.asked("progress")) == 1, "the first step is reported at once")
-    losses = run.train(200)
-    run.checkpointer.wait(DEADLINE)
+    with run.checkpointer._backend._telling:  # type: ignore[attr-defined]  # nobody gets to tell anything
+        losses = run.train(200)
     until(lambda: sidecar.requests[-1].step == 201, "the last step is reported though training pauses")
     reported = sidecar.asked("progress")
-    assert reported[0].step == 1
+    assert [each.step for each in reported] == [1, 201]
     assert reported[-1].loss is not None
     assert reported[-1].loss.hex() == losses[-1]
     assert reported[-1].step_seconds is not None
-    assert len(reported) < 150
     run.checkpointer.close()
 
 

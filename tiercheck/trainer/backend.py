@@ -53,6 +53,8 @@ class Backend(Protocol):
     """`patience`: seconds that the barrier waits for a slot to be granted before it gives the artifact up; None: no limit."""
 
     attempt: int
+    place: str
+    """Where artifacts go, for people: one Checkpointer of a process has it."""
     patience: float | None
     elementwise: bool
     """Set by the trainer: whether its optimizers treat each element on its own, so that its deltas can be replayed on other ranks."""

@@ -36,6 +36,7 @@ from tiercheck.protocol.version import Version
 from tiercheck.trainer import gloo_threads, stacks, user_state
 from tiercheck.trainer.backend import Backend, Offer, RestoreError
 from tiercheck.trainer.capture import named_parameters_of, on_cuda
+from tiercheck.trainer.claim import Claim
 from tiercheck.trainer.copying import Pending, Snapshot
 from tiercheck.trainer.delta import StoredDelta
 from tiercheck.trainer.deltas import Deltas
@@ -105,6 +106,7 @@ class Checkpointer:
     The default random number generators (torch, all CUDA devices, python, numpy) are always included.
     `every`: steps between snapshots; None: as the job says, 50 outside a cluster.
     `folder`, `keep`: outside a cluster, where snapshots go and how many complete ones stay.
+    One process has one Checkpointer for a folder, and in a cluster one at all, until it is closed: a second one is a ValueError.
     `found`: what `find` returned, for frameworks that must know the step before they make model and optimizer.
     `sanity_gate`: refuse what has a loss, gradient, parameter or optimizer state that is not finite; None: as the job says.
     `verify_all`: compare every byte of a snapshot with the state before the next update, which waits for it; None: as the job says.
@@ -155,6 +157,7 @@ class Checkpointer:
         self._sampler = Sampler()
         self._shares = Shares(wrapped, self._partitions)
         self._sanity_gate = sanity_gate
+        self._claim = Claim(self._backend.place)
         self._saver = Saver(
             self._backend,
             self.rank,
@@ -295,6 +298,7 @@ class Checkpointer:
             self._last_words.close()
         self._saver.close(_CLOSE_SECONDS)
         self._backend.close()
+        self._claim.release()
 
     def __enter__(self) -> Checkpointer:
         return self

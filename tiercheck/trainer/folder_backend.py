@@ -41,6 +41,7 @@ class FolderBackend:
 
     def __init__(self, folder: Path, rank: int, world_size: int, keep: int) -> None:
         self._folder = folder
+        self.place = os.path.realpath(folder)
         self._rank = rank
         self._world_size = world_size
         self._keep = keep

@@ -34,6 +34,7 @@ class SidecarBackend:
 
     def __init__(self, run_dir: Path, rank: int, world_size: int) -> None:
         self._path = run_dir / SOCKET_NAME
+        self.place = str(run_dir)
         self.attempt = int(os.environ.get(ENV_ATTEMPT, "0"))
         self._hello = Hello(role="rank", pid=os.getpid(), rank=rank, world_size=world_size, attempt=self.attempt)
         self.every = 0
