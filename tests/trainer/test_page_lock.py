@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from tiercheck.protocol import mapping
 from tiercheck.trainer import page_lock
 from tiercheck.trainer.slot_file import SlotWriter
 
@@ -42,6 +46,31 @@ def slot(folder: Path, size: int) -> SlotWriter:
     with path.open("r+b") as file:
         file.truncate(size)
     return SlotWriter(str(path))
+
+
+@pytest.fixture
+def memory_volume() -> Iterator[Path]:
+    """Where slots lie. Other file systems are mapped at such addresses anyway."""
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK):
+        pytest.skip("there is no memory volume here")
+    with tempfile.TemporaryDirectory(dir=shared, prefix="tiercheck-test-") as folder:
+        yield Path(folder)
+
+
+def test_slots_are_mapped_where_the_huge_pages_of_their_files_fit(
+    memory_volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere each of them is mapped as hundreds of small pages: to touch a slot, or to register it, takes that much longer."""
+    monkeypatch.setattr(mapping, "huge_page", lambda: 2 * MIB)
+    sizes = [size * MIB + 4096 for size in (2, 5, 9, 3)]
+    writers = []
+    for number, size in enumerate(sizes):
+        (memory_volume / str(number)).mkdir()
+        writers.append(slot(memory_volume / str(number), size))
+    addresses = [torch.frombuffer(writer.buffer, dtype=torch.uint8).data_ptr() for writer in writers]
+    assert [address % (2 * MIB) for address in addresses] == [0] * 4
+    assert [len(writer.buffer) for writer in writers] == sizes
 
 
 def test_slot_is_registered_in_pieces_and_given_back(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.mapping import map_aligned
 from tiercheck.protocol.pieces import Piece
 from tiercheck.protocol.pieces_table import read_pieces
 from tiercheck.protocol.slot import PIECES, PROOF, SlotHeader, SlotLayout, read_header
@@ -28,7 +29,7 @@ USER_BLOB = "user"
 USER_BYTES = "user_bytes"
 
 
-def view_of(buffer: mmap.mmap, tensor: SlotTensor) -> Tensor:
+def view_of(buffer: mmap.mmap | memoryview, tensor: SlotTensor) -> Tensor:
     """The tensor's bytes in the slot as a torch tensor, without a copy."""
     dtype = dtype_of(tensor.dtype)
     if tensor.begin == tensor.end:
@@ -41,12 +42,13 @@ class SlotWriter:
     """One slot open for writing; the mapping is kept for as long as the file stays the same one."""
 
     def __init__(self, path: str) -> None:
-        """Raises OSError or ValueError (an empty file cannot be mapped)."""
+        """Raises OSError, also for an empty file, which cannot be mapped."""
         self.path = path
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            self.identity = _identity(os.fstat(descriptor))
-            self.buffer = mmap.mmap(descriptor, 0)
+            found = os.fstat(descriptor)
+            self.identity = _identity(found)
+            self.buffer = map_aligned(descriptor, found.st_size)
         finally:
             os.close(descriptor)
         self._tried = False

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from tiercheck.protocol.artifact import Kind, Share
 from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.mapping import map_aligned
 from tiercheck.protocol.slot import TORN
-from tiercheck_sidecar.vault.pages import collapse, map_aligned, populate
+from tiercheck_sidecar.vault.pages import collapse, populate
 from tiercheck_sidecar.vault.seal import Seal, break_seal
 
 _ZEROS = bytes(1024 * 1024)
