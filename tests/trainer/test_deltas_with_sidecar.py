@@ -152,12 +152,12 @@ def test_without_a_free_slot_deltas_wait_for_the_next_snapshot(delta_sidecar: Sc
 def test_silent_sidecar_costs_a_bounded_wait_and_nothing_is_queued(
     delta_sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sidecar_backend.SidecarBackend, "patience", 0.05)
-    monkeypatch.setattr(sidecar_backend, "ANSWER_SECONDS", 0.5)
     running, checkpointer = started(simple)
     checkpointer.restore()
     train(running, checkpointer, 5)
     checkpointer.wait(DEADLINE)
+    monkeypatch.setattr(sidecar_backend.SidecarBackend, "patience", 0.05)
+    monkeypatch.setattr(sidecar_backend, "ANSWER_SECONDS", 0.5)
     delta_sidecar.answer = lambda request: None
     train(running, checkpointer, 6)
     checkpointer.wait(DEADLINE)
