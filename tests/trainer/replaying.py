@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,8 +17,12 @@ from torch.optim import Optimizer
 from tiercheck import Checkpointer
 from tiercheck.protocol.artifact import Kind
 from tiercheck.trainer.capture import named_parameters_of
+from tiercheck.trainer.leaves import NotCapturable
 
 BASE, STEP, AFTER = 4, 9, 3
+MORE = 4
+"""Steps after the ninth, so that the next snapshot is among them."""
+EQUAL, TOLD, REFUSED = "equal", "told", "refused"
 
 
 @dataclass
@@ -114,3 +119,41 @@ def survives(sidecar: ScriptedSidecar, build: Build, missing: int = 0) -> None:
     same_bits(again.tensors(), whole.tensors())
     checkpointer.close()
     assert not sidecar.asked("mismatch", Kind.DELTA)
+
+
+def outcome(sidecar: ScriptedSidecar, build: Callable[[], Script]) -> str:
+    """What becomes of it. Fails if a version comes back that is not what was there."""
+    try:
+        whole, checkpointer = started(build, every=BASE)
+        checkpointer.restore()
+    except NotCapturable:
+        return REFUSED
+    losses = train(whole, checkpointer, STEP)
+    assert checkpointer.wait(DEADLINE)
+    snapshots, deltas = sidecar.completed(Kind.SNAPSHOT), sidecar.completed(Kind.DELTA)
+    told = bool(sidecar.asked("no-deltas") or any(each.message for each in sidecar.asked("cannot-save")))
+    if snapshots:
+        # From the oldest snapshot whose chain of deltas leads on: as much as possible is replayed.
+        chains = {base: _end_of_chain(base, deltas) for base in snapshots}
+        base = min(chains, key=lambda base: (-chains[base], base))
+        sidecar.offer(base, chains[base])
+    losses += train(whole, checkpointer, MORE)
+    checkpointer.close()
+    told = told or bool(sidecar.asked("no-deltas"))
+    if not snapshots:
+        assert told, "nothing was saved, and nobody was told"
+        return TOLD
+
+    again, checkpointer = started(build, seed=77, every=BASE)
+    step = checkpointer.restore()
+    assert not sidecar.asked("mismatch", Kind.DELTA), "found wrong at the restore"
+    assert step == chains[base]
+    resumed = train(again, checkpointer, STEP + MORE - step)
+    checkpointer.close()
+    if resumed == losses[step:]:
+        return EQUAL if step >= STEP - 1 else TOLD if told else "behind, and nobody was told"
+    return TOLD if told and any(each.message for each in sidecar.asked("cannot-save")) else "silently different"
+
+
+def _end_of_chain(base: int, deltas: dict[int, str]) -> int:
+    return base + len(list(itertools.takewhile(deltas.__contains__, itertools.count(base + 1))))

@@ -6,25 +6,20 @@ those of the run that went on, in every bit. Told means that the job knows by th
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from replaying import Script, master_weights, started, train
-from scripted_sidecar import DEADLINE, ScriptedSidecar
+from replaying import EQUAL, REFUSED, TOLD, Script, master_weights, outcome
+from scripted_sidecar import ScriptedSidecar
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss, normalize
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from tiercheck.protocol.artifact import Kind
-from tiercheck.trainer.leaves import NotCapturable
-
-WIDTH, STEPS, AFTER, EVERY = 24, 9, 4, 4
-EQUAL, TOLD, REFUSED = "equal", "told", "refused"
+WIDTH = 24
 
 
 def net() -> nn.Sequential:
@@ -570,44 +565,6 @@ IDIOMS: dict[str, tuple[Callable[[], Script], set[str]]] = {
 def test_idiom_comes_back_equal_or_is_refused_or_told(delta_sidecar: ScriptedSidecar, name: str) -> None:
     build, allowed = IDIOMS[name]
     assert outcome(delta_sidecar, build) in allowed
-
-
-def outcome(sidecar: ScriptedSidecar, build: Callable[[], Script]) -> str:
-    """What becomes of it. Fails if a version comes back that is not what was there."""
-    try:
-        whole, checkpointer = started(build, every=EVERY)
-    except NotCapturable:
-        return REFUSED
-    checkpointer.restore()
-    losses = train(whole, checkpointer, STEPS)
-    assert checkpointer.wait(DEADLINE)
-    snapshots, deltas = sidecar.completed(Kind.SNAPSHOT), sidecar.completed(Kind.DELTA)
-    told = bool(sidecar.asked("no-deltas") or any(each.message for each in sidecar.asked("cannot-save")))
-    if snapshots:
-        # From the oldest snapshot whose chain of deltas leads on: as much as possible is replayed.
-        chains = {base: _end_of_chain(base, deltas) for base in snapshots}
-        base = min(chains, key=lambda base: (-chains[base], base))
-        sidecar.offer(base, chains[base])
-    losses += train(whole, checkpointer, AFTER)
-    checkpointer.close()
-    told = told or bool(sidecar.asked("no-deltas"))
-    if not snapshots:
-        assert told, "nothing was saved, and nobody was told"
-        return TOLD
-
-    again, checkpointer = started(build, seed=77, every=EVERY)
-    step = checkpointer.restore()
-    assert not sidecar.asked("mismatch", Kind.DELTA), "found wrong at the restore"
-    assert step == chains[base]
-    resumed = train(again, checkpointer, STEPS + AFTER - step)
-    checkpointer.close()
-    if resumed == losses[step:]:
-        return EQUAL if step >= STEPS - 1 else TOLD if told else "behind, and nobody was told"
-    return TOLD if told and any(each.message for each in sidecar.asked("cannot-save")) else "silently different"
-
-
-def _end_of_chain(base: int, deltas: dict[int, str]) -> int:
-    return base + len(list(itertools.takewhile(deltas.__contains__, itertools.count(base + 1))))
 
 
 def test_there_are_enough_of_them() -> None:

@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tiercheck.trainer import kept
-from tiercheck.trainer.leaves import PLAIN, Entry, is_wrapper, list_tensor, local_shard, memory
+from tiercheck.trainer.buffers import PASSING
+from tiercheck.trainer.leaves import PLAIN, Entry, NotCapturable, held_by, is_wrapper, list_tensor, local_shard
+from tiercheck.trainer.modes import modes_of
 
 OWN = "param"
 """Key of a parameter that only an optimizer has: `optimizer<i>/#<number>/param`."""
@@ -37,22 +40,28 @@ class Inventory:
 
 
 def take_inventory(
-    model: nn.Module, optimizers: Sequence[Optimizer], beside: Mapping[str, nn.Module] | None = None
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    beside: Mapping[str, nn.Module] | None = None,
+    passing: Sequence[tuple[str, Tensor]] = (),
 ) -> Inventory:
-    """List the state of `model` and `optimizers` as it is now, and of the modules `beside` them. Raises NotCapturable."""
+    """List the state of `model` and `optimizers` as it is now, and of the modules `beside` them. Raises NotCapturable.
+
+    `passing`: buffers that no state_dict holds (`Passing.written`).
+    """
     entries: list[Entry] = []
-    facts: dict[str, Any] = {"model_extra": {}, "optimizers": [], "parameters": names_of(model), "frozen": []}
+    facts: dict[str, Any] = {"model_extra": {}, "optimizers": [], "parameters": names_of(model), **modes_of(model)}
     for module, prefix, extra in modules_beside(beside or {}, facts):
         _list_module(module, prefix, entries, extra)
     _list_module(model, "model/", entries, facts["model_extra"])
-    facts["frozen"] = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    known = {memory(entry.tensor) for entry in entries}
+    entries += (Entry(f"{PASSING}{name}", buffer, lazy=False) for name, buffer in passing)
+    held = held_by(entry.tensor for entry in entries)
     for index, optimizer in enumerate(optimizers):
         states: dict[str, dict[str, Any]] = {}
         for name, parameter in named_parameters_of(optimizer, model):
             prefix = f"optimizer{index}/{name}/"
             own = own_entries(prefix, name, parameter)
-            if any(memory(entry.tensor) not in known for entry in own):  # no module has it
+            if not all(held(entry.tensor) for entry in own):  # no module has it
                 entries += own
             states[name] = {
                 key: kept.describe(value, parameter, f"{prefix}{key}", entries)
@@ -67,6 +76,8 @@ def take_inventory(
                 "states": states,
                 "counts": counts,
                 "attributes": kept.attributes_of(optimizer),
+                "ties": kept.ties_of(optimizer, named_parameters_of(optimizer, model)),
+                "others": kept.describe_others(optimizer, f"optimizer{index}/", entries),
             }
         )
     return Inventory(tuple(entries), facts)
@@ -98,13 +109,22 @@ def model_items(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     seen: set[tuple[Any, ...]] = set()
     for key, value in model.state_dict().items():
+        if is_lazy(value):
+            raise NotCapturable(f"{key} has no shape yet: give the model a batch before `restore`")
         if isinstance(value, Tensor) and not is_extra(key) and value.numel() and not is_wrapper(value):
-            local = local_shard(value)
+            local = _shard(key, value)
             identity = (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
             if local.numel() and identity in seen:
                 continue
             seen.add(identity)
         yield key, value, key in parameters
+
+
+def _shard(key: str, value: Tensor) -> Tensor:
+    try:
+        return local_shard(value)
+    except NotCapturable as error:
+        raise NotCapturable(f"model/{key}: {error}") from None
 
 
 def named_parameters_of(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -35,6 +35,7 @@ from tiercheck.protocol.slot import NotASlot
 from tiercheck.protocol.version import Version
 from tiercheck.trainer import gloo_threads, stacks, user_state
 from tiercheck.trainer.backend import Backend, Offer, RestoreError
+from tiercheck.trainer.buffers import PASSING
 from tiercheck.trainer.capture import named_parameters_of, on_cuda
 from tiercheck.trainer.claim import Claim
 from tiercheck.trainer.copying import Pending, Snapshot
@@ -49,6 +50,7 @@ from tiercheck.trainer.last_words import LastWords
 from tiercheck.trainer.leaves import Entry, NotCapturable
 from tiercheck.trainer.live import is_final, refuse_fsdp1
 from tiercheck.trainer.load import fits, load_all, more_groups
+from tiercheck.trainer.modes import put_back_modes
 from tiercheck.trainer.partitioned import Partitions
 from tiercheck.trainer.proof import Proof, first_difference
 from tiercheck.trainer.ranks import anywhere, everyones, rank_and_world
@@ -234,6 +236,7 @@ class Checkpointer:
         user_state.unpack(user_state.pack(self._state, inventory.facts))
         found, self._found = self._found, None
         offer = self._backend.find() if found is None else found.offer
+        self._inventories.passing.begin()
         room = 0
         if offer is not None:
             room = self._load(offer)
@@ -252,9 +255,13 @@ class Checkpointer:
         self._last_step_at = time.monotonic()
         return self.step_number
 
-    def step(self, loss: float | None = None) -> None:
-        """Mark the end of an optimizer step. Starts what is due of it; returns without waiting for it."""
+    def step(self, loss: float | torch.Tensor | None = None) -> None:
+        """Mark the end of an optimizer step. Starts what is due of it; returns without waiting for it.
+
+        `loss`: one number. A tensor on a device is waited for.
+        """
         self.step_number += 1
+        loss = self._number(loss)
         self._partitions.stepped()
         self._look_for_unseen()
         poisoned = self.sanity_gate and loss is not None and not math.isfinite(loss)
@@ -344,8 +351,9 @@ class Checkpointer:
         if not self._shares.whole:
             self._refuse_unequal(slot.header.version, everyones(slot.header.metadata.get(REPLICAS, "")))
         load_all(self._model, self._optimizers, self._shares, slot, content["facts"], beside=self._beside)
+        self._put_back_passing(slot)
         self._refuse_other_state(slot.header.version, slot.proof())
-        step, room = slot.header.version.step, 0
+        facts, step, room = content["facts"], slot.header.version.step, 0
         replay = Replay(self._model, self._optimizers, self._shares) if offer.deltas else None
         for path in offer.deltas:
             last = path == offer.deltas[-1]
@@ -354,6 +362,7 @@ class Checkpointer:
             if slot.header.version.step != step:
                 raise RestoreError(f"{path} holds {slot.header.version}, the chain needs step {step}")
             room = max(room, slot.header.size)
+            facts = facts | content["facts"]
             assert replay is not None
             try:
                 replay.apply(StoredDelta.read(slot), content["facts"])
@@ -361,6 +370,7 @@ class Checkpointer:
                 message = f"replaying step {step} did not give the state that it was taken from: {mismatch}"
                 self._backend.mismatch(step, message)
                 raise RestoreError(message) from mismatch
+        put_back_modes(self._model, facts)
         self._partitions.loaded()
         user_state.put_back(self._state, content)
         return room
@@ -413,10 +423,16 @@ class Checkpointer:
         if not proof:
             return
         here = {entry.name: entry.tensor for entry in self._inventories.take().entries}
+        proof = {name: checksum for name, checksum in proof.items() if name in here or not name.startswith(PASSING)}
         if name := first_difference(list(proof), list(proof.values()), here):
             message = f"after {version} was loaded, {name} is not what it was when it was saved"
             self._backend.mismatch(version.step, message, Kind.SNAPSHOT)
             raise RestoreError(message)
+
+    def _put_back_passing(self, slot: SlotReader) -> None:
+        for name, value in slot.tensors().items():
+            if name.startswith(PASSING):
+                self._inventories.passing.put_back(name.removeprefix(PASSING), value)
 
     def _load_resharded(self, offer: Offer, *, imported: bool) -> None:
         assert offer.borrow is not None
@@ -512,6 +528,13 @@ class Checkpointer:
     def _skip(self, kind: str, message: str) -> None:
         self._saver.skip_snapshot(self.step_number, kind, message)
         self._saver.tell_skipped(self.step_number)
+
+    def _number(self, loss: Any) -> float | None:
+        try:
+            return None if loss is None else float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        except Exception as error:  # invariant: no failure of ours stops training
+            self._saver.warn("Loss", f"the loss given to step is no number, and not looked at: {error!r}"[:300])
+            return None
 
     def _report(self, loss: float | None) -> None:
         now = time.monotonic()

@@ -23,6 +23,8 @@ from tiercheck.trainer.delta import Delta, Planner
 from tiercheck.trainer.delta_job import Script
 from tiercheck.trainer.gradients import Event, Recorder, hyper_parameters
 from tiercheck.trainer.leaves import NotCapturable
+from tiercheck.trainer.live import is_final
+from tiercheck.trainer.modes import Modes
 from tiercheck.trainer.probe import Probes, Refused
 from tiercheck.trainer.replayable import hindrance, is_known
 from tiercheck.trainer.replicas import Shares
@@ -65,7 +67,8 @@ class Deltas:
         self._missed = False
         self._sizes: list[int] = []
         self._depth = [0] * len(optimizers)
-        self._look_around()
+        if is_final(model):
+            self._look_around()
 
     @property
     def active(self) -> bool:
@@ -95,6 +98,8 @@ class Deltas:
         self._harmless(lambda: self._after_update(index))
 
     def _before_update(self, index: int, step: int, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+        if not self._sizes:
+            self._look_around()  # what had no shape when this was made has one by now
         self._depth[index] += 1
         if self._depth[index] > 1:
             return  # its class calls the step of its base class: still the same update
@@ -139,7 +144,7 @@ class Deltas:
         events, inexact = self._recorder.take()
         self._depth = [0] * len(self._optimizers)  # an update that raised did not end
         self._look_at_the_clock()
-        if not self.active:
+        if not self.active or not self._sizes:
             return None
         if self._shares.whole:
             self.give_up(self._shares.whole)
@@ -219,12 +224,14 @@ class Deltas:
         ready: MakeReady,
         measure: bool,
     ) -> Delta:
+        modes = self._modes.facts()
         facts = {
             "events": [{"groups": event.groups, "scaling": event.scaling} for event in events],
             "groups": [hyper_parameters(optimizer) for optimizer in self._optimizers],
             "extra": self._buffers.extra(),
+            **modes,
         }
-        blob = user_state.Packed(state, facts)
+        blob = user_state.Packed(state, facts, tuple(modes.values()))
         buffers = [(name, buffer.clone()) for name, buffer in changed]
         device = next((p.device for named in self._named for _, p in named if p.is_cuda), None)
         self._measured = True
@@ -282,6 +289,7 @@ class Deltas:
         """List parameters and buffers; done once, because it takes too long for every step."""
         self._watch = Watch(self._model, self._optimizers)
         self._buffers = Buffers(self._model)
+        self._modes = Modes(self._model)
         self._named = [list(named_parameters_of(optimizer, self._model)) for optimizer in self._optimizers]
         self._sizes = [len(named) for named in self._named]
         names = [[name for name, _ in named] for named in self._named]

@@ -68,10 +68,10 @@ class Event:
 
 
 def hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """A copy of each parameter group without its parameters; tensors (a learning rate on the device) are cloned."""
+    """A copy of each parameter group without its parameters; what a schedule may write in place (a rate on the device, a list) is copied."""
     return [
         {
-            key: value.detach().clone() if isinstance(value, Tensor) else value
+            key: value.detach().clone() if isinstance(value, Tensor) else list(value) if type(value) is list else value
             for key, value in group.items()
             if key != "params"
         }
@@ -163,6 +163,7 @@ class Recorder:
                     if writes or self._is_reused((index, number), gradient, shard):
                         shard = self._staged(index, number, shard)
                     else:
+                        self._staging.pop((len(self._events), index, number), None)
                         lazy.append(number)
                     gradients.append(shard)
                 else:

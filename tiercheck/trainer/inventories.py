@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tiercheck.trainer.buffers import Passing
 from tiercheck.trainer.capture import Inventory, take_inventory
 from tiercheck.trainer.kept import attributes_of
 from tiercheck.trainer.leaves import PLAIN, Entry, is_sharded
@@ -27,6 +28,7 @@ _left_out = attrgetter("_non_persistent_buffers_set")
 _children, _parameters, _buffers = attrgetter("_modules"), attrgetter("_parameters"), attrgetter("_buffers")
 _look, _device = attrgetter("device", "dtype", "shape"), attrgetter("device")
 _trained, _placed = attrgetter("requires_grad"), attrgetter("placements", "device_mesh", "shape")
+_training = attrgetter("training")
 _EMPTY: dict[str, Any] = {}
 
 
@@ -41,6 +43,8 @@ class Inventories:
         self, model: nn.Module, optimizers: Sequence[Optimizer], beside: Mapping[str, nn.Module] | None = None
     ) -> None:
         """`beside`: other modules whose tensors are stored too."""
+        self.passing = Passing(model)
+        """Of the model; whoever restores it says when that begins."""
         self._model = model
         self._beside = beside or {}
         self._optimizers = optimizers
@@ -56,19 +60,20 @@ class Inventories:
 
     def take(self) -> Inventory:
         """As `take_inventory`. Raises NotCapturable."""
+        passing = self.passing.written()
         if self._marks is not None:
             try:
-                marks, tensors = self._read()
+                marks, tensors = self._read(passing)
             except (_NotPlain, RuntimeError):  # the latter: of a tensor without memory that could be looked at
                 marks, tensors = [], []
             if marks == self._marks:
                 return self._again(tensors)
-        inventory = take_inventory(self._model, self._optimizers, self._beside)
+        inventory = take_inventory(self._model, self._optimizers, self._beside, passing)
         looks = self._looks(inventory)
         if not looks or looks != self._believed:
             refuse_copies(self._model, self._beside, inventory.entries)
             self._believed = looks
-        self._remember(inventory)
+        self._remember(inventory, passing)
         return inventory
 
     def _looks(self, inventory: Inventory) -> list[Any]:
@@ -103,10 +108,10 @@ class Inventories:
         fixed = tuple(known["states"] for known in optimizers)  # of tensors: nothing but how to rebuild them
         return Inventory(tuple(entries), {**self._facts, "optimizers": optimizers}, fixed)
 
-    def _remember(self, inventory: Inventory) -> None:
+    def _remember(self, inventory: Inventory, passing: Sequence[tuple[str, Tensor]]) -> None:
         self._marks, self._modules = None, [*self._all_modules()]
         try:
-            marks, tensors = self._read()
+            marks, tensors = self._read(passing)
             places = {_memory(_shard(tensor)): place for place, tensor in reversed(list(enumerate(tensors)))}
             if len(places) != len({*map(id, tensors)}):
                 return  # something shares memory, or has none: only a new list tells what is stored of it
@@ -118,7 +123,7 @@ class Inventories:
         self._facts = {**inventory.facts, "optimizers": facts}
         self._marks = marks
 
-    def _read(self) -> tuple[list[Any], list[Tensor]]:
+    def _read(self, passing: Sequence[tuple[str, Tensor]]) -> tuple[list[Any], list[Tensor]]:
         """What names and places follow from, and all tensors in a stable order. Raises _NotPlain."""
         modules = self._modules
         if any(map(_hooks, modules)):
@@ -147,15 +152,19 @@ class Inventories:
             list(map(Tensor.data_ptr, map(_shard, found))),
             list(map(_look, found)),
             list(map(_trained, found)),
+            list(map(_training, modules)),
+            [name for name, _ in passing],
         ]
         tensors = list(found)
         for optimizer in self._optimizers:
             trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             states = list(map(optimizer.state.get, trained, repeat(_EMPTY)))
-            if {*map(type, states)} - {dict}:
+            if {*map(type, states)} - {dict} or not all(
+                issubclass(kind, Tensor) for kind in {*map(type, optimizer.state)}
+            ):
                 raise _NotPlain
             kept = list(_all(dict.values, states))
-            if not all(isinstance(value, Tensor) for value in kept):
+            if not all(isinstance(value, Tensor) for value in kept) or len({*map(id, kept)}) < len(kept):
                 raise _NotPlain
             marks += [list(map(id, trained)), list(map(len, states)), list(_all(dict.keys, states))]
             marks.append([len(group["params"]) for group in optimizer.param_groups])

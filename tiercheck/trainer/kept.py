@@ -5,9 +5,8 @@ Tensors, quantised ones (`__tensor_flatten__`, torch.utils._python_dispatch), an
 
 from __future__ import annotations
 
-import io
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tiercheck.trainer.attributes import is_value, own_attributes
-from tiercheck.trainer.leaves import Entry, NotCapturable, is_wrapper, list_tensor
+from tiercheck.trainer.leaves import PLAIN, Entry, NotCapturable, is_wrapper, list_tensor
+from tiercheck.trainer.readable import comes_back, must_come_back
 
 Make = Callable[[str, Mapping[str, Any]], Tensor]
 """Gives an empty tensor for a stored name and its description, to be filled later."""
@@ -30,7 +30,7 @@ def describe(value: Any, parameter: Tensor, name: str, entries: list[Entry]) -> 
         return {"tuple" if isinstance(value, tuple) else "list": members}
     if isinstance(value, dict) and _has_tensors(value):
         return {"dict": [[key, describe(each, parameter, f"{name}/{key}", entries)] for key, each in value.items()]}
-    _must_come_back(value, name)
+    must_come_back(value, name)
     return {"value": value}
 
 
@@ -58,11 +58,73 @@ def put_together(described: Mapping[str, Any], name: str, make: Make) -> Any:
     return make(name, described)
 
 
+Others = Sequence[tuple[Any, Mapping[str, Any]]]
+"""What an optimizer keeps under keys that are no parameters: each key, and how to put its value together."""
+
+
+def describe_others(optimizer: Optimizer, prefix: str, entries: list[Entry]) -> Others:
+    """Such as a count of all updates under `state["k"]`. Their tensors are added to `entries`. Raises NotCapturable."""
+    found: list[tuple[Any, Mapping[str, Any]]] = []
+    for key, value in optimizer.state.items():
+        if not isinstance(key, Tensor):
+            must_come_back(key, f"{prefix}{key}")
+            found.append((key, describe(value, _NOBODYS, _place(prefix, len(found)), entries)))
+    return found
+
+
+def stored_names_of_others(others: Others, prefix: str) -> Iterator[str]:
+    """Of the tensors that belong to them."""
+    for number, (_, described) in enumerate(others):
+        yield from stored_names(described, _place(prefix, number))
+
+
+def put_back_others(optimizer: Optimizer, others: Others, prefix: str, make: Make) -> None:
+    """Inverse of `describe_others`. Raises NotCapturable."""
+    for number, (key, described) in enumerate(others):
+        optimizer.state[key] = put_together(described, _place(prefix, number), make)
+
+
+def _place(prefix: str, number: int) -> str:
+    return f"{prefix}others/{number}"
+
+
+_NOBODYS = torch.empty(0, device="cpu")
+"""In place of the parameter that something is kept of."""
+
+
+Ties = Sequence[Sequence[tuple[str, Any]]]
+"""Groups of one tensor under several names: parameter and key of its state, None for the parameter itself."""
+
+
+def ties_of(optimizer: Optimizer, named: Iterable[tuple[str, Tensor]]) -> Ties:
+    """What an optimizer keeps more than once, such as one count for all parameters. `named`: its parameters."""
+    found: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
+    for name, parameter in named:
+        for key, value in ((None, parameter), *optimizer.state.get(parameter, {}).items()):
+            if isinstance(value, Tensor) and type(value) in PLAIN and value.numel():
+                memory = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
+                found.setdefault(memory, []).append((name, key))
+    return [group for group in found.values() if len(group) > 1]
+
+
+def tie(optimizer: Optimizer, named: Iterable[tuple[str, Tensor]], ties: Ties) -> None:
+    """Inverse of `ties_of`, of what is here."""
+    parameters = dict(named)
+    for group in ties:
+        here = [(parameters[name], key) for name, key in group if name in parameters]
+        first, first_key = here[0] if here else (None, None)
+        for parameter, key in here[1:]:
+            if first is not None and key is not None and key in optimizer.state[parameter]:
+                optimizer.state[parameter][key] = (
+                    first.detach() if first_key is None else optimizer.state[first][first_key]
+                )
+
+
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
     """Plain values that a class of somebody's own keeps beside its state, such as a count of its steps."""
     if type(optimizer).__module__.startswith("torch.optim."):
         return {}  # what they keep beside it, they make anew
-    return {name: value for name, value in own_attributes(optimizer) if is_value(value) and _comes_back(value)}
+    return {name: value for name, value in own_attributes(optimizer) if is_value(value) and comes_back(value)}
 
 
 def put_attributes(optimizer: Optimizer, attributes: Mapping[str, Any]) -> None:
@@ -114,7 +176,7 @@ def _describe_tensor(value: Tensor, parameter: Tensor, name: str, entries: list[
         raise NotCapturable(f"{name}: a sharded {type(value.to_local()).__name__} cannot be stored")  # type: ignore[attr-defined]
     flat: Any = value
     names, context = flat.__tensor_flatten__()
-    _must_come_back(context, name)
+    must_come_back(context, name)
     return {
         "device": value.device.type,
         "class": f"{type(value).__module__}:{type(value).__qualname__}",
@@ -130,41 +192,6 @@ def _has_tensors(value: Any) -> bool:
         return True
     members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return any(map(_has_tensors, members))
-
-
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.Size, torch.device)
-_seen: set[type] = set()
-"""Types that have come back once."""
-
-
-def _comes_back(value: Any) -> bool:
-    try:
-        _must_come_back(value, "")
-    except NotCapturable:
-        return False
-    return True
-
-
-def _must_come_back(value: Any, name: str) -> None:
-    """Raises NotCapturable for what a checkpoint could hold and never give back, because to read it would run code."""
-    if isinstance(value, _PLAIN) or type(value) in _seen:
-        return
-    if isinstance(value, (list, tuple)):
-        for each in value:
-            _must_come_back(each, name)
-        return
-    if isinstance(value, dict):
-        for each in (*value.keys(), *value.values()):
-            _must_come_back(each, name)
-        return
-    try:
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
-    except Exception as error:  # whatever pickle meets
-        raise NotCapturable(f"{name}: a {type(value).__name__} could not be read back") from error
-    _seen.add(type(value))
 
 
 def _class(path: str, name: str) -> Any:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -88,9 +91,57 @@ def memory(tensor: Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.data_ptr()
 
 
+def held_by(tensors: Iterable[Tensor]) -> Callable[[Tensor], bool]:
+    """Tells whether every byte of a plain tensor is also one of these, however they are cut. Costs nothing until it is asked."""
+    listed = list(tensors)
+
+    @cache
+    def memory_of_all() -> tuple[set[tuple[Any, ...]], dict[torch.device, list[tuple[int, int]]]]:
+        spans: dict[torch.device, list[tuple[int, int]]] = {}
+        for device, begin, end in sorted(map(_span, filter(_is_dense, listed)), key=lambda span: span[1:]):
+            found = spans.setdefault(device, [])
+            if found and begin <= found[-1][1]:
+                found[-1] = found[-1][0], max(end, found[-1][1])
+            else:
+                found.append((begin, end))
+        return {(*_span(tensor), tensor.shape, tensor.stride()) for tensor in listed}, spans
+
+    def held(tensor: Tensor) -> bool:
+        same, spans = memory_of_all()
+        device, begin, end = span = _span(tensor)
+        if (*span, tensor.shape, tensor.stride()) in same:
+            return True
+        found = spans.get(device, [])
+        at = bisect_right(found, (begin, sys.maxsize)) - 1
+        return at >= 0 and end <= found[at][1]
+
+    return held
+
+
+def _span(tensor: Tensor) -> tuple[torch.device, int, int]:
+    """From its first byte to after its last one."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    size = (last + 1) * tensor.element_size() if tensor.numel() else 0
+    return tensor.device, tensor.data_ptr(), tensor.data_ptr() + size
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether it has every element of its memory once, in whatever order."""
+    _, begin, end = _span(tensor)
+    return end - begin == tensor.nbytes
+
+
+def write(target: Tensor, value: Tensor) -> None:
+    """Into every element, of which an expanded tensor (`Tensor.expand`) has some many times."""
+    once = tuple(slice(None) if stride else slice(0, 1) for stride in target.stride())
+    target[once].copy_(value[once])
+
+
 def list_tensor(name: str, value: Tensor, lazy: bool, entries: list[Entry]) -> None:
     """Add what has to be stored of a tensor. Raises NotCapturable, with its name."""
     try:
+        if value.is_meta:
+            raise NotCapturable("it has no memory, it is on the meta device")
         if not is_wrapper(value):
             entries.append(Entry(name, local_shard(value), lazy, lazy, value))
             return

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from tiercheck.trainer.capture import BESIDE, is_extra
-from tiercheck.trainer.leaves import Entry, NotCapturable, memory, parts
+from tiercheck.trainer.leaves import Entry, NotCapturable, held_by, memory, parts
 
 
 def refuse_fsdp1(model: nn.Module) -> None:
@@ -31,15 +31,15 @@ def refuse_fsdp1(model: nn.Module) -> None:
 def refuse_copies(model: nn.Module, beside: Mapping[str, nn.Module], entries: Sequence[Entry]) -> None:
     """Raises NotCapturable if `entries`, made from state_dicts, are not what the modules hold: one is a copy, or one that is trained is
     missing."""
-    shown = {memory(entry.tensor) for entry in entries}
+    shown = held_by(entry.tensor for entry in entries)
     held: set[tuple[torch.device, int]] = set()
     for prefix, module in _modules(model, beside):
         for name, tensor, trained in _held(module):
             for path, leaf in parts(tensor):
                 held.add(memory(leaf))
-                if trained and leaf.numel() and memory(leaf) not in shown:
+                if trained and leaf.numel() and not shown(leaf):
                     raise NotCapturable(
-                        f"{prefix}{name}{path} is trained, and state_dict gives a copy of it or leaves it out"
+                        f"{prefix}{name}{path} is trained, and state_dict gives a copy of it, or a part, or leaves it out"
                     )
     for prefix, module in _modules(model, beside):
         doubted = {

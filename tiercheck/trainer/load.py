@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,12 +14,10 @@ from tiercheck.protocol.pieces import Piece
 from tiercheck.trainer import kept
 from tiercheck.trainer.capture import is_extra, model_items, modules_beside, named_parameters_of, own_entries
 from tiercheck.trainer.gradients import set_hyper_parameters
-from tiercheck.trainer.leaves import Entry, is_wrapper, list_tensor, local_shard, memory, parts
+from tiercheck.trainer.leaves import Entry, held_by, is_wrapper, list_tensor, local_shard, parts
 from tiercheck.trainer.replicas import Replicas, Shares, cut, exchange, share_of
 from tiercheck.trainer.slot_file import SlotReader
 from tiercheck.trainer.stored import StoredTensors
-
-log = logging.getLogger("tiercheck")
 
 
 class DifferentState(ValueError):
@@ -53,7 +50,7 @@ def load_all(
     extra_beside = dict(facts)
     for module, prefix, _ in modules_beside(beside or {}, extra_beside):
         targets |= _model_targets(module, shares, tensors, pieces, prefix)
-    held = {memory(local) for _, local in targets.values()}
+    held = held_by(local for _, local in targets.values())
     for index, (optimizer, saved) in enumerate(zip(optimizers, facts["optimizers"], strict=True)):
         _check_optimizer(index, optimizer, model, saved, tensors)
         for name, parameter in named_parameters_of(optimizer, model):
@@ -67,27 +64,13 @@ def load_all(
     for index, (optimizer, saved) in enumerate(zip(optimizers, facts["optimizers"], strict=True)):
         wanted += _load_optimizer(index, optimizer, model, saved, slot)
     _fill(wanted, shares, tensors, pieces)
-    frozen = {*facts.get("frozen", ())}
-    freeze_as_saved(model, lambda name: name in frozen if "frozen" in facts else None)
 
 
-def refuse_lost(own: Sequence[Entry], held: Collection[tuple[torch.device, int]], stored: Container[str]) -> None:
-    """Raises DifferentState for what only an optimizer has here, and the checkpoint has not. `held`: memory of the model."""
+def refuse_lost(own: Sequence[Entry], held: Callable[[Tensor], bool], stored: Container[str]) -> None:
+    """Raises DifferentState for what only an optimizer has here, and the checkpoint has not. `held`: whether the model has it."""
     for entry in own:
-        if entry.name not in stored and memory(entry.tensor) not in held:
+        if entry.name not in stored and not held(entry.tensor):
             raise DifferentState(f"{entry.name} is only in the optimizer")
-
-
-def freeze_as_saved(model: nn.Module, was_frozen: Callable[[str], bool | None]) -> None:
-    """Parameters that the script froze, or thawed, on its way are so again: they would be trained otherwise, or not at all.
-
-    `was_frozen`: None where nobody can tell, as of what was imported.
-    """
-    for name, parameter in model.named_parameters():
-        frozen = was_frozen(name)
-        if parameter.requires_grad is frozen:
-            parameter.requires_grad_(not frozen)
-            log.warning("%s is %s, as when it was saved", name, "frozen" if frozen else "trained")
 
 
 def fits(slot: SlotReader, entries: Sequence[Entry]) -> bool:
@@ -189,6 +172,9 @@ def _check_optimizer(
             for stored in kept.stored_names(described, f"optimizer{index}/{name}/{key}"):
                 if stored not in tensors:
                     raise DifferentState(f"{stored} is missing in the checkpoint")
+    for stored in kept.stored_names_of_others(saved.get("others", ()), f"optimizer{index}/"):
+        if stored not in tensors:
+            raise DifferentState(f"{stored} is missing in the checkpoint")
 
 
 def _load_optimizer(
@@ -222,6 +208,9 @@ def _load_optimizer(
         }
         if state:
             optimizer.state[parameter] = state
+    kept.tie(optimizer, named_parameters_of(optimizer, model), saved.get("ties", ()))
+    make = partial(rebuilt, parameter=torch.empty(0, device="cpu"))
+    kept.put_back_others(optimizer, saved.get("others", ()), f"optimizer{index}/", make)
     return wanted
 
 

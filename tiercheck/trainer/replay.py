@@ -58,6 +58,7 @@ class Replay:
         Raises Mismatch if the optimizer does, or something does not fit.
         """
         before = torch.get_num_threads()
+        gradients_before = [[parameter.grad for _, parameter in named] for named in self._named]
         torch.set_num_threads(threads)
         try:
             for (index, gradients), event in zip(consumed, facts["events"], strict=True):
@@ -71,7 +72,10 @@ class Replay:
             raise Mismatch(f"{type(error).__name__}: {error}") from error
         finally:
             torch.set_num_threads(before)
-            self._clear()
+            # Memory that the script has set aside for gradients, for example.
+            for named, before_each in zip(self._named, gradients_before, strict=True):
+                for (_, parameter), gradient in zip(named, before_each, strict=True):
+                    parameter.grad = gradient
 
     def _gradients(self, delta: StoredDelta, event: StoredEvent) -> list[Tensor | None]:
         replicas = self._replicas[event.optimizer]
@@ -103,11 +107,6 @@ class Replay:
             for name in SCALING:
                 if name in event["scaling"]:
                     delattr(optimizer, name)
-
-    def _clear(self) -> None:
-        for named in self._named:
-            for _, parameter in named:
-                parameter.grad = None
 
     def _spelled(self, where: tuple[int, int, str] | str) -> str:
         if isinstance(where, str):

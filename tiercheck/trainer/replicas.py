@@ -124,10 +124,10 @@ class Shares:
 def owner_of(name: str) -> tuple[int, str]:
     """Optimizer (-1: the model itself) and parameter that a stored tensor, `model/<parameter>` or `optimizer<i>/<parameter>/<key>`, belongs to.
 
-    One of a module beside the model belongs to itself: `state/<name>/<parameter>`.
+    One of a module beside the model belongs to itself: `state/<name>/<parameter>`. So does a buffer that is not persistent.
     """
     kind, _, rest = name.partition("/")
-    if kind == "state":
+    if kind in ("state", "buffers"):
         return -1, name
     return (-1, rest) if kind == "model" else (int(kind.removeprefix("optimizer")), rest.rpartition("/")[0])
 

@@ -22,10 +22,12 @@ from tiercheck.protocol.slot import Tensor as Stored
 from tiercheck.trainer import user_state
 from tiercheck.trainer.backend import RestoreError
 from tiercheck.trainer.buffers import Buffers
+from tiercheck.trainer.capture import names_of
 from tiercheck.trainer.delta import REPLAY_BLOB, StoredDelta, StoredEvent
 from tiercheck.trainer.dtypes import dtype_of
 from tiercheck.trainer.encoding import decode, same
 from tiercheck.trainer.leaves import NotCapturable, local_shard
+from tiercheck.trainer.modes import changed_since, evaluate_as_saved, freeze_as_saved
 from tiercheck.trainer.old_fingerprints import OldFingerprints, first_difference
 from tiercheck.trainer.ranks import everyones
 from tiercheck.trainer.replay import Mismatch, Replay
@@ -91,6 +93,7 @@ def replay_resharded(here: Here, others: OtherRanks, steps: Sequence[tuple[int, 
         replay = _ReshardedReplay(here, others)
         for step, borrow in steps:
             content = replay.apply(step, borrow)
+        replay.put_back_modes()
         sums = replay.fingerprints.sums
     except (CannotReplay, Mismatch) as error:
         failure = str(error)
@@ -122,12 +125,13 @@ class _ReshardedReplay:
             for number, saved in facts.items()
         }
         self._kept = self._state_keys()
+        self._last: dict[int, _Recorded] = {}
 
     def apply(self, step: int, borrow: Borrow) -> dict[str, Any]:
         recorded = {
             number: self._open(number, step, borrow) for number in sorted({*self._sources, *self.fingerprints.told})
         }
-        own = recorded[self._namesake]
+        own, self._last = recorded[self._namesake], recorded
         for number in self._sources:
             self._must_agree(number, recorded[number], own, step)
         consumed: list[tuple[int, list[_Target | None]]] = []
@@ -157,6 +161,15 @@ class _ReshardedReplay:
             raise CannotReplay(f"an optimizer began to keep state of a parameter at step {step}, after the snapshot")
         self.fingerprints.add(step, {number: recorded[number].delta.hashes for number in self.fingerprints.told})
         return {**own.content, "random": own.content["random"] if self._here.rank < self._others.world_size else None}
+
+    def put_back_modes(self) -> None:
+        """What was frozen, thawed, or made to evaluate since the snapshot."""
+        model, changed = self._here.model, dict[str, bool]()
+        for number, recorded in self._last.items():
+            changed |= changed_since(self._others.facts(number), recorded.facts)
+        freeze_as_saved(model, changed.get)
+        if self._last and self._others.facts(self._namesake).get("parameters") == names_of(model):
+            evaluate_as_saved(model, self._last[self._namesake].facts)
 
     def _state_keys(self) -> list[list[str]]:
         return [

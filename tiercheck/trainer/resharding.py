@@ -6,7 +6,7 @@ slots and bytes that it needs, has them brought, and cuts its shards out of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,8 +21,10 @@ from tiercheck.trainer import kept, user_state
 from tiercheck.trainer.backend import Ranges
 from tiercheck.trainer.capture import is_extra, model_items, modules_beside, named_parameters_of, names_of, own_entries
 from tiercheck.trainer.gradients import set_hyper_parameters
-from tiercheck.trainer.leaves import local_shard, memory
-from tiercheck.trainer.load import DifferentState, add_groups, freeze_as_saved, refuse_lost, sharded_like
+from tiercheck.trainer.leaves import held_by, local_shard
+from tiercheck.trainer.load import DifferentState, add_groups, refuse_lost, sharded_like
+from tiercheck.trainer.modes import evaluate_as_saved, freeze_as_saved
+from tiercheck.trainer.ranks import everyones
 from tiercheck.trainer.replicas import Shares
 from tiercheck.trainer.samples import Sampler
 from tiercheck.trainer.slot_file import USER_BLOB, SlotReader
@@ -157,12 +159,14 @@ def load_resharded(
     namesake = rank % others.world_size
     blobs = {namesake: others.blob(namesake)}
     facts = blobs[namesake]["facts"]
+    imported = others.beginnings[namesake].header.metadata.get(FORMAT) == IMPORT
+    if not imported:
+        _refuse_left_over(model, others)
     targets = list(_model(model, shares, facts["model_extra"]))
-    held = {memory(each.local) for each in targets}
+    held = held_by(each.local for each in targets)
     takes = _plan(targets, others, rank)
     for module, prefix, extra in modules_beside(beside or {}, facts):
         takes += _plan(list(_model(module, shares, extra, prefix)), others, rank)
-    imported = others.beginnings[namesake].header.metadata.get(FORMAT) == IMPORT
     for index, optimizer in enumerate(here.optimizers):
         if imported and index >= len(facts["optimizers"]):
             continue  # weights only: the optimizer begins anew
@@ -181,7 +185,17 @@ def load_resharded(
         if extra:
             module.load_state_dict(extra, strict=False)
     freeze_as_saved(model, lambda name: _was_frozen(name, others, rank))
+    if facts.get("parameters") == names_of(model):
+        evaluate_as_saved(model, facts)
     return {**content, "random": content["random"] if rank < others.world_size else None}, proof
+
+
+def _refuse_left_over(model: nn.Module, others: OtherRanks) -> None:
+    """Raises DifferentState if there is something of the model in the checkpoint that no rank has a place for. A collective call."""
+    here = {f"model/{key}" for key, _, _ in model_items(model)}
+    saved = {name for name in (*others.holders, *others.private) if name.startswith("model/")}
+    if lost := set.intersection(*everyones(saved - here)):
+        raise DifferentState(f"{min(lost)} is only in the checkpoint")
 
 
 def _was_frozen(name: str, others: OtherRanks, rank: int) -> bool | None:
@@ -221,7 +235,7 @@ def _optimizer(
     *,
     blobs: Mapping[int, dict[str, Any]],
     namesake: int,
-    held: Collection[tuple[torch.device, int]],
+    held: Callable[[Tensor], bool],
 ) -> list[_Wanted]:
     """Rebuild the optimizer's state, empty; what is to be filled."""
     saved = [blob["facts"]["optimizers"][index] for blob in blobs.values()]
@@ -259,6 +273,15 @@ def _optimizer(
             wanted.append(_Wanted(stored, local, shares.shard(stored, state[key])))
         if state:
             optimizer.state[parameter] = state
+
+    kept.tie(optimizer, named_parameters_of(optimizer, model), own.get("ties", ()))
+
+    def private(stored: str, described: Mapping[str, Any]) -> Tensor:
+        local = torch.empty(others.shape(stored), dtype=others.dtype(stored), device=described["device"])
+        wanted.append(_Wanted(stored, local, None))
+        return local
+
+    kept.put_back_others(optimizer, own.get("others", ()), f"optimizer{index}/", private)
     return wanted
 
 

@@ -109,7 +109,9 @@ def constant(size: int) -> int:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else _nothing(tensor.device)
+    if not tensor.numel():
+        return _nothing(tensor.device)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def _nothing(device: torch.device) -> Tensor:

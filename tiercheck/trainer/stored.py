@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tiercheck.trainer.backend import RestoreError
+from tiercheck.trainer.leaves import write
 
 _PIECE = 4 * 1024 * 1024
 _MANY = 32 * 1024 * 1024
@@ -74,7 +75,7 @@ class StoredTensors(Mapping[str, Tensor]):
         pieces: list[tuple[memoryview, int]] = []
         for target, stored, offset in wanted:
             if not _is_plain(target, stored):
-                target.copy_(stored)
+                write(target, stored)
                 continue
             target.view(-1).view(torch.uint8)[:0].zero_()  # changes nothing but torch's counter of changes
             memory = (ctypes.c_char * target.nbytes).from_address(target.data_ptr())

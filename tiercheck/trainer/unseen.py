@@ -6,7 +6,7 @@ on beside training, and what cannot be captured at all is told.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -76,6 +76,9 @@ class Unseen:
 
     def _states(self) -> list[Tensor]:
         kept = (
-            value for optimizer in self._optimizers for state in optimizer.state.values() for value in state.values()
+            value
+            for optimizer in self._optimizers
+            for state in optimizer.state.values()
+            for value in (state.values() if isinstance(state, Mapping) else [state])
         )
         return [leaf for value in kept if isinstance(value, Tensor) for _, leaf in parts(value)]

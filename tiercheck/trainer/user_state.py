@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from tiercheck.trainer.leaves import NotCapturable
+from tiercheck.trainer.readable import encoded, must_come_back, with_numpy, without_numpy
 
 _SMALLEST = 64 * 1024
 
@@ -30,7 +31,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> Any: ...
 
 
-State = Mapping[str, "Stateful | MutableMapping[str, Any] | torch.Generator"]
+State = Mapping[str, "Stateful | MutableMapping[str, Any] | torch.Generator | random.Random"]
 """By names of the user's choice. A numpy `Generator` will do as well."""
 
 
@@ -44,19 +45,19 @@ class Packed:
     def __init__(self, state: State, facts: Mapping[str, Any], fixed: Sequence[Any] = ()) -> None:
         """`fixed`: parts of `facts` that need no copy, because nobody will change them.
 
-        Raises NotCapturable if `state` holds something that torch.save cannot write.
+        Raises NotCapturable if `state` holds something that torch.save cannot write, or that could not be read back.
         """
         self._written: bytes | None = None
         content = {"facts": dict(facts), "random": random_state(), "state": {}}
         for name, holder in state.items():
-            content["state"][name] = _state_of(holder)
+            content["state"][name] = _state_of(name, holder)
         try:
             # What `random_state` gave belongs to nobody else.
             self._content: dict[str, Any] = _copied({**content, "random": None}, {id(part): part for part in fixed})
             self._content["random"] = content["random"]
         except Exception:  # writing it at once tells what is wrong with it, if anything is
             self._content = {}
-            self._written = _write(content)
+            self._written = _write_readable(content)
 
     def written(self) -> bytes:
         """The bytes. One thread at a time may ask."""
@@ -67,7 +68,7 @@ class Packed:
 
 
 def pack(state: State, facts: Mapping[str, Any]) -> bytes:
-    """The blob of this moment. Raises NotCapturable if `state` holds something that torch.save cannot write."""
+    """The blob of this moment. Raises NotCapturable as `Packed` does."""
     return Packed(state, facts).written()
 
 
@@ -100,6 +101,8 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
         copy = known[id(value)] = tuple([_copied(item, known) for item in value])
     elif kind is torch.Tensor and _is_plain(value) and (memory := -value.data_ptr()) not in known:
         copy = known[id(value)] = known[memory] = value.clone()
+    elif (number := encoded(value)) is not None:
+        copy = known[id(value)] = number
     else:
         raise _NotPlain
     return copy
@@ -120,6 +123,15 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def _write_readable(content: Mapping[str, Any]) -> bytes:
+    """Raises NotCapturable, too, for what could be written, but not read back."""
+    plain = {**content, "facts": without_numpy(content["facts"]), "state": without_numpy(content["state"])}
+    written = _write(plain)  # first, because what it says of what it cannot write is of more help
+    for name, part in (*plain["state"].items(), *plain["facts"].items()):
+        must_come_back(part, f"state[{name!r}]" if name in plain["state"] else name)
+    return written
+
+
 def _write(content: Mapping[str, Any]) -> bytes:
     buffer = io.BytesIO()
     try:
@@ -135,6 +147,7 @@ def unpack(blob: bytes) -> dict[str, Any]:
         content: dict[str, Any] = torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
     except Exception as error:  # pickle raises many kinds, all meaning the same here
         raise NotCapturable(f"the user state cannot be read back: {error}") from error
+    with_numpy(content)
     return content
 
 
@@ -154,6 +167,9 @@ def put_back(state: State, content: Mapping[str, Any]) -> None:
             holder.load_state_dict(content["state"][name])
         elif isinstance(holder, torch.Generator):
             holder.set_state(content["state"][name])
+        elif isinstance(holder, random.Random):
+            version, words, gauss = content["state"][name]
+            holder.setstate((version, tuple(words), gauss))
         elif (bits := _bit_generator(holder)) is not None:
             bits.state = _with_arrays(content["state"][name])
         else:
@@ -163,13 +179,19 @@ def put_back(state: State, content: Mapping[str, Any]) -> None:
         set_random_state(content["random"])
 
 
-def _state_of(holder: Any) -> Any:
+def _state_of(name: str, holder: Any) -> Any:
     if isinstance(holder, Stateful):
         return holder.state_dict()
     if isinstance(holder, torch.Generator):
         return holder.get_state()
     if (bits := _bit_generator(holder)) is not None:
         return _without_arrays(bits.state)
+    if isinstance(holder, random.Random):
+        return holder.getstate()
+    if not isinstance(holder, MutableMapping):  # it could be written, perhaps, but not put back
+        raise NotCapturable(
+            f"state[{name!r}] is a {type(holder).__name__}: give a dict, a generator, or an object with state_dict and load_state_dict"
+        )
     return dict(holder)
 
 

@@ -10,12 +10,14 @@ from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tiercheck.trainer.capture import counter
 from tiercheck.trainer.leaves import PLAIN
 from tiercheck.trainer.samples import Sampler
 
+_NUMBERS = {bool, int, float}
 _version, _shard_version = attrgetter("_version"), attrgetter("_local_tensor._version")
 
 
@@ -26,7 +28,7 @@ class Watch:
         self._optimizers = optimizers
         known: dict[int, Tensor] = {}
         for parameter in (*model.parameters(), *(p for o in optimizers for g in o.param_groups for p in g["params"])):
-            if not parameter.is_inference():
+            if not is_lazy(parameter) and not parameter.is_inference():
                 known[id(parameter)] = parameter
         self._sharded = [parameter for parameter in known.values() if hasattr(parameter, "placements")]
         self._plain = [parameter for parameter in known.values() if not hasattr(parameter, "placements")]
@@ -44,17 +46,19 @@ class Watch:
 
     def read(self) -> list[int]:
         """Two readings are equal if nothing was changed in place, or replaced, between them."""
-        found = list(map(_version, self._plain))
+        found, plain = list(map(_version, self._plain)), list[Any]()
         found += _counters(self._sharded)
         for optimizer in self._optimizers:
             values: list[Any] = list(chain.from_iterable(map(_values, optimizer.state.values())))
             if {*map(type, values)} - {Tensor}:
+                plain += [value for value in values if type(value) in _NUMBERS]
                 values = [value for value in values if isinstance(value, Tensor)]
                 versions: Iterable[int] = _counters(values)
             else:  # no call into Python for any of them: this runs three times in every step
                 versions = map(_version, values)
             found += map(id, values)
             found += versions
+        found.append(hash(tuple(plain)))
         found.append(self.bytes())
         return found
 
@@ -77,5 +81,5 @@ def _counters(tensors: list[Tensor]) -> list[int]:
         return list(map(counter, tensors))
 
 
-def _values(state: dict[str, Any]) -> Any:
-    return state.values()
+def _values(state: Any) -> Any:
+    return state.values() if isinstance(state, dict) else (state,)

@@ -1,0 +1,520 @@
+"""Scripts that do what no list of idioms has: their state is in odd places, changes its kind, or is not where a state_dict looks.
+
+Each is left and resumed twice: from a snapshot and the deltas after it, and from a snapshot alone. Equal, refused or told, as in
+`test_idioms`; never silently different, never the script's end.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from replaying import EQUAL, REFUSED, TOLD, Script, outcome, started, train
+from scripted_sidecar import DEADLINE, ScriptedSidecar
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from tiercheck.trainer.leaves import NotCapturable
+from tiercheck.trainer.load import DifferentState
+
+WIDTH = 24
+After = Callable[[nn.Module, Optimizer, int], None]
+
+
+class Net(nn.Module):
+    """Its input may be changed on the way in by what a subclass keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+    def keeps(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        done: Tensor = self.body(self.keeps(x))
+        return done
+
+
+def adam(parameters: Iterable[Tensor]) -> Optimizer:
+    return AdamW([each for each in parameters if each.requires_grad], lr=1e-2)
+
+
+def run(
+    model: nn.Module, optimizer: Optimizer, after: After = lambda *_: None, state: dict[str, Any] | None = None
+) -> Script:
+    """The plain loop. `after`: called with the number of the step that was made."""
+    count = {"step": 0}
+
+    def update() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(torch.randn(4, WIDTH)).square().mean()
+        loss.backward()
+        optimizer.step()
+        count["step"] += 1
+        after(model, optimizer, count["step"])
+        return loss
+
+    return Script(model, [optimizer], update, {"count": count, **(state or {})})
+
+
+def of(kind: Callable[[], nn.Module], make: Callable[[Iterable[Tensor]], Optimizer] = adam) -> Callable[[], Script]:
+    def build() -> Script:
+        model = kind()
+        return run(model, make(model.parameters()))
+
+    return build
+
+
+def then(after: After, make: Callable[[Iterable[Tensor]], Optimizer] = adam) -> Callable[[], Script]:
+    def build() -> Script:
+        model = Net()
+        return run(model, make(model.parameters()), after)
+
+    return build
+
+
+# Values that are no plain ones.
+
+
+def numpys_rate(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    """A schedule as an array, as in many scripts."""
+    optimizer.param_groups[0]["lr"] = numpy.linspace(1e-2, 1e-3, 20)[step]
+
+
+def best_so_far(value: Callable[[], Any]) -> Callable[[], Script]:
+    def build() -> Script:
+        model, best = Net(), dict[str, Any]()
+
+        def after(*_: object) -> None:
+            best["loss"] = value()
+
+        return run(model, adam(model.parameters()), after, {"best": best})
+
+    return build
+
+
+def pythons_generator() -> Script:
+    model, own = Net(), random.Random(torch.initial_seed())
+
+    def after(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+        optimizer.param_groups[0]["lr"] = own.random() / 100
+
+    return run(model, adam(model.parameters()), after, {"own": own})
+
+
+def handed_over(what: Callable[[], Any]) -> Callable[[], Script]:
+    def build() -> Script:
+        model = Net()
+        return run(model, adam(model.parameters()), state={"odd": what()})
+
+    return build
+
+
+class Counts(Net):
+    """Adds a number of numpy's to its state_dict."""
+
+    passes: Any = 0
+
+    def get_extra_state(self) -> Any:
+        return self.passes
+
+    def set_extra_state(self, state: Any) -> None:
+        self.passes = state
+
+    def keeps(self, x: Tensor) -> Tensor:
+        self.passes = numpy.int64(self.passes + 1)
+        return x * (1 + float(self.passes) / 10)
+
+
+# What no tensor tells.
+
+
+def frozen(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step == 6:
+        model.body[0].requires_grad_(False)  # type: ignore[index, union-attr]
+
+
+def thawed() -> Script:
+    model = Net()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    model.body[0].requires_grad_(False)
+
+    def after(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+        if step == 6:
+            model.body[0].requires_grad_(True)  # type: ignore[index, union-attr]
+
+    return run(model, optimizer, after)
+
+
+def statistics_frozen(at: int) -> After:
+    def after(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+        if step == at:
+            model.body[1].eval()  # type: ignore[index, union-attr]
+
+    return after
+
+
+def gradients_in_memory_set_aside() -> Script:
+    """One parameter, whose gradient lies where those of the model do."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    flat = nn.Parameter(torch.cat([each.detach().view(-1) for each in model.parameters()]))
+    flat.grad = torch.zeros_like(flat)
+    for each, part, gradient in _parts(model, flat.data, flat.grad):
+        each.data, each.grad = part, gradient
+    optimizer = SGD([flat], lr=1e-2, momentum=0.9)
+
+    def update() -> Tensor:
+        assert flat.grad is not None
+        flat.grad.zero_()
+        loss: Tensor = model(torch.randn(4, WIDTH)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Script(model, [optimizer], update)
+
+
+def _parts(model: nn.Module, *flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
+    at = 0
+    for each in model.parameters():
+        values, gradient = (whole[at : at + each.numel()].view(each.shape) for whole in flat)
+        yield each, values, gradient
+        at += each.numel()
+
+
+def part_of_a_parameter_in_the_model() -> Script:
+    """The model has the beginning of what is trained; the rest has nobody but the optimizer."""
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    flat = nn.Parameter(torch.randn(WIDTH * (WIDTH + 1)) / 5)
+    model.weight.data = flat.data[: WIDTH * WIDTH].view(WIDTH, WIDTH)
+    optimizer = AdamW([flat], lr=1e-2)
+
+    def update() -> Tensor:
+        optimizer.zero_grad()
+        weight, bias = flat[: WIDTH * WIDTH].view(WIDTH, WIDTH), flat[WIDTH * WIDTH :]
+        loss = (torch.randn(4, WIDTH) @ weight + bias).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Script(model, [optimizer], update)
+
+
+# Buffers.
+
+
+class Passing(Net):
+    """A buffer that its state_dict leaves out, and training depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
+
+    def keeps(self, x: Tensor) -> Tensor:
+        self.mean += x.detach().mean(0)
+        return x + self.mean
+
+
+class Replaced(Passing):
+    def keeps(self, x: Tensor) -> Tensor:
+        self.mean = self.mean * 0.9 + x.detach().mean(0)
+        return x + self.mean
+
+
+class Expanded(Net):
+    """One number that looks like many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.rand(1).expand(WIDTH))
+
+    def keeps(self, x: Tensor) -> Tensor:
+        return x + self.shift  # type: ignore[operator]
+
+
+class Unready(Net):
+    """A tensor without memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("later", torch.empty(3, device="meta"))
+
+
+class Queue(Net):
+    """Large, and written behind torch's counters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(40_000))
+
+    def keeps(self, x: Tensor) -> Tensor:
+        self.seen.data.add_(float(x.mean()))
+        return x + self.seen[-1]
+
+
+class Strided(Net):
+    """Parameters with gaps between their elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH)[:, ::2] / 5)
+
+    def keeps(self, x: Tensor) -> Tensor:
+        return x @ self.mix
+
+
+class Conjugated(nn.Module):
+    """A parameter whose bytes are not what it stands for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64).conj())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.mix).abs()
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyLinear(WIDTH))
+
+
+# Optimizers that keep things their own way.
+
+
+class Own(Optimizer):
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__([each for each in parameters if each.requires_grad], {"lr": 1e-2})
+        self.begin()
+
+    def begin(self) -> None:
+        return
+
+    @property
+    def trained(self) -> list[Tensor]:
+        found: list[Tensor] = self.param_groups[0]["params"]
+        return found
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.trained:
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad, alpha=self.rate(parameter))
+
+    def rate(self, parameter: Tensor) -> float:
+        raise NotImplementedError
+
+
+class CountsForAll(Own):
+    """Under a key that is no parameter, made at the first step, as MADGRAD does."""
+
+    def rate(self, parameter: Tensor) -> float:
+        if "k" not in self.state:
+            self.state["k"] = torch.zeros(1)  # type: ignore[index, assignment]
+        self.state["k"] += 1 / len(self.trained)  # type: ignore[index, operator]
+        return 1e-2 / (1 + float(self.state["k"]))  # type: ignore[index, arg-type]
+
+
+class CountsFromTheStart(Own):
+    """In a dict under a text, made at once."""
+
+    def begin(self) -> None:
+        self.state["all"].update(steps=0, sums=torch.zeros(3))  # type: ignore[index]
+
+    def rate(self, parameter: Tensor) -> float:
+        kept = self.state["all"]  # type: ignore[index]
+        kept["steps"] += 1
+        kept["sums"] += 1
+        return 1e-2 / (kept["steps"] + float(kept["sums"].sum()))
+
+
+class OneCountForEach(Own):
+    """The same tensor, kept of every parameter."""
+
+    def rate(self, parameter: Tensor) -> float:
+        if not self.state[parameter]:
+            count = self.state[self.trained[0]].get("count", torch.zeros(()))
+            self.state[parameter]["count"] = count
+        if parameter is self.trained[0]:
+            self.state[parameter]["count"] += 1
+        return 1e-2 / float(self.state[parameter]["count"])
+
+
+class KeepsTheParameter(Own):
+    """Its state leads to the parameter's own memory."""
+
+    def rate(self, parameter: Tensor) -> float:
+        state = self.state[parameter]
+        if not state:
+            state.update(now=parameter.data, old=parameter.detach().clone())
+        speed = float((state["now"] - state["old"]).norm())
+        state["old"].copy_(state["now"])
+        return 1e-2 / (1 + speed)
+
+
+def counts_begin_anew(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step == 6:
+        for state in optimizer.state.values():
+            state["steps"] = 0
+
+
+class PlainCounts(Own):
+    def rate(self, parameter: Tensor) -> float:
+        steps = self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
+        return 1e-2 / float(steps)
+
+
+def lists_written_in_place() -> Script:
+    model = Net()
+    optimizer = AdamW([{"params": list(model.parameters()), "betas": [0.9, 0.99]}], lr=1e-2)
+
+    def after(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+        optimizer.param_groups[0]["betas"][0] *= 0.99
+
+    return run(model, optimizer, after)
+
+
+SCRIPTS: dict[str, tuple[Callable[[], Script], set[str]]] = {
+    "rate of numpy's": (then(numpys_rate), {EQUAL}),
+    "number of numpy's": (best_so_far(lambda: numpy.float32(0.1)), {EQUAL}),
+    "array of numpy's": (best_so_far(lambda: [numpy.arange(6).reshape(2, 3), numpy.array([])]), {EQUAL}),
+    "path that comes later": (best_so_far(lambda: PurePath("best.pt")), {TOLD}),
+    "numbers of numpy's as keys": (best_so_far(lambda: {numpy.int64(1): 2}), {TOLD}),
+    "generator of Python's": (pythons_generator, {EQUAL}),
+    "list handed over": (handed_over(list), {REFUSED}),
+    "tensor handed over": (handed_over(lambda: torch.zeros(2)), {REFUSED}),
+    "iterator handed over": (handed_over(lambda: iter([])), {REFUSED}),
+    "number of numpy's as extra state": (of(Counts), {EQUAL}),
+    "frozen on the way": (then(frozen), {EQUAL}),
+    "thawed on the way, known to the optimizer": (thawed, {EQUAL}),
+    "statistics frozen before the snapshot": (then(statistics_frozen(2)), {EQUAL}),
+    "statistics frozen after the snapshot": (then(statistics_frozen(6)), {EQUAL}),
+    "gradients in memory set aside": (gradients_in_memory_set_aside, {EQUAL}),
+    "a part of a parameter in the model": (part_of_a_parameter_in_the_model, {EQUAL}),
+    "buffer that is not persistent": (of(Passing), {EQUAL}),
+    "buffer that is not persistent, replaced": (of(Replaced), {EQUAL}),
+    "expanded buffer": (of(Expanded), {EQUAL}),
+    "buffer without memory": (of(Unready), {REFUSED}),
+    "large buffer written by data": (of(Queue), {EQUAL}),
+    "parameter with gaps": (of(Strided), {EQUAL}),
+    "conjugated parameter": (of(Conjugated, lambda p: SGD(p, lr=1e-3)), {EQUAL}),
+    "lazy layers": (of(lazy, lambda p: SGD(p, lr=1e-2)), {REFUSED}),
+    "count under a text": (of(Net, CountsForAll), {EQUAL, TOLD}),
+    "count under a text, from the start": (of(Net, CountsFromTheStart), {EQUAL, TOLD}),
+    "one count for each parameter": (of(Net, OneCountForEach), {EQUAL, TOLD}),
+    "state that is the parameter": (of(Net, KeepsTheParameter), {EQUAL, TOLD}),
+    "plain counts set back": (then(counts_begin_anew, PlainCounts), {EQUAL}),
+    "lists written in place": (lists_written_in_place, {EQUAL}),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script_comes_back_equal_from_deltas_or_is_refused_or_told(delta_sidecar: ScriptedSidecar, name: str) -> None:
+    build, allowed = SCRIPTS[name]
+    assert outcome(delta_sidecar, build) in allowed
+
+
+@pytest.mark.parametrize("name", [name for name, (_, allowed) in SCRIPTS.items() if EQUAL in allowed])
+def test_script_comes_back_equal_from_a_snapshot(tmp_path: Path, name: str) -> None:
+    build, _ = SCRIPTS[name]
+    whole, checkpointer = started(build, folder=tmp_path, every=5)
+    with checkpointer:
+        checkpointer.restore()
+        losses = train(whole, checkpointer, 5)
+        assert checkpointer.wait(DEADLINE)
+        assert (checkpointer.captured, checkpointer.skipped) == (1, 0)
+        losses += train(whole, checkpointer, 4)
+    again, checkpointer = started(build, seed=77, folder=tmp_path, every=100)
+    with checkpointer:
+        assert checkpointer.restore() == 5
+        assert train(again, checkpointer, 4) == losses[5:]
+
+
+def test_state_dict_that_shows_a_part_of_a_parameter_is_refused(tmp_path: Path) -> None:
+    def build() -> Script:
+        model = Net()
+
+        def half(module: nn.Module, state: dict[str, Tensor], *_: object) -> None:
+            state["body.0.weight"] = state["body.0.weight"][: WIDTH // 2]
+
+        model._register_state_dict_hook(half)
+        return run(model, adam(model.parameters()))
+
+    with pytest.raises(NotCapturable, match=r"body\.0\.weight"):
+        started(build, folder=tmp_path)
+
+
+def test_what_the_model_has_no_place_for_is_never_left_out(tmp_path: Path) -> None:
+    """A folder has the slots of all ranks, so that a state which does not fit is looked for on another mesh too."""
+
+    def build(extra: bool) -> Script:
+        model = Net()
+        if extra:
+            model.register_buffer("extra", torch.ones(3))
+        return run(model, adam(model.parameters()))
+
+    script, checkpointer = started(lambda: build(True), folder=tmp_path, every=1)
+    with checkpointer:
+        checkpointer.restore()
+        train(script, checkpointer, 1)
+        assert checkpointer.wait(DEADLINE)
+    _, checkpointer = started(lambda: build(False), folder=tmp_path)
+    with checkpointer, pytest.raises((DifferentState), match="model/extra is only in the checkpoint"):
+        checkpointer.restore()
+
+
+def test_lazy_layers_may_get_their_shape_before_the_restore(tmp_path: Path) -> None:
+    def build() -> Script:
+        model = lazy()
+        return run(model, SGD(model.parameters(), lr=1e-2))
+
+    script, checkpointer = started(build, folder=tmp_path, every=1)
+    with checkpointer:
+        script.model(torch.randn(4, WIDTH))
+        checkpointer.restore()
+        train(script, checkpointer, 2)
+        assert checkpointer.wait(DEADLINE)
+        assert checkpointer.captured == 2
+
+
+def test_memory_for_copies_of_gradients_is_given_back_once_they_are_fresh(delta_sidecar: ScriptedSidecar) -> None:
+    """At first nobody knows whether a gradient's memory is used again."""
+    script, checkpointer = started(of(Net), every=4)
+    checkpointer.restore()
+    train(script, checkpointer, 8)
+    held = sum(tensor.nbytes for tensor in checkpointer._deltas._recorder._staging.values())
+    checkpointer.close()
+    assert checkpointer.deltas
+    assert held == 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (torch.tensor(0.5, requires_grad=True), {0.5}),
+        (torch.tensor([[0.5]]), {0.5}),
+        (numpy.float32(0.5), {0.5}),
+        (numpy.array(0.5), {0.5}),
+        (torch.ones(3), {None}),
+        ("0.5 or so", {None}),
+    ],
+    ids=["tensor", "matrix", "number of numpy's", "array of numpy's", "several", "text"],
+)
+def test_loss_may_be_whatever_the_script_has(
+    delta_sidecar: ScriptedSidecar, loss: Any, told: set[float | None]
+) -> None:
+    """It is for people to look at: nothing about it ends a training."""
+    script, checkpointer = started(of(Net), every=4)
+    with checkpointer:
+        checkpointer.restore()
+        for _ in range(4):
+            script.update()
+            checkpointer.step(loss)
+        assert checkpointer.wait(DEADLINE)
+        assert checkpointer.captured == 1
+    assert {request.loss for request in delta_sidecar.asked("progress") if request.step} == told
