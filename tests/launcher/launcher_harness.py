@@ -78,6 +78,10 @@ class SidecarEnd:
         until(lambda: bool(found()), f"{event} of attempt {attempt}; heard {self.events}")
         return found()[-1]
 
+    def has_heard_all(self) -> bool:
+        """Whether the launcher has hung up."""
+        return not self._thread.is_alive()
+
     def vanish(self) -> None:
         for opened in (self._connection, self._listener):
             if opened is not None:
@@ -116,13 +120,14 @@ class Launched:
         listen: bool = True,
         merge_errors: bool = False,
         cleared: str = "",
+        program: Sequence[str] = ("-m", "tiercheck.launcher"),
         **environment: str,
     ) -> None:
         self.sidecar = SidecarEnd(run_dir)
         if listen:
             self.sidecar.listen()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tiercheck.launcher", "--", *command],
+            [sys.executable, *program, "--", *command],
             env={name: value for name, value in os.environ.items() if name != cleared}
             | {"TIERCHECK_RUN_DIR": str(run_dir), "TIERCHECK_STOP_SECONDS": "5", **environment},
             stdout=subprocess.PIPE,

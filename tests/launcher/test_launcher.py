@@ -205,6 +205,67 @@ def test_sidecar_restarts_and_the_command_runs_on_and_is_told_again(launch: Laun
     assert launched.exit_code() == 0
 
 
+DIES_BETWEEN_TWO_WORDS = """
+import socket, sys
+from tiercheck.launcher import app
+from tiercheck.launcher.sidecar_line import SidecarLine
+
+send, broken = SidecarLine.send, []
+
+def send_to_one_that_has_just_died(line, event):
+    if not broken:
+        broken.append(event)
+        line._socket.shutdown(socket.SHUT_RDWR)
+    send(line, event)
+
+SidecarLine.send = send_to_one_that_has_just_died
+sys.exit(app.main(sys.argv[1:]))
+"""
+
+
+def test_sidecar_that_dies_while_it_is_greeted_costs_nothing(launch: Launch) -> None:
+    launched = launch(shell(SLEEP), program=("-c", DIES_BETWEEN_TWO_WORDS))
+    until(lambda: bool(launched.sidecar.hellos), "the launcher to have greeted")
+    launched.sidecar.vanish()
+    launched.sidecar.listen()
+    launched.sidecar.hears("idle", 0)
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    launched.sidecar.hears("started", 1)
+
+
+FAILS_ITSELF = """
+import sys
+from tiercheck.launcher import app
+
+follow = app.Launcher._follow
+
+def fail(launcher, order):
+    follow(launcher, order)
+    if order.attempt == 1 and launcher._busy:
+        raise KeyError("a fault of ours")
+
+app.Launcher._follow = fail
+sys.exit(app.main(sys.argv[1:]))
+"""
+
+
+def test_fault_of_its_own_ends_no_running_command(launch: Launch) -> None:
+    launched = launch(shell(SLEEP), program=("-c", FAILS_ITSELF))
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    pid = int(launched.line().split()[0])
+    launched.sidecar.hears("started", 1)
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    until(launched.sidecar.has_heard_all, "the launcher to hang up")
+    launched.sidecar.vanish()
+    launched.sidecar.events.clear()
+    launched.sidecar.listen()
+    launched.sidecar.hears("started", 1)
+    assert alive(pid)
+    launched.sidecar.say(order(1, Phase.FINISH))
+    until(lambda: not alive(pid), "the command to be ended")
+    assert launched.exit_code() == 0
+
+
 def test_command_that_ends_while_the_sidecar_is_away_is_told_afterwards(launch: Launch, tmp_path: Path) -> None:
     launched = launch(shell(f'while [ ! -e "{tmp_path}/go" ]; do sleep 0.02; done; exit 5'))
     launched.sidecar.say(order(1, Phase.RELEASE))

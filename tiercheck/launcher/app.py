@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -67,6 +68,8 @@ class Launcher:
         self._warm_after = float(environment.get(ENV_WARM_AFTER_SECONDS, "10"))
         self._warm_at = 0.0
         """When the next interpreter may be made ready beside the running command."""
+        self._watched: dict[str, socket.socket | None] = {}
+        """Sockets that the selector looks at, by what they are for."""
         self._failed_to_become: Order | None = None
         """The interpreter that was to run this order died before it could."""
 
@@ -75,46 +78,58 @@ class Launcher:
         processes.adopt_orphans()
         with selectors.DefaultSelector() as selector, _signals() as wakeups:
             selector.register(wakeups, selectors.EVENT_READ, "signal")
-            while True:
-                self._connect(selector)
-                self._prepare(selector)
-                for key, _ in selector.select(self._pause()):
-                    if key.data == "signal":
-                        self._on_signals(wakeups.recv(4096))
-                    elif key.data == "warm":
-                        self._on_warm(selector, key.fd)
-                    else:
-                        self._on_orders(selector)
-                self._collect()
-                if not self._busy:
-                    code = self._next()
-                    if code is not None:
-                        self._warm.close()
-                        self._line.close()
-                        return code
+            while (code := self._turn(selector, wakeups)) is None:
+                pass
+        self._warm.close()
+        self._line.close()
+        return code
+
+    def _turn(self, selector: selectors.BaseSelector, wakeups: socket.socket) -> int | None:
+        """Wait for the next thing, and do what follows from it. The container's exit code when its work is over."""
+        try:
+            self._connect()
+            self._prepare()
+            self._watch(selector)
+            for key, _ in selector.select(self._pause()):
+                if key.data == "signal":
+                    self._on_signals(wakeups.recv(4096))
+                elif key.data == "warm":
+                    self._warm.listen()
+                else:
+                    self._on_orders()
+            self._collect()
+        except Exception:
+            if not self._busy:
+                raise
+            traceback.print_exc()  # a fault of ours is no reason to end a training
+            self._line.close()
+            time.sleep(_CONNECT_EVERY)
+        return None if self._busy else self._next()
 
     # What comes in.
 
-    def _connect(self, selector: selectors.BaseSelector) -> None:
+    def _connect(self) -> None:
         if not self._line.connected and self._line.connect():
-            selector.register(self._line.fileno(), selectors.EVENT_READ, "sidecar")
             self._line.send(self._state)
 
-    def _on_orders(self, selector: selectors.BaseSelector) -> None:
-        descriptor = self._line.fileno()
+    def _watch(self, selector: selectors.BaseSelector) -> None:
+        """Have the selector look at the sockets that are open now. Whoever finds one broken closes it, and its number is given out again,
+        so all that are gone are forgotten first."""
+        now = {"sidecar": self._line.channel, "warm": self._warm.channel}
+        for name, channel in self._watched.items():
+            if channel is not None and channel is not now[name]:
+                selector.unregister(channel)
+        for name, channel in now.items():
+            if channel is not None and channel is not self._watched.get(name):
+                selector.register(channel, selectors.EVENT_READ, name)
+        self._watched = now
+
+    def _on_orders(self) -> None:
         for order in self._line.orders():
             known = self._order
             if known is None or (order.attempt, order.phase.order) >= (known.attempt, known.phase.order):
                 self._order = order
                 self._follow(order)
-        if not self._line.connected:
-            selector.unregister(descriptor)
-
-    def _on_warm(self, selector: selectors.BaseSelector, descriptor: int) -> None:
-        if self._warm.fileno() == descriptor:
-            self._warm.listen()
-        if self._warm.fileno() != descriptor:
-            selector.unregister(descriptor)
 
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:
@@ -220,7 +235,7 @@ class Launcher:
         if (self._state.event, self._state.attempt) != ("started", order.attempt):
             self._tell(LauncherEvent("started", order.attempt))
 
-    def _prepare(self, selector: selectors.BaseSelector) -> None:
+    def _prepare(self) -> None:
         """Make the next interpreter ready: while there is nothing to run, or when the command has had time to begin."""
         if not self._warm.wanted or (self._busy and time.monotonic() < self._warm_at):
             return
@@ -228,9 +243,6 @@ class Launcher:
         if self._signalled is not None or over or self._stop_deadline is not None:
             return
         self._warm.prepare()
-        descriptor = self._warm.fileno()
-        if descriptor is not None:
-            selector.register(descriptor, selectors.EVENT_READ, "warm")
 
     def _started_before(self, attempt: int) -> bool:
         """Whether an earlier container of this pod has run this attempt: starting again would mix two lives of a rank."""

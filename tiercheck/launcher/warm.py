@@ -56,9 +56,10 @@ class WarmInterpreter:
         """Whether one should be made ready: there is none, and it would be of use."""
         return self._recipe is not None and self._channel is None
 
-    def fileno(self) -> int | None:
+    @property
+    def channel(self) -> socket.socket | None:
         """For a selector, while there is an interpreter that may say something."""
-        return None if self._channel is None else self._channel.fileno()
+        return self._channel
 
     def prepare(self) -> None:
         """Start one; it imports on its own. A failure only means that there is none."""
@@ -103,8 +104,9 @@ class WarmInterpreter:
         return self.released
 
     def listen(self) -> None:
-        """Read what it says; call it when its descriptor is readable."""
-        assert self._channel is not None
+        """Read what it says; call it when its channel is readable."""
+        if self._channel is None:
+            return
         try:
             piece = self._channel.recv(65536)
         except BlockingIOError:
