@@ -401,8 +401,8 @@ HANGING = """
 import sys, time
 from tiercheck.trainer.stacks import answer_with_stacks
 assert answer_with_stacks()
-sys.stdout.write("ready\\n"); sys.stdout.flush()
 def stuck_in_a_collective():
+    sys.stdout.write("ready\\n"); sys.stdout.flush()
     time.sleep(600)
 stuck_in_a_collective()
 """
