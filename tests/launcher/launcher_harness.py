@@ -94,6 +94,12 @@ class SidecarEnd:
         self._connection = self._listener = None
         self.path.unlink(missing_ok=True)
 
+    def restart(self) -> None:
+        """What was heard before is forgotten."""
+        self.vanish()
+        self.events.clear()
+        self.listen()
+
     def _serve(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()

@@ -68,7 +68,7 @@ class Launcher:
         self._warm_after = float(environment.get(ENV_WARM_AFTER_SECONDS, "10"))
         self._warm_at = 0.0
         """When the next interpreter may be made ready beside the running command."""
-        self._watched: dict[str, socket.socket | None] = {}
+        self._watched: dict[str, socket.socket] = {}
         """Sockets that the selector looks at, by what they are for."""
         self._failed_to_become: Order | None = None
         """The interpreter that was to run this order died before it could."""
@@ -98,13 +98,14 @@ class Launcher:
                 else:
                     self._on_orders()
             self._collect()
+            return None if self._busy else self._next()
         except Exception:
             if not self._busy:
                 raise
             traceback.print_exc()  # a fault of ours is no reason to end a training
             self._line.close()
             time.sleep(_CONNECT_EVERY)
-        return None if self._busy else self._next()
+            return None
 
     # What comes in.
 
@@ -116,13 +117,13 @@ class Launcher:
         """Have the selector look at the sockets that are open now. Whoever finds one broken closes it, and its number is given out again,
         so all that are gone are forgotten first."""
         now = {"sidecar": self._line.channel, "warm": self._warm.channel}
-        for name, channel in self._watched.items():
-            if channel is not None and channel is not now[name]:
-                selector.unregister(channel)
-        for name, channel in now.items():
-            if channel is not None and channel is not self._watched.get(name):
-                selector.register(channel, selectors.EVENT_READ, name)
-        self._watched = now
+        for name, channel in list(self._watched.items()):
+            if channel is not now[name]:
+                selector.unregister(self._watched.pop(name))
+        for name, found in now.items():
+            if found is not None and name not in self._watched:
+                selector.register(found, selectors.EVENT_READ, name)
+                self._watched[name] = found
 
     def _on_orders(self) -> None:
         for order in self._line.orders():

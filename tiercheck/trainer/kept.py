@@ -68,7 +68,7 @@ def describe_others(optimizer: Optimizer, prefix: str, entries: list[Entry]) -> 
     for key, value in optimizer.state.items():
         if not isinstance(key, Tensor):
             must_come_back(key, f"{prefix}{key}")
-            found.append((key, describe(value, _NOBODYS, _place(prefix, len(found)), entries)))
+            found.append((key, describe(value, NOBODYS, _place(prefix, len(found)), entries)))
     return found
 
 
@@ -88,7 +88,7 @@ def _place(prefix: str, number: int) -> str:
     return f"{prefix}others/{number}"
 
 
-_NOBODYS = torch.empty(0, device="cpu")
+NOBODYS = torch.empty(0, device="cpu")
 """In place of the parameter that something is kept of."""
 
 
