@@ -125,6 +125,23 @@ def test_delta_that_outgrows_its_slot_is_skipped_and_the_next_chain_fits(delta_s
     assert small < 300_000 < 20_000 * 16 * 4 <= large < 20_000 * 16 * 4 + 300_000
 
 
+def test_first_delta_after_a_restore_from_a_snapshot_alone_has_its_slot_in_time(delta_sidecar: ScriptedSidecar) -> None:
+    """How large it will be lies in the snapshot: a sidecar in a new pod knows nothing of it."""
+    running, checkpointer = started(simple)
+    checkpointer.restore()
+    train(running, checkpointer, 5)
+    checkpointer.close()
+    delta_sidecar.offer(base=4, step=4)
+    delta_sidecar.requests.clear()
+    running, checkpointer = started(simple)
+    assert checkpointer.restore() == 4
+    checkpointer.wait(DEADLINE)
+    (reserved,) = delta_sidecar.asked("reserve")
+    train(running, checkpointer, 1)
+    checkpointer.close()
+    assert 0 < sizes(delta_sidecar, Kind.DELTA)[5] <= (reserved.delta_bytes or 0)
+
+
 def test_without_a_free_slot_deltas_wait_for_the_next_snapshot(delta_sidecar: ScriptedSidecar) -> None:
     running, checkpointer = started(simple)
     checkpointer.restore()

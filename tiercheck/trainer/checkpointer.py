@@ -62,7 +62,7 @@ from tiercheck.trainer.resharding import Here, OtherRanks, load_resharded
 from tiercheck.trainer.samples import Sampler
 from tiercheck.trainer.saver import Saver
 from tiercheck.trainer.sidecar_backend import SidecarBackend
-from tiercheck.trainer.slot_file import SlotReader
+from tiercheck.trainer.slot_file import DELTA_ROOM, SlotReader
 from tiercheck.trainer.unseen import FOREIGN, Unseen
 from tiercheck.trainer.wrapped import Wrapped, unwrapped
 
@@ -249,9 +249,8 @@ class Checkpointer:
             )
         self._deltas.started(None if offer is None else self.step_number, room)
         if offer is not None:
-            # The layout is known, so slots can be made ready during the first steps; without a chain the size of deltas is not,
-            # and to reserve none would tell the job that this rank takes none.
-            self._prepare(room if room or not self._deltas.active else -1)
+            # So that slots are made ready during the first steps. To reserve none would tell the job that this rank takes no deltas.
+            self._prepare(0 if not self._deltas.active else room or -1)
         self._last_step_at = time.monotonic()
         return self.step_number
 
@@ -340,7 +339,7 @@ class Checkpointer:
             self._saver.tell_cannot_save(FOREIGN)
 
     def _load(self, offer: Offer) -> int:
-        """Bring back what is offered; the bytes of the largest delta in it. Raises RestoreError or DifferentState."""
+        """Bring back what is offered; the bytes that a delta needs, 0 if nobody knows. Raises RestoreError or DifferentState."""
         writer = self._writer(offer)
         if writer == DCP:
             raise RestoreError(f"{offer.version} was saved by torch.distributed.checkpoint: load it with tiercheck.dcp")
@@ -353,7 +352,8 @@ class Checkpointer:
         load_all(self._model, self._optimizers, self._shares, slot, content["facts"], beside=self._beside)
         self._put_back_passing(slot)
         self._refuse_other_state(slot.header.version, slot.proof())
-        facts, step, room = content["facts"], slot.header.version.step, 0
+        facts, step = content["facts"], slot.header.version.step
+        room = int(slot.header.metadata.get(DELTA_ROOM, "0"))
         replay = Replay(self._model, self._optimizers, self._shares) if offer.deltas else None
         for path in offer.deltas:
             last = path == offer.deltas[-1]

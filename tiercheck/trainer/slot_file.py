@@ -27,6 +27,8 @@ log = logging.getLogger("tiercheck")
 
 USER_BLOB = "user"
 USER_BYTES = "user_bytes"
+DELTA_ROOM = "delta_room"
+"""Of a snapshot: bytes that the slots for deltas had when it was taken, 0 if that was not known."""
 
 
 def view_of(buffer: mmap.mmap | memoryview, tensor: SlotTensor) -> Tensor:

@@ -16,7 +16,7 @@ from tiercheck.trainer.desk import Cancelled, Desk
 from tiercheck.trainer.equality import REPLICAS, Looked
 from tiercheck.trainer.layouts import Planned
 from tiercheck.trainer.leaves import NotCapturable
-from tiercheck.trainer.slot_file import USER_BLOB, USER_BYTES, bytes_into
+from tiercheck.trainer.slot_file import DELTA_ROOM, USER_BLOB, USER_BYTES, bytes_into
 
 
 class SnapshotJob:
@@ -96,7 +96,11 @@ class SnapshotJob:
             self._desk.rank,
             self._desk.version(snapshot.step),
             self._desk.world_size,
-            {USER_BYTES: str(len(snapshot.blob.written())), REPLICAS: self._looked.written()},
+            {
+                USER_BYTES: str(len(snapshot.blob.written())),
+                REPLICAS: self._looked.written(),
+                DELTA_ROOM: str(self._desk.delta_room),
+            },
         )
 
     def _prove(self) -> None:
