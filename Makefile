@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Tests start hundreds of processes; without this each would compile our sources anew where the variable is set.
+unexport PYTHONDONTWRITEBYTECODE
 # Files of tests run beside each other, as most of them wait a lot; PYTEST_FLAGS="-n 0" runs one after the other.
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
 

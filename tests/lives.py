@@ -138,7 +138,11 @@ def _fork(argv: list[str], env: dict[str, str], write: int) -> int:
         os.environ.update(env)
         sys.argv = argv
         sys.path.insert(0, os.path.dirname(argv[0]))
-        runpy.run_path(argv[0], run_name="__main__")
+        try:
+            runpy.run_path(argv[0], run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
         sys.stdout.flush()
         code = 0
     finally:

@@ -41,7 +41,7 @@ def objects(
         document
         for path, text in sorted(texts.items())
         if path.endswith(".yaml")
-        for document in yaml.safe_load_all(text)
+        for document in yaml.load_all(text, yaml.CSafeLoader)  # ten times as fast, with definitions as long as ours
         if document
     ]
 

@@ -60,7 +60,7 @@ def snapshot(case: str) -> str:
     for path in sorted(texts):
         if not path.endswith(".yaml"):
             continue
-        for entry in yaml.safe_load_all(texts[path]):
+        for entry in yaml.load_all(texts[path], yaml.CSafeLoader):
             if entry:
                 parts.append(f"# {path}\n{yaml.safe_dump(_abridged(entry), sort_keys=False, width=120)}")
     notes = "".join(f"# {line}".rstrip() + "\n" for line in texts["NOTES.txt"].strip().splitlines())

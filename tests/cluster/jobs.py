@@ -22,6 +22,8 @@ from tiercheck_local.demo.stage import JOBS, LaptopStage
 TRAINER = Path(__file__).with_name("trainer.py")
 PATIENCE = 90.0
 """Seconds; how long something may take on a slow machine before a test gives up. Nothing is measured against it."""
+PREPARE_LATE = {"TIERCHECK_WARM_AFTER_SECONDS": "600"}
+"""An interpreter for the next attempt is made when one is needed: to import torch costs as much as all else that a test does."""
 
 
 @dataclass
@@ -184,7 +186,7 @@ class Jobs:
         **spec: Any,
     ) -> Object:
         """A job that snapshots every 5 steps, copies to the other rack, and has `bucket` or a folder as its remote tier."""
-        settings = {"STEPS": str(steps), "PACE": str(pace), **(env or {})}
+        settings = {"STEPS": str(steps), "PACE": str(pace), **PREPARE_LATE, **(env or {})}
         container = {
             "name": "trainer",
             "image": "trainer",

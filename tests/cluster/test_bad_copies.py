@@ -17,6 +17,7 @@ from tiercheck_local.cluster import LocalCluster
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.extended
 def test_flipped_bit_in_a_peers_copy_is_noticed_and_an_older_version_is_used(
     jobs: Jobs, cluster: LocalCluster, tmp_path: Path
 ) -> None:

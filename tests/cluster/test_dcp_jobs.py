@@ -39,6 +39,7 @@ def assert_losses_of_an_undisturbed_run(job: Job, lives: Lives, folder: Path) ->
     assert [line["loss"] for line in lines] == [wanted[line["step"]] for line in lines]
 
 
+@pytest.mark.extended
 def test_it_comes_back_from_memory_and_after_the_loss_of_all_pods_from_the_bucket(
     jobs: Jobs, cluster: LocalCluster, bucket: ObjectStore, lives: Lives, tmp_path: Path
 ) -> None:

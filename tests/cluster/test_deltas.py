@@ -79,6 +79,7 @@ def test_deltas_go_on_after_everything_was_lost(jobs: Jobs, cluster: LocalCluste
     )
 
 
+@pytest.mark.extended
 def test_lost_node_is_rebuilt_from_parity(jobs: Jobs, cluster: LocalCluster, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     job = jobs.start(workers=3, env={"GATE": str(gate)}, checkpoint=ROOMY, tiers=PARITY)

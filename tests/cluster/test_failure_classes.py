@@ -16,6 +16,7 @@ pytestmark = pytest.mark.cluster
 FAST_HANG = {"hang": {"minSeconds": 4, "stepFactor": 20}}
 
 
+@pytest.mark.extended
 def test_trainer_that_outgrew_its_memory_is_told_from_a_crash_with_the_number_to_raise(
     jobs: Jobs, cluster: LocalCluster
 ) -> None:

@@ -12,6 +12,7 @@ from tiercheck_local.cluster import LocalCluster
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.extended
 def test_two_workers_on_one_node_in_its_network_train_and_come_back_from_each_other(
     jobs: Jobs, cluster: LocalCluster
 ) -> None:

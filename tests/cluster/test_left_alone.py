@@ -86,6 +86,7 @@ def test_all_kubelets_silent_while_sidecars_answer_costs_nothing(jobs: Jobs, clu
     assert_untouched(job, before, uids)
 
 
+@pytest.mark.extended
 def test_replacement_whose_sidecar_takes_long_to_listen_is_waited_for(jobs: Jobs, cluster: LocalCluster) -> None:
     job = jobs.start(workers=2)
     before = job.wait_trained(13)

@@ -54,6 +54,7 @@ def test_evicted_pod_is_replaced_alone_and_restored_from_its_peer(jobs: Jobs, cl
     assert_same_as_undisturbed(job)
 
 
+@pytest.mark.extended
 def test_worker_of_a_dead_node_moves_and_is_restored_from_its_peer(jobs: Jobs, cluster: LocalCluster) -> None:
     job = jobs.start(workers=2)
     before = job.wait_trained(13)
@@ -78,6 +79,7 @@ def test_workers_on_a_lost_rack_are_restored_from_the_other_rack(jobs: Jobs, clu
     assert_same_as_undisturbed(job)
 
 
+@pytest.mark.extended
 def test_loss_of_every_pod_comes_back_from_the_remote_tier(jobs: Jobs, cluster: LocalCluster) -> None:
     job = jobs.start(workers=2)
     before = job.wait_trained(22, tier="remote")

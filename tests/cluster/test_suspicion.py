@@ -33,6 +33,7 @@ def kubernetes_trusts(cluster: LocalCluster, node: str) -> bool:
     return ready == "True" and not found["spec"].get("taints")
 
 
+@pytest.mark.extended
 def test_silent_node_is_left_while_kubernetes_still_believes_in_it(
     jobs: Jobs, cluster: LocalCluster, tmp_path: Path
 ) -> None:

@@ -105,6 +105,7 @@ def test_evaluations_and_all_that_follows_from_them_go_on_too(kind: str, lives: 
     assert len(whole) < 18, "training was stopped early"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("kind", "own"), [("huggingface", "trainer/checkpoint-4"), ("lightning", "own.ckpt")])
 def test_training_that_began_from_a_checkpoint_of_the_frameworks_own_goes_on_from_ours(
     kind: str, own: str, lives: Lives, tmp_path: Path

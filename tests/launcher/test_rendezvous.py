@@ -25,7 +25,11 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    "command", [[sys.executable, "-m", "torch.distributed.run"], [sys.executable]], ids=["torchrun", "python"]
+    "command",
+    [
+        pytest.param([sys.executable, "-m", "torch.distributed.run"], id="torchrun"),
+        pytest.param([sys.executable], id="python", marks=pytest.mark.extended),
+    ],
 )
 def test_workers_on_two_addresses_meet(tmp_path: Path, command: list[str]) -> None:
     script = tmp_path / "train.py"

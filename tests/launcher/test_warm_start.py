@@ -120,7 +120,10 @@ def both(launch: Launch, command: Sequence[str], **options: Any) -> tuple[list[s
     return said[0], said[1], codes
 
 
-@pytest.mark.parametrize("how", ["script", "relative", "linked", "module", "flags"])
+@pytest.mark.parametrize(
+    "how",
+    ["script", *(pytest.param(how, marks=pytest.mark.extended) for how in ("relative", "linked")), "module", "flags"],
+)
 def test_script_sees_the_same_world_warm_and_cold(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:

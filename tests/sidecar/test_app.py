@@ -124,3 +124,10 @@ def test_sidecar_that_ends_in_native_code_says_where(make_world: MakeWorld) -> N
     assert world.end_of(0) == -signal.SIGSEGV
     assert "Segmentation fault" in world.logs(0)
     assert "tiercheck_sidecar" in world.logs(0), "the stacks of its threads"
+
+
+def test_sidecar_starts_without_numpy_which_only_parity_needs() -> None:
+    """It would be a third of the start."""
+    script = "import sys, tiercheck_sidecar.app; print('numpy' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert said.stdout == "False\n"

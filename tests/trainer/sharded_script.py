@@ -1,6 +1,6 @@
 """A training script of several ranks, for tests: `python sharded_script.py STEPS KIND...`. Prints what a test compares, a line per KIND.
 
-One KIND is trained after the other, each with the sidecar in a folder of its name below TIERCHECK_RUN_DIR: starting torch takes
+One KIND is trained after the other, each with the sidecar in a folder RANK/KIND below TIERCHECK_RUN_DIR: starting torch takes
 longer than any of them. KIND: ddp, zero (ZeroRedundancyOptimizer), fsdp, hybrid (FSDP on each half of the ranks, replicated between them), tensor
 (tensor parallel), fsdp-tensor (both), pipeline (a stage per rank).
 """
@@ -145,7 +145,7 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    folder = Path(os.environ["TIERCHECK_RUN_DIR"])
+    folder = Path(os.environ["TIERCHECK_RUN_DIR"], os.environ["RANK"])
     for each in sys.argv[2:]:
         os.environ["TIERCHECK_RUN_DIR"] = str(folder / each)
         print(json.dumps(train(each, int(sys.argv[1]))), flush=True)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +13,12 @@ from typing import Any
 import pytest
 from scripted_sidecar import ScriptedSidecar
 
+from tests.lives import Lives
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.local import Welcome
 from tiercheck.protocol.pieces import Box, Piece, cover
 from tiercheck.trainer.slot_file import SlotReader
-from tiercheck_local.addresses import free_ports
 
 SCRIPT = Path(__file__).parent / "sharded_script.py"
 KINDS = {"ddp": 2, "zero": 2, "fsdp": 2, "hybrid": 4, "tensor": 2, "fsdp-tensor": 4, "pipeline": 2}
@@ -40,7 +36,7 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Trained]]:
+def trained(lives: Lives, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Trained]]:
     """Every kind, those of equal size in the same processes."""
     found: dict[str, Trained] = {}
     with contextlib.ExitStack() as stack:
@@ -54,41 +50,21 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Trai
                 sidecar = ScriptedSidecar(run_dir, Welcome(attempt=1, snapshot_every=4, delta=DeltaMode.AUTO))
                 stack.callback(sidecar.stop)
                 sidecars[kind].append(sidecar)
-            for kind, said in run(folder, ranks, kinds, 13).items():
+            for kind, said in run(lives, folder, ranks, kinds, 13).items():
                 found[kind] = Trained(sidecars[kind], said)
                 for sidecar in sidecars[kind]:
                     assert sorted(sidecar.completed(Kind.DELTA)) == list(range(5, 14)), kind
                     assert not sidecar.asked("no-deltas"), kind
                     sidecar.offer(base=4, step=9)
-            for kind, said in run(folder, ranks, kinds, 13).items():
+            for kind, said in run(lives, folder, ranks, kinds, 13).items():
                 found[kind].resumed = said
         yield found
 
 
-def run(folder: Path, ranks: int, kinds: list[str], steps: int) -> dict[str, list[dict[str, Any]]]:
-    """What each rank printed, by kind."""
-    port = str(free_ports(1)[0])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(steps), *kinds],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "OMP_NUM_THREADS": "1",
-                "TIERCHECK_RUN_DIR": str(folder / str(rank)),
-                "TIERCHECK_ATTEMPT": "1",
-            },
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    printed = [process.communicate(timeout=250)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * ranks
-    said = [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for text in printed]
+def run(lives: Lives, folder: Path, ranks: int, kinds: list[str], steps: int) -> dict[str, list[dict[str, Any]]]:
+    """What each rank said, by kind."""
+    env = {"TIERCHECK_RUN_DIR": str(folder), "TIERCHECK_ATTEMPT": "1"}
+    said = lives.run(["torch.distributed.fsdp", "tiercheck"], [SCRIPT, str(steps), *kinds], ranks=ranks, env=env)
     return {kind: [lines[number] for lines in said] for number, kind in enumerate(kinds)}
 
 

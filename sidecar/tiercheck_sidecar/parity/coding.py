@@ -12,10 +12,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from tiercheck_sidecar.parity import isal
+
+if TYPE_CHECKING:  # a third of a sidecar's start is numpy, and only a sidecar that folds needs it
+    import numpy as np
 
 MOST = 128
 """Members and blocks of a group together."""
@@ -41,6 +43,8 @@ def row(data: int, index: int) -> tuple[int, ...]:
 
 def fold(block: memoryview, coefficient: int, piece: memoryview) -> None:
     """block += coefficient * piece, in place. Folding the same piece twice takes it out again."""
+    import numpy as np
+
     target, source = _bytes(block)[: len(piece)], _bytes(piece)
     if coefficient == 1:
         np.bitwise_xor(target, source, out=target)
@@ -127,6 +131,8 @@ def _combine(out: np.ndarray, weights: Sequence[int], sources: Sequence[np.ndarr
 
 
 def _xor(out: np.ndarray, sources: Sequence[np.ndarray]) -> None:
+    import numpy as np
+
     for begin in range(0, len(out), _FRAGMENT):
         part = out[begin : begin + _FRAGMENT]
         np.copyto(part, sources[0][begin : begin + _FRAGMENT])
@@ -135,6 +141,8 @@ def _xor(out: np.ndarray, sources: Sequence[np.ndarray]) -> None:
 
 
 def _bytes(view: memoryview) -> np.ndarray:
+    import numpy as np
+
     return np.frombuffer(view, np.uint8)
 
 
