@@ -89,9 +89,38 @@ def test_command_that_ignores_the_signal_is_killed(launch: Launch) -> None:
     launched = launch(shell(STUBBORN), TIERCHECK_STOP_SECONDS="0.2")
     launched.sidecar.say(order(1, Phase.RELEASE))
     pid = int(launched.line())
+    launched.sidecar.say(order(1, Phase.FINISH))
+    assert launched.exit_code() == 0
+    assert not alive(pid)
+
+
+def test_restart_costs_no_second_to_a_command_that_would_save_at_sigterm(launch: Launch, tmp_path: Path) -> None:
+    """Where the next attempt begins is decided by then, so nothing that it could still save would be used."""
+    saved = tmp_path / "saved"
+    script = f'trap "touch {saved}; sleep 600" TERM; echo $$; while :; do sleep 0.05; done'
+    launched = launch(shell(script), TIERCHECK_STOP_SECONDS="600")
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    pid = int(launched.line())
     launched.sidecar.say(order(2, Phase.HOLD))
     launched.sidecar.hears("idle", 2)
     assert not alive(pid)
+    assert not saved.exists()
+
+
+def test_command_that_saves_at_the_end_of_the_pod_or_the_job_has_its_time(launch: Launch, tmp_path: Path) -> None:
+    for way in ("signal", "finish"):
+        saved = tmp_path / way
+        launched = launch(shell(f'trap "touch {saved}; exit 0" TERM; echo $$; while :; do sleep 0.05; done'))
+        launched.sidecar.say(order(1, Phase.RELEASE))
+        launched.line()
+        if way == "signal":
+            launched.signal(signal.SIGTERM)
+        else:
+            launched.sidecar.say(order(1, Phase.FINISH))
+        assert launched.exit_code() == 0
+        assert saved.exists()
+        launched.sidecar.vanish()
+        (tmp_path / "launcher.attempt").unlink()
 
 
 def test_everything_the_command_started_ends_with_it_even_in_another_session(launch: Launch) -> None:
@@ -426,3 +455,62 @@ def test_process_that_does_not_know_the_question_is_not_asked(launch: Launch) ->
     launched.sidecar.say(order(2, Phase.HOLD))
     launched.sidecar.hears("idle", 2)
     assert not [event for event in launched.sidecar.events if event.event == "exited"], "the signal would have ended it"
+
+
+# As a process stuck in a driver: while the file is there, it does not end by SIGKILL.
+_UNKILLABLE = """
+import os, signal, sys
+real = os.kill
+os.kill = lambda pid, number: number == signal.SIGKILL and os.path.exists(os.environ["UNKILLABLE"]) or real(pid, number)
+from tiercheck.launcher.app import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def launch_unkillable(launch: Launch, tmp_path: Path, script: str) -> tuple[Launched, Path]:
+    held = tmp_path / "unkillable"
+    held.touch()
+    return launch(shell(script), program=("-c", _UNKILLABLE), UNKILLABLE=str(held), TIERCHECK_STUCK_SECONDS="0.2"), held
+
+
+def test_process_that_survives_sigkill_is_told_and_the_next_attempt_waits_for_its_end(
+    launch: Launch, tmp_path: Path
+) -> None:
+    launched, held = launch_unkillable(launch, tmp_path, SLEEP)
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    pid = int(launched.line().split()[0])
+    launched.sidecar.say(order(2, Phase.HOLD))
+    stuck = launched.sidecar.hears("stuck", 1)
+    assert f"{pid} (sleep)" in stuck.message
+    launched.sidecar.say(order(2, Phase.RELEASE))  # of an operator that knows nothing of it
+    launched.sidecar.say(order(3, Phase.HOLD))
+    until(lambda: launched.sidecar.events.count(stuck) == 1 and alive(pid), "told once")
+    held.unlink()
+    launched.sidecar.hears("idle", 3)
+    assert not alive(pid)
+    assert not any(event.event == "idle" and event.attempt == 2 for event in launched.sidecar.events)
+    launched.sidecar.say(order(3, Phase.RELEASE))
+    launched.sidecar.hears("started", 3)
+    assert launched.line().endswith("attempt 3")
+
+
+def test_what_a_failed_command_leaves_behind_and_cannot_be_killed_is_told_as_well(
+    launch: Launch, tmp_path: Path
+) -> None:
+    """Otherwise the command would look as if it still ran."""
+    launched, held = launch_unkillable(launch, tmp_path, "setsid sleep 600 & echo $!; exit 3")
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    left = launched.line()
+    assert left in launched.sidecar.hears("stuck", 1).message
+    held.unlink()
+    assert launched.sidecar.hears("exited", 1).exit_code == 3
+
+
+def test_command_that_succeeded_has_succeeded_whatever_it_left_behind(launch: Launch, tmp_path: Path) -> None:
+    launched, held = launch_unkillable(launch, tmp_path, "setsid sleep 600 & exit 0")
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    assert launched.sidecar.hears("exited", 1).exit_code == 0
+    launched.sidecar.say(order(2, Phase.HOLD))  # another worker failed, and this one has to come back after all
+    launched.sidecar.hears("stuck", 1)
+    held.unlink()
+    launched.sidecar.hears("idle", 2)

@@ -29,13 +29,17 @@ from tiercheck.protocol.local import LauncherEvent, Order
 from tiercheck.protocol.names import ENV_RUN_DIR, RUN_DIR, SOCKET_NAME
 
 ENV_STOP_SECONDS = "TIERCHECK_STOP_SECONDS"
-"""How long the command may take to end after SIGTERM before it is killed; 5 if not set."""
+"""How long the command may take to end after SIGTERM before it is killed; 5 if not set. For a new attempt it is killed at once."""
+
+ENV_STUCK_SECONDS = "TIERCHECK_STUCK_SECONDS"
+"""How long what was killed may take to be gone before the sidecar is told that it is stuck; 30 if not set."""
 
 ENV_CGROUP_DIR = "TIERCHECK_CGROUP_DIR"
 """Where the container's cgroup is to be seen; /sys/fs/cgroup if not set."""
 
 _CONNECT_EVERY = 0.2
 _SWEEP_EVERY = 0.05
+_SWEEP_STUCK_EVERY = 1.0
 
 
 class Launcher:
@@ -59,6 +63,9 @@ class Launcher:
         self._exit_code = 0
         """Of the command that ended last."""
         self._stop_deadline: float | None = None
+        self._killing_since: float | None = None
+        """When what is being killed was first seen to be still there."""
+        self._stuck_after = float(environment.get(ENV_STUCK_SECONDS, "30"))
         self._signalled: int | None = None
         self._checked = False
         self._out_of_memory = OutOfMemory(Path(environment.get(ENV_CGROUP_DIR, CGROUP)))
@@ -147,10 +154,31 @@ class Launcher:
             self._exit_code = ended[self._pid]
             self._sweeping = True
         self._warm.check()
-        if self._stop_deadline is not None and time.monotonic() >= self._stop_deadline:
-            processes.kill_descendants(self._warm.pid)
-        if self._sweeping and not processes.kill_descendants(self._warm.pid):
-            self._ended()
+        overdue = self._stop_deadline is not None and time.monotonic() >= self._stop_deadline
+        if self._sweeping or overdue:
+            self._kill_rest()
+
+    def _kill_rest(self) -> None:
+        """Until nothing of the command is there. What SIGKILL does not end holds on to its memory, also the GPU's."""
+        left = processes.kill_descendants(self._warm.pid)
+        if not left:
+            if self._sweeping:
+                self._ended()
+            return
+        now = time.monotonic()
+        if self._killing_since is None:
+            self._killing_since = now
+        if not self._stuck(now):
+            return
+        if self._sweeping and self._stop_deadline is None and not self._exit_code:
+            event = _exited(self._attempt, 0, "")  # it did its work
+        else:
+            event = LauncherEvent("stuck", self._attempt, message=processes.describe_stuck(left))
+        if event.event != self._state.event:
+            self._tell(event)
+
+    def _stuck(self, now: float) -> bool:
+        return self._killing_since is not None and now - self._killing_since >= self._stuck_after
 
     # What follows from it.
 
@@ -163,8 +191,11 @@ class Launcher:
         if self._busy and order.dump_stacks and order.attempt == self._attempt > self._dumped:
             self._dumped = order.attempt
             dump_stacks()
-        if self._busy and (order.attempt > self._attempt or order.phase is Phase.FINISH):
+        if self._busy and order.phase is Phase.FINISH:
             self._stop(signal.SIGTERM)
+        elif self._busy and order.attempt > self._attempt:
+            # Where that begins is decided, so what this one would still save is of no use, and all others wait for its end.
+            self._stop_deadline = time.monotonic()
 
     def _stop(self, number: int) -> None:
         if self._pid is None or self._stop_deadline is not None:
@@ -178,6 +209,7 @@ class Launcher:
         self._pid = None
         self._sweeping = False
         self._stop_deadline = None
+        self._killing_since = None
         order, self._failed_to_become = self._failed_to_become, None
         if order is not None and not stopped and self._signalled is None:
             self._execute(order)
@@ -263,6 +295,8 @@ class Launcher:
             pauses.append(_CONNECT_EVERY)
         if self._sweeping:
             pauses.append(_SWEEP_EVERY)
+        if self._stuck(time.monotonic()):
+            return _SWEEP_STUCK_EVERY
         if self._busy and self._warm.wanted:
             pauses.append(max(_SWEEP_EVERY, self._warm_at - time.monotonic()))
         if self._warm.released is not None:

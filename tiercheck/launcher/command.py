@@ -6,12 +6,18 @@ import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_NAMED = 4
+"""Processes that a sentence names."""
+_STATES = {
+    "D": "which waits for a driver or a file system (state D)",
+    "Z": "whose first thread has ended and another one has not",
+}
 
 
 def adopt_orphans() -> None:
@@ -47,10 +53,10 @@ def send_signal(pid: int, number: int) -> None:
         return
 
 
-def kill_descendants(spared: int | None = None) -> bool:
+def kill_descendants(spared: int | None = None) -> set[int]:
     """SIGKILL to everything below this process, as torchrun puts its workers into sessions of their own.
 
-    Not to the child `spared`. Returns whether there was anything.
+    Not to the child `spared`. Returns what was there.
     """
     found = descendants(os.getpid(), parents()) - {spared}
     for pid in found:
@@ -58,7 +64,7 @@ def kill_descendants(spared: int | None = None) -> bool:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
-    return bool(found)
+    return found
 
 
 def parents() -> dict[int, int]:
@@ -74,6 +80,20 @@ def parents() -> dict[int, int]:
         if state not in "ZX" or _has_living_thread(entry):
             found[int(entry.name)] = int(parent)
     return found
+
+
+def describe_stuck(pids: Collection[int]) -> str:
+    """Which processes do not end, and in which state they are, as a clause."""
+    told = []
+    for pid in sorted(pids)[:_NAMED]:
+        try:
+            name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+        except OSError:
+            continue
+        state = rest.split()[0]
+        told.append(f"{pid} ({name}), {_STATES.get(state, f'in state {state}')}")
+    more = f", and {len(pids) - _NAMED} more" if len(pids) > _NAMED else ""
+    return f"SIGKILL does not end process {', '.join(told)}{more}"
 
 
 def _has_living_thread(process: Path) -> bool:

@@ -48,7 +48,14 @@ class Order:
 
 @dataclass(frozen=True)
 class LauncherEvent:
-    """From the launcher. `event`: "started", "exited" or "idle" (stopped, waiting for release)."""
+    """From the launcher, which says the newest one again after each connection.
+
+    `event`:
+
+    - "idle": nothing of an earlier command is there any more, and the launcher waits for the release of `attempt`.
+    - "started", "exited": the command of `attempt`, with all that it started.
+    - "stuck": something of the command of `attempt` does not end although it was killed; `message` names it.
+    """
 
     event: str
     attempt: int
