@@ -1,5 +1,8 @@
 """What is known about the training command of this worker, from what its launcher and ranks say, and from their silence.
 
+A launcher waits for the release of an attempt when it has said so of that attempt: until then, processes of an earlier one may
+still be there, and hold on to a GPU.
+
 A launcher that vanishes while the command ran means that the trainer container was restarted: everything in it is gone,
 although nobody reported an exit. It is given a moment to come back and say that the command still runs, because it is
 also what a restart of the sidecar looks like.
@@ -47,8 +50,7 @@ class TrainerWatch:
     def begin_attempt(self, attempt: int, resumed: bool, now: float) -> None:
         """`resumed`: the attempt was released before this process began, so the command should be running."""
         self.attempt = attempt
-        state = TrainerState.WAITING if self.connected else TrainerState.ABSENT
-        self._report = TrainerReport(state)
+        self._report = self._not_waiting()
         self._silent_since = None
         self._not_finite = {}
         self._stall = StallWatch()
@@ -61,15 +63,14 @@ class TrainerWatch:
             self.event(*self._last)
 
     def launcher_connected(self) -> None:
+        """It says at once what it is doing."""
         self.connected = True
-        if self._report.state is TrainerState.ABSENT:
-            self._report = TrainerReport(TrainerState.WAITING)
 
     def launcher_gone(self, now: float) -> None:
         self.connected = False
         if self._report.state is TrainerState.RUNNING:
             self._silent_since = now
-        elif self._report.state is TrainerState.WAITING:
+        elif self._report.state in (TrainerState.WAITING, TrainerState.ABSENT):
             self._report = TrainerReport(TrainerState.ABSENT)
 
     def event(self, event: LauncherEvent, now: float) -> None:
@@ -77,7 +78,10 @@ class TrainerWatch:
         if event.attempt != self.attempt:
             if event.event == "idle" and self._silent_since is not None:
                 self._lost(now)  # a launcher that knows nothing of the running attempt is a new one
+            elif self._report.state is TrainerState.ABSENT:
+                self._report = self._not_waiting()
             return
+        self._report = dataclasses.replace(self._report, stuck=event.message if event.event == "stuck" else "")
         if event.event == "started" and self._report.state is not TrainerState.FAILED:
             self._silent_since = None
             if self._report.state is not TrainerState.RUNNING:
@@ -102,6 +106,8 @@ class TrainerWatch:
             )
         elif event.event == "idle" and self._silent_since is not None:
             self._lost(now)
+        elif event.event == "idle" and self._report.state is TrainerState.ABSENT:
+            self._report = TrainerReport(TrainerState.WAITING)
 
     def tick(self, now: float, finishing: bool = False) -> bool:
         """Whether the silence of a launcher has just become too long. `finishing`: it is meant to go, and says nothing about it."""
@@ -164,6 +170,14 @@ class TrainerWatch:
         self._not_finite[rank] = steps
         self._report = dataclasses.replace(self._report, not_finite=max(self._not_finite.values()))
         return steps - before if steps > before else 0
+
+    def _not_waiting(self) -> TrainerReport:
+        """Until the launcher says that it waits, by its last word, which was about another attempt."""
+        event = self._last[0] if self.connected and self._last is not None else None
+        if event is None or event.event not in ("started", "stuck"):
+            return TrainerReport(TrainerState.ABSENT)
+        stuck = event.message if event.event == "stuck" else ""
+        return TrainerReport(TrainerState.ABSENT, busy=f"ends the command of attempt {event.attempt}", stuck=stuck)
 
     def _lost(self, now: float) -> None:
         silent_since, self._silent_since = self._silent_since, None

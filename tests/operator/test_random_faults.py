@@ -26,7 +26,7 @@ _FAULTS = st.tuples(
             *("cut", "deaf", "closed", "mend", "leave", "stay"),
             *("cordon", "label"),
             *("spare", "spares"),
-            "full",
+            *("full", "undying"),
         ]
     ),
     st.integers(0, 3),
@@ -64,6 +64,8 @@ def _strike(world: World, fault: str, target: int) -> None:
                 said = RankFailure(target, "GPUFault", "RuntimeError: CUDA error: uncorrectable ECC error", 1)
                 sidecar.trainer = replace(sidecar.trainer, failure=said)
                 world.crashes += 1  # if several say so at once
+        case "undying":
+            world.undying |= set(worker_pods)
         case "oom":
             if world.crash(target, code=137, reason="OOMKilled"):
                 world.crashes += 1
@@ -132,6 +134,7 @@ def _strike(world: World, fault: str, target: int) -> None:
 
 def _heal(world: World) -> None:
     world.remote_up = True
+    world.undying.clear()
     world.cut.clear()
     world.nodes = {
         name: replace(node, leaving="", cordoned=False, schedulable=True) for name, node in world.nodes.items()

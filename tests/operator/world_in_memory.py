@@ -130,6 +130,8 @@ class Sidecar:
     """Its process is there and answers nobody."""
     serial: int = 0
     flushed_for: int = 0
+    killed_at: float | None = None
+    """When a command was killed of which something is still there."""
 
     def accept(self, directive: Directive) -> None:
         old = self.directive
@@ -149,7 +151,9 @@ class Sidecar:
             return
         if old is None or directive.attempt > old.attempt:
             self.quarantined = ()
-            self.trainer = TrainerReport(TrainerState.WAITING)
+            if self.trainer.state is TrainerState.RUNNING and self.pod in self.world.undying:
+                self.killed_at = self.world.now
+            self.trainer = self._ending() if self.killed_at is not None else TrainerReport(TrainerState.WAITING)
             self.restore = RestoreReport(RestoreState.RUNNING, directive.restore.version if directive.restore else None)
         self.directive = directive
 
@@ -159,6 +163,9 @@ class Sidecar:
             return
         if self.restore.state is RestoreState.RUNNING:
             self._restore(directive)
+        if self.killed_at is not None:
+            self.killed_at = self.killed_at if self.pod in self.world.undying else None
+            self.trainer = self._ending() if self.killed_at is not None else TrainerReport(TrainerState.WAITING)
         if directive.phase is Phase.RELEASE and self.trainer.state is TrainerState.WAITING:
             version = directive.restore.version if directive.restore else None
             self.world.started(directive.attempt, self.worker, version, directive)
@@ -170,6 +177,11 @@ class Sidecar:
             directive.phase is Phase.FINISH or self.flushed_for
         ):  # its launcher is gone: a later directive brings nobody back
             self._flush()
+
+    def _ending(self) -> TrainerReport:
+        assert self.killed_at is not None
+        stuck = "SIGKILL does not end process 7" if self.world.now - self.killed_at >= 30 else ""
+        return TrainerReport(TrainerState.ABSENT, busy="ends the command of attempt 1", stuck=stuck)
 
     def _flush(self) -> None:
         """The training command stops after the step that it is at; what is owed to the remote tier is brought there, and all end."""
@@ -430,6 +442,8 @@ class World:
         self.stillborn_code = 1
         self.slow_trainers: set[int] = set()
         """Workers whose trainer container is not up yet."""
+        self.undying: set[str] = set()
+        """Pods (UIDs) of whose training command SIGKILL does not end everything."""
         self.flush_seconds = 0
         """How long sidecars bring what they owe to the remote tier, once told to finish; 0: they end at once, and owe nothing."""
         self.dying: dict[str, float] = {}
@@ -778,6 +792,9 @@ class World:
     # Sidecars and trainers
 
     def started(self, attempt: int, worker: int, version: Version | None, directive: Directive) -> None:
+        for uid, other in self.sidecars.items():
+            beside = other.killed_at is not None and other.directive is not None and other.directive.attempt == attempt
+            assert not beside or self.pods[uid].deleting, f"attempt {attempt} began beside a rank of an older one"
         starts = self.starts.setdefault(attempt, {})
         starts[worker] = version
         assert len({*starts.values()}) == 1, f"attempt {attempt} started from different versions: {starts}"
@@ -800,6 +817,8 @@ class World:
         )
         if failed or self.stillborn:
             for s in team.values():  # a broken collective brings the others down
+                if s.pod in self.undying:
+                    continue
                 code = self.stillborn_code if self.stillborn else 1
                 s.trainer = replace(
                     s.trainer, state=TrainerState.FAILED, exit_code=code, reason="Crashed", ended_at=self.now

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tiercheck.protocol.local import LauncherEvent
-from tiercheck.protocol.report import RankFailure, TrainerState
+from tiercheck.protocol.report import RankFailure, TrainerReport, TrainerState
 from tiercheck_sidecar.trainer_watch import COME_BACK_SECONDS, TrainerWatch
 
 
@@ -59,7 +59,44 @@ def test_events_of_the_previous_attempt_are_not_those_of_this_one() -> None:
     watch = running(1)
     watch.begin_attempt(2, False, 5.0)
     watch.event(LauncherEvent("exited", 1, 143, "Signalled"), 6.0)
+    assert watch.report == TrainerReport(TrainerState.ABSENT)
+
+
+def test_launcher_waits_for_the_release_when_it_says_so_of_this_attempt() -> None:
+    watch = TrainerWatch()
+    watch.launcher_connected()
+    assert watch.report.state is TrainerState.ABSENT, "it has not said anything"
+    watch.event(LauncherEvent("idle", 0), 0.5)
+    assert watch.report.state is TrainerState.WAITING, "of a job that has no attempt yet"
+    watch.begin_attempt(1, False, 1.0)
+    assert watch.report.state is TrainerState.ABSENT
+    watch.event(LauncherEvent("idle", 1), 1.5)
     assert watch.report.state is TrainerState.WAITING
+
+
+def test_launcher_that_still_ends_the_earlier_command_does_not_wait_and_what_is_stuck_is_told() -> None:
+    """Otherwise an attempt would begin beside a rank that still holds its GPU."""
+    watch = running(1)
+    watch.begin_attempt(2, False, 5.0)
+    assert watch.report == TrainerReport(TrainerState.ABSENT, busy="ends the command of attempt 1")
+    watch.event(LauncherEvent("stuck", 1, message="SIGKILL does not end process 7"), 40.0)
+    assert (watch.report.state, watch.report.stuck) == (TrainerState.ABSENT, "SIGKILL does not end process 7")
+    watch.launcher_gone(41.0)
+    assert watch.report == TrainerReport(TrainerState.ABSENT), "nobody knows"
+    watch.launcher_connected()
+    watch.event(LauncherEvent("stuck", 1, message="SIGKILL does not end process 7"), 42.0)
+    watch.begin_attempt(3, False, 50.0)
+    assert watch.report.stuck == "SIGKILL does not end process 7", "nor in the attempt after"
+    watch.event(LauncherEvent("idle", 3), 60.0)
+    assert watch.report == TrainerReport(TrainerState.WAITING)
+
+
+def test_what_a_command_of_this_attempt_left_behind_is_told_while_it_counts_as_running() -> None:
+    watch = running(1)
+    watch.event(LauncherEvent("stuck", 1, message="SIGKILL does not end process 7"), 40.0)
+    assert (watch.report.state, watch.report.stuck) == (TrainerState.RUNNING, "SIGKILL does not end process 7")
+    watch.event(LauncherEvent("exited", 1, 1, "Crashed"), 60.0)
+    assert (watch.report.state, watch.report.stuck) == (TrainerState.FAILED, "")
 
 
 def test_step_time_is_averaged_and_the_newest_step_of_any_rank_counts() -> None:

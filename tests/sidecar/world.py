@@ -376,6 +376,7 @@ class FakeLauncher(Lines):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.send(Hello(role="launcher", pid=1))
+        self.tell("idle", 0)
 
     def order(self) -> Order:
         return self.receive(Order)

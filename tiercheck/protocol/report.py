@@ -25,7 +25,7 @@ class RestoreState(str, Enum):
 
 class TrainerState(str, Enum):
     ABSENT = "Absent"
-    """No launcher has connected yet."""
+    """No launcher waits: none has connected yet, or it is still busy with what `TrainerReport.busy` says."""
     WAITING = "Waiting"
     """The launcher waits to be released."""
     RUNNING = "Running"
@@ -103,6 +103,11 @@ class TrainerReport:
     """That step."""
     failure: RankFailure | None = None
     """Of the local rank that spoke first, or of the first one whose failure is not that of a collective."""
+    busy: str = ""
+    """What the launcher has to do before it can wait for the release, as a clause; empty: nothing, or there is no launcher."""
+    stuck: str = ""
+    """Which processes of the training command do not end although they were killed, as a clause; empty: none. They may be those of an
+    earlier attempt."""
 
 
 @dataclass(frozen=True)

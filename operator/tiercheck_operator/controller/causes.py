@@ -23,6 +23,8 @@ class Cause(str, Enum):
     """Training made no step for far longer than usual. If the same worker held the others up twice in a row, its pod is replaced elsewhere."""
     GPU_FAULT = "GPUFault"
     """The driver told a rank that the hardware failed: its pod is replaced on another node."""
+    STUCK = "Stuck"
+    """Processes of a training command do not end although they were killed: their pod is replaced on another node."""
     SIDECAR_SILENT = "SidecarSilent"
     """A pod's sidecar stopped answering. Explains the deletion that follows, which is ours."""
     NODE_SILENT = "NodeSilent"
@@ -54,6 +56,7 @@ class Cause(str, Enum):
             Cause.NODE_LEAVING,
             Cause.POD_DELETED,
             Cause.GPU_FAULT,
+            Cause.STUCK,
             Cause.POD_FAILED,
             Cause.POD_EVICTED,
         ):

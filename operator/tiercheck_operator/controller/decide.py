@@ -225,7 +225,7 @@ def _attempt_driven(
         findings = replace(findings, placed=Finding(worth.reason, worth.message))
     absent = waits_for_trainers(obs, status, reports)
     if absent:
-        findings = replace(findings, waiting=_no_trainers(members, absent))
+        findings = replace(findings, waiting=_no_trainers(members, reports, absent))
     after: list[Action]
     if all_succeeded(obs, status, members):
         findings = replace(findings, completed=True)
@@ -248,12 +248,17 @@ def sooner(*seconds: float | None) -> float | None:
     return min((entry for entry in seconds if entry is not None), default=None)
 
 
-def _no_trainers(members: Mapping[int, PodView], absent: list[int]) -> Finding:
-    said = next((f": {members[worker].message}" for worker in absent if members[worker].message), "")
-    return Finding(
-        conditions.WAITING_FOR_TRAINERS,
-        f"the trainer container of worker {absent[0]} ({len(absent)} in all) is not up{said}",
-    )
+def _no_trainers(members: Mapping[int, PodView], reports: Mapping[int, Report], absent: list[int]) -> Finding:
+    first = next((worker for worker in absent if reports[worker].trainer.stuck), absent[0])
+    trainer, more = reports[first].trainer, f" ({len(absent)} in all)"
+    if trainer.stuck:
+        why = f"an attempt cannot begin at worker {first}{more}: {trainer.stuck}"
+    elif trainer.busy:
+        why = f"the launcher of worker {first}{more} {trainer.busy}"
+    else:
+        said = next((f": {members[worker].message}" for worker in absent if members[worker].message), "")
+        why = f"the trainer container of worker {first}{more} is not up{said}"
+    return Finding(conditions.WAITING_FOR_TRAINERS, why)
 
 
 def _belongings(obs: Observation) -> list[Action]:

@@ -21,6 +21,7 @@ from tiercheck_operator.controller.belongings import Belongings
 from tiercheck_operator.controller.decide import decide, refused
 from tiercheck_operator.controller.execute import Executor
 from tiercheck_operator.controller.finish import finished
+from tiercheck_operator.controller.membership import left_nodes
 from tiercheck_operator.controller.observation import JobView, NodeView, Observation, PodView, WorkerReport
 from tiercheck_operator.controller.parsing import parse_job
 from tiercheck_operator.controller.record import render_record
@@ -207,7 +208,7 @@ class JobLoop:
             await self._belongings.refresh(job)
             self._known = True
         observation = self._observe(job)
-        around.suspects.note(doubted_nodes(observation), observation.now)
+        around.suspects.note(doubted_nodes(observation) | left_nodes(observation), observation.now)
         began = time.perf_counter()
         decision = decide(observation)
         self._deciding = time.perf_counter() - began

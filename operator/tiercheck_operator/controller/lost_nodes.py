@@ -79,6 +79,7 @@ def _wants_a_kubelet(obs: Observation, pod: PodView) -> bool:
     if recovery is None or recovery.decided_at is None or recovery.released_at is not None or report is None:
         return False
     absent = report.attempt == obs.job.status.attempt and report.trainer.state is TrainerState.ABSENT
+    absent = absent and not report.trainer.busy  # its launcher is there
     return absent and obs.now - recovery.decided_at > obs.patience.suspect
 
 

@@ -214,7 +214,7 @@ def _of_attempt(lost: Mapping[str, Loss], current: Collection[str], members: Col
     return [loss for worker, loss in newest.items() if worker not in members]
 
 
-_OF_NODES = (Cause.NODE_SILENT, Cause.HUNG, Cause.GPU_FAULT)
+_OF_NODES = (Cause.NODE_SILENT, Cause.HUNG, Cause.GPU_FAULT, Cause.STUCK)
 _GIVEN_UP = (*_OF_NODES, Cause.SIDECAR_SILENT, Cause.POD_FAILED)
 """Why a pod is deleted that nobody else has deleted. Those of nodes keep the node under suspicion until the pod is gone."""
 
@@ -223,6 +223,12 @@ def _given_up(pod: PodView) -> tuple[Cause, str] | None:
     """Why we deleted the pod, if it is one that we gave up."""
     cause, _, why = pod.given_up.partition(": ")
     return next(((known, why) for known in _GIVEN_UP if known.value == cause), None)
+
+
+def left_nodes(obs: Observation) -> frozenset[str]:
+    """Names of nodes that we had reason to take a pod away from, as long as it is there."""
+    found = {pod.node: _given_up(pod) for pod in obs.all_pods if pod.deleting and pod.node is not None}
+    return frozenset(node for node, why in found.items() if why is not None and why[0] in _OF_NODES)
 
 
 def _left(departure: Departure) -> Loss:

@@ -1,6 +1,7 @@
 """Pods that are well in the eyes of Kubernetes and have to go elsewhere all the same: their node lets training down.
 
-One at a time, and only where others keep what they hold: to move is to give up a memory.
+One at a time, and only where others keep what they hold: to move is to give up a memory. Where training can begin again in the old
+place, it is enough that others should keep it; where it cannot, a pod waits until they do.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tiercheck.protocol.reasons import GPU_FAULT
-from tiercheck.protocol.report import Report
+from tiercheck.protocol.report import Report, RestoreState
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.hang import held_up_again
 from tiercheck_operator.controller.observation import Observation, PodView
@@ -26,9 +27,10 @@ class Move:
 
 def find_move(obs: Observation) -> Move | None:
     """The pod that is to be replaced on another node; None: there is none."""
-    if not obs.job.spec.copies and obs.job.spec.parity is None:
-        return None
     pods = _newest(obs)
+    barred = _barred(obs, pods)
+    if barred is not None or not _shared(obs):
+        return barred
     again = held_up_again(obs, pods)
     if again is not None:
         return Move(again, Cause.HUNG, "it held all others up again; its node is avoided", None)
@@ -39,6 +41,44 @@ def find_move(obs: Observation) -> Move | None:
     said = report.trainer.failure
     why = f"rank {said.rank}: {said.message}; its node is avoided" if said is not None else ""
     return Move(pod, Cause.GPU_FAULT, why, report.trainer.ended_at)
+
+
+def _barred(obs: Observation, pods: Mapping[int, PodView]) -> Move | None:
+    """Of a pod in which no attempt can begin any more. All others wait for it, so there is time to let them have what it holds."""
+    reports = {worker: report for worker, pod in pods.items() if (report := _current(obs, pod)) is not None}
+    stuck = [worker for worker, report in sorted(reports.items()) if report.trainer.stuck]
+    if not stuck or len(stuck) == obs.job.spec.workers > 1:
+        return None  # what keeps all of them is not the fault of one node: storage, perhaps
+    if len(reports) < obs.job.spec.workers or not (_shared(obs) or _kept_elsewhere(obs)):
+        return None
+    others = [report for worker, report in reports.items() if worker not in stuck]
+    if any(report.restore.state is RestoreState.RUNNING or report.trainer.busy for report in others):
+        return None
+    for worker in stuck:
+        if not reports[worker].owes:
+            why = f"{reports[worker].trainer.stuck}; its node is avoided"
+            return Move(pods[worker], Cause.STUCK, why, None)
+    return None
+
+
+def _shared(obs: Observation) -> bool:
+    """Whether other workers keep what one holds."""
+    return bool(obs.job.spec.copies) or obs.job.spec.parity is not None
+
+
+def _kept_elsewhere(obs: Observation) -> bool:
+    """Whether the job comes back without the memory of a worker, if not to its newest step."""
+    status = obs.job.status
+    from_scratch = status.recovery is not None and status.restored_version is None
+    return from_scratch or bool(status.tiers.get("remote"))
+
+
+def _current(obs: Observation, pod: PodView) -> Report | None:
+    """What its sidecar says of the current attempt, if it answers."""
+    known, report = obs.reports.get(pod.uid), obs.report(pod)
+    if known is None or known.silent_since is not None or report is None:
+        return None
+    return report if report.attempt == obs.job.status.attempt else None
 
 
 def _newest(obs: Observation) -> Mapping[int, PodView]:

@@ -1,0 +1,122 @@
+"""Pods in which no attempt can begin, although Kubernetes calls them well: processes that do not end there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from world_in_memory import REMOTE, World, make_spec
+
+from tiercheck_operator.controller import conditions
+from tiercheck_operator.controller.membership import left_nodes
+
+
+def running_world(**changes: object) -> World:
+    world = World(make_spec(**changes))
+    world.until("Running")
+    world.train(6)
+    return world
+
+
+def crash_beside_undying(world: World, *workers: int) -> None:
+    """Worker 3 fails, and the others' processes do not end."""
+    world.undying |= {world.member(worker) for worker in workers}
+    world.crash(3)
+
+
+def test_worker_whose_processes_do_not_end_moves_to_another_node_and_nobody_starts_before() -> None:
+    world = running_world(max_restarts=1)
+    old, node = world.member(2), world.home(2)
+    survivors = {world.member(worker) for worker in (0, 1, 3)}
+    world.grace = 1000.0  # what does not end keeps its pod
+    crash_beside_undying(world, 2)
+    world.until("Running", attempt=3)
+    assert world.starts.keys() == {1, 3}, "nobody began attempt 2 beside the old rank"
+    summary = world.status.last_recovery
+    assert summary is not None
+    assert summary["cause"] == "Stuck"
+    assert "SIGKILL does not end process 7" in summary["message"]
+    assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
+    assert summary["lostSteps"] <= 1
+    assert "Stuck" in world.notices
+    assert (world.home(2) != node, world.pods[old].deleting) == (True, True)
+    assert survivors <= set(world.pods)
+    assert (world.status.crashes, world.status.disruptions) == (1, 1), "what does not end is nobody's crash"
+    # As long as its pod is there, no other one goes to that node, and those of other jobs would rather not.
+    assert left_nodes(world.observe()) == {node}
+    world.evict(world.member(3))
+    world.recovered(4)
+    assert world.home(3) != node
+
+
+def test_processes_that_end_after_a_while_cost_a_wait_and_no_pod() -> None:
+    world = running_world()
+    pods = set(world.pods)
+    crash_beside_undying(world, 2)
+    world.train(10)
+    assert world.status.attempt == 2
+    assert 2 not in world.starts
+    restoring = world.status.condition(conditions.RESTORING)
+    assert restoring is not None
+    assert "worker 2 (1 in all) ends the command of attempt 1" in restoring.message
+    world.undying.clear()
+    assert world.recovered()["cause"] == "TrainerCrash"
+    assert set(world.pods) == pods
+
+
+def test_pods_that_all_have_processes_that_do_not_end_stay_because_no_node_is_to_blame() -> None:
+    world = running_world()
+    pods = set(world.pods)
+    crash_beside_undying(world, 0, 1, 2)
+    while world.status.attempt == 1:
+        world.tick()
+    sidecar = world.live_sidecar(3)
+    assert sidecar is not None
+    world.undying.add(sidecar.pod)
+    sidecar.killed_at = world.now  # what is left of the command that crashed
+    world.train(100)
+    assert set(world.pods) == pods
+    restoring = world.status.condition(conditions.RESTORING)
+    assert restoring is not None
+    assert "SIGKILL does not end process 7" in restoring.message
+    world.undying.clear()
+    world.recovered()
+    assert set(world.pods) == pods
+
+
+@pytest.mark.parametrize("remote", [None, REMOTE])
+def test_worker_whose_memory_nobody_has_stays_until_its_processes_end(remote: dict[str, object] | None) -> None:
+    world = running_world(copies=0, remote=remote)
+    pods = set(world.pods)
+    crash_beside_undying(world, 2)
+    world.train(60)
+    if remote is None:
+        assert set(world.pods) == pods
+        world.undying.clear()
+        assert world.recovered()["tiers"] == {"local": 4, "peer": 0, "remote": 0}
+    else:
+        assert world.recovered(3)["tiers"]["remote"] == 1, "the bucket has what is needed to go on"
+
+
+def test_two_such_workers_move_one_after_the_other_and_nothing_is_lost() -> None:
+    """Each may be the one that keeps the other's copy."""
+    world = running_world()
+    crash_beside_undying(world, 0, 1)
+    world.until("Running", attempt=4)
+    assert world.status.attempt == 4
+    summary = world.status.last_recovery
+    assert summary is not None
+    assert summary["lostSteps"] <= 1
+    assert {pod.incarnation for pod in world.pods.values() if pod.worker < 2} == {1}
+
+
+def test_what_a_failed_command_left_behind_is_left_with_its_pod() -> None:
+    """Its command counts as running, so that nothing else would ever notice."""
+    world = running_world()
+    sidecar = world.live_sidecar(2)
+    assert sidecar is not None
+    world.undying.add(sidecar.pod)
+    sidecar.trainer = replace(sidecar.trainer, stuck="SIGKILL does not end process 7")
+    summary = world.recovered()
+    assert summary["cause"] == "Stuck"
+    assert sidecar.pod not in world.pods
