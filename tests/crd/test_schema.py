@@ -14,6 +14,7 @@ from tiercheck.protocol import names
 from tiercheck_operator.controller.record import (
     CheckpointRecord,
     Facts,
+    FailedStartRecord,
     HangRecord,
     JobRecord,
     MemoryRecord,
@@ -165,6 +166,7 @@ def test_controller_writes_no_field_that_would_be_pruned(name: str) -> None:
         checkpoint=CheckpointRecord(3, "Off", "why"),
         memory=MemoryRecord(4, 3, 2, 1),
         hang=HangRecord(1, "n", 1),
+        failed_start=FailedStartRecord(1, "n", 1, (2,)),
         last_recovery={"rule": "r", "deltas": 3, "rebuilt": 1, "tiers": {"local": 1, "peer": 2, "remote": 0}},
         started="2026-01-01T00:00:00Z",
         completed="2026-01-01T00:00:00Z",

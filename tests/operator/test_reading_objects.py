@@ -20,6 +20,7 @@ from tiercheck_operator.controller.record import (
     CheckpointRecord,
     Condition,
     Facts,
+    FailedStartRecord,
     HangRecord,
     JobRecord,
     MemoryRecord,
@@ -203,6 +204,7 @@ def test_status_means_the_same_after_a_round_trip() -> None:
         checkpoint=CheckpointRecord(6, "Off", "worker 1: a closure"),
         memory=MemoryRecord(40, 50, 30, 10),
         hang=HangRecord(3, "n", 2),
+        failed_start=FailedStartRecord(2, "n", 1, (4,)),
         recovery=Recovery(
             "NodeLost",
             "m",

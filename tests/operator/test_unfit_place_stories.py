@@ -1,13 +1,17 @@
-"""Pods in which no attempt can begin, although Kubernetes calls them well: processes that do not end there."""
+"""Pods in which no attempt can begin, although Kubernetes calls them well: processes that do not end there, commands that do not start."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from world_in_memory import REMOTE, World, make_spec
 
+from tiercheck.protocol.report import TrainerState
 from tiercheck_operator.controller import conditions
+from tiercheck_operator.controller.failure_spec import ExitCodes, FailureRule, RuleAction
 from tiercheck_operator.controller.membership import left_nodes
 
 
@@ -120,3 +124,101 @@ def test_what_a_failed_command_left_behind_is_left_with_its_pod() -> None:
     summary = world.recovered()
     assert summary["cause"] == "Stuck"
     assert sidecar.pod not in world.pods
+
+
+# Commands that fail before their first step.
+
+
+def test_worker_whose_command_fails_twice_on_a_node_before_its_first_step_moves_and_spends_no_more_restarts() -> None:
+    """As where a GPU cannot be initialised."""
+    world = running_world(max_restarts=2)
+    node = world.home(2)
+    survivors = {world.member(worker) for worker in (0, 1, 3)}
+    world.bad_starts = {node}
+    world.crash(2)
+    world.until("Running", attempt=4)
+    summary = world.status.last_recovery
+    assert summary is not None
+    assert summary["cause"] == "StartFailed"
+    assert "exit code 1" in summary["message"]
+    assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
+    assert "StartFailed" in world.notices
+    assert world.home(2) != node
+    assert survivors <= set(world.pods)
+    # The crash in training, and the first one at the start.
+    assert (world.status.crashes, world.status.disruptions) == (2, 1)
+
+
+def test_first_start_of_a_job_is_treated_alike_although_nobody_keeps_copies() -> None:
+    """There is nothing to lose yet."""
+    world = World(make_spec(copies=0))
+    world.until("Starting")
+    node = world.home(1)
+    world.bad_starts = {node}
+    world.until("Running")
+    assert world.home(1) != node
+
+
+def test_worker_that_fails_wherever_it_is_moves_once_and_then_spends_its_restarts() -> None:
+    """It is the script, which does something there that it does nowhere else."""
+    world = World(make_spec(max_restarts=5))
+    world.bad_starts = {2}
+    world.until("Failed", limit=400)
+    assert [action.incarnation for action in world.created if action.worker == 2] == [0, 1]
+    assert world.status.counted == 5
+
+
+def test_worker_that_is_one_of_several_that_fail_stays() -> None:
+    world = World(make_spec(max_restarts=4))
+    world.bad_starts = {1, 2}
+    world.until("Failed", limit=400)
+    assert len(world.created) == 4
+
+
+def test_first_step_makes_forgotten_what_failed_before_it() -> None:
+    world = running_world()
+    world.bad_starts = {2}
+    world.crash(1)
+    while world.status.failed_start is None:
+        world.tick()
+    assert (world.status.failed_start.worker, world.status.failed_start.times) == (2, 1)
+    world.bad_starts = set()
+    world.recovered(3)
+    world.train(4)
+    world.crash(1)
+    world.recovered(4)
+    assert world.status.failed_start is None
+
+
+def test_user_who_calls_an_exit_code_final_is_obeyed_and_no_pod_moves() -> None:
+    final = FailureRule("final", RuleAction.FAIL, ExitCodes(frozenset({9})))
+    world = World(make_spec(rules=(final,)))
+    world.bad_starts = {2}
+    while world.status.failed_start is None:
+        world.tick()
+    while world.status.attempt == 2 and world.status.phase != "Failed":
+        world.tick()
+        sidecar = world.live_sidecar(2)
+        if sidecar is not None and sidecar.trainer.state is TrainerState.FAILED:
+            sidecar.trainer = replace(sidecar.trainer, exit_code=9)
+    assert world.status.phase == "Failed"
+    assert len(world.created) == 4
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(0, 3),
+    st.integers(1, 4),
+    st.dictionaries(st.integers(0, 60), st.integers(0, 6), max_size=4),
+)
+def test_one_bad_node_never_ends_a_job(node: int, restarts: int, kills: dict[int, int]) -> None:
+    """Whatever the operator's own fate meanwhile. At most one restart is spent on it."""
+    world = World(make_spec(max_restarts=restarts))
+    world.bad_starts = {sorted(world.nodes)[node]}
+    for moment in range(200):
+        world.tick(kills.get(moment))
+        if world.status.phase == "Running" and world.status.recovery is None:
+            break
+    assert world.status.phase == "Running"
+    assert world.status.counted == 1
+    assert len({(action.worker, action.incarnation) for action in world.created}) == 5

@@ -440,6 +440,8 @@ class World:
         self.stillborn = False
         """Whether every training command fails before its first step."""
         self.stillborn_code = 1
+        self.bad_starts: set[str | int] = set()
+        """Nodes, and workers, whose training commands fail before their first step, while all others wait for them."""
         self.slow_trainers: set[int] = set()
         """Workers whose trainer container is not up yet."""
         self.undying: set[str] = set()
@@ -812,9 +814,16 @@ class World:
         running = [s for s in crew if s.trainer.state is TrainerState.RUNNING and s.directive is not None]
         attempt = max((s.directive.attempt for s in running if s.directive), default=0)
         team = {s.worker: s for s in running if s.directive and s.directive.attempt == attempt}
-        failed = any(
-            s.trainer.state is TrainerState.FAILED and s.directive and s.directive.attempt == attempt for s in crew
-        )
+        ended = [
+            s for s in crew if s.trainer.state is TrainerState.FAILED and s.directive and s.directive.attempt == attempt
+        ]
+        ill = [s for s in team.values() if {s.worker, self.pods[s.pod].node} & self.bad_starts]
+        ill = [s for s in ill if s.trainer.first_step_at is None]
+        for s in ill:
+            s.trainer = replace(s.trainer, state=TrainerState.FAILED, exit_code=1, reason="Crashed", ended_at=self.now)
+        failed = any({s.worker, self.pods[s.pod].node}.isdisjoint(self.bad_starts) for s in ended)
+        if ill or (ended and not failed):
+            return  # the others have not met yet
         if failed or self.stillborn:
             for s in team.values():  # a broken collective brings the others down
                 if s.pod in self.undying:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import History
-from tiercheck_operator.controller import conditions
+from tiercheck_operator.controller import conditions, failed_starts
 from tiercheck_operator.controller.adoption import adopted_history, last_attempt, with_ranks
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
@@ -36,7 +36,7 @@ from tiercheck_operator.controller.readiness import (
     waiting_for_pods,
     waiting_for_sidecars,
 )
-from tiercheck_operator.controller.record import HangRecord, JobRecord, Recovery
+from tiercheck_operator.controller.record import FailedStartRecord, HangRecord, JobRecord, Recovery
 from tiercheck_operator.controller.status import Finding
 from tiercheck_operator.planning.inventory import RemoteInventory
 from tiercheck_operator.planning.recovery import Decision as Outcome
@@ -190,6 +190,7 @@ def _next_status(
         attempt=number,
         members=members,
         hang=_hang(obs, membership, cause, accepted),
+        failed_start=_failed_start(obs, membership, recovery, accepted),
         history=History(accepted.branches[-_HISTORY_LIMIT:]),
         crashes=status.crashes + verdict.counts,
         counted=status.counted + verdict.counts,
@@ -222,6 +223,14 @@ def _hang(obs: Observation, membership: Membership, cause: Cause, accepted: Hist
         return remembered(status, find_hang(obs, membership.members))
     # In another size workers are numbered anew.
     return status.hang if status.history.ranks == accepted.ranks else None
+
+
+def _failed_start(
+    obs: Observation, membership: Membership, recovery: Recovery, accepted: History
+) -> FailedStartRecord | None:
+    found = failed_starts.remembered(obs, recovery, membership.members)
+    # In another size workers are numbered anew.
+    return found if obs.job.status.history.ranks in (0, accepted.ranks) else None
 
 
 def _with_size(reason: str, obs: Observation) -> str:

@@ -23,6 +23,8 @@ class Cause(str, Enum):
     """Training made no step for far longer than usual. If the same worker held the others up twice in a row, its pod is replaced elsewhere."""
     GPU_FAULT = "GPUFault"
     """The driver told a rank that the hardware failed: its pod is replaced on another node."""
+    START_FAILED = "StartFailed"
+    """A worker's command failed twice in a row before its first step on the same node, and no other's did: its pod is replaced on another."""
     STUCK = "Stuck"
     """Processes of a training command do not end although they were killed: their pod is replaced on another node."""
     SIDECAR_SILENT = "SidecarSilent"
@@ -56,6 +58,7 @@ class Cause(str, Enum):
             Cause.NODE_LEAVING,
             Cause.POD_DELETED,
             Cause.GPU_FAULT,
+            Cause.START_FAILED,
             Cause.STUCK,
             Cause.POD_FAILED,
             Cause.POD_EVICTED,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 
 from tiercheck.protocol.reasons import COLLECTIVE_FAILED, CONTAINER_RESTARTED, GPU_FAULT, OOM_KILLED, VANISHED
 from tiercheck.protocol.report import Report, TrainerReport
 from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.membership import Membership
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.record import Facts
 from tiercheck_operator.controller.suspicion import trainer_failed
@@ -25,26 +25,37 @@ _CLOCK = 2.0
 """Seconds; a kubelet's times are whole seconds."""
 
 
-def failed_trainers(obs: Observation, membership: Membership) -> list[Report]:
+def failed_trainers(obs: Observation, members: Mapping[int, PodView]) -> list[Report]:
     """Reports of members whose trainer failed in the current attempt, the likely origin of the trouble in front: by what speaks
     against it, and among those with equal evidence by time.
     """
-    reports = []
-    for pod in membership.members.values():
-        report = obs.report(pod)
-        if report is not None and trainer_failed(obs, pod):
-            reports.append(report)
+    reports = _failed(obs, members)
     ends = {report.worker: report.trainer.ended_at or obs.now for report in reports}
-    evidence = {report.worker: _evidence(report.trainer, membership.members[report.worker]) for report in reports}
+    evidence = {report.worker: _evidence(report.trainer, members[report.worker]) for report in reports}
     strongest = min(evidence.values(), default=_Evidence.STOPPED)
     first = min((ends[worker] for worker, found in evidence.items() if found is strongest), default=0.0)
 
     def order(report: Report) -> tuple[int, bool, float, int]:
-        ended, pod = ends[report.worker], membership.members[report.worker]
+        ended, pod = ends[report.worker], members[report.worker]
         from_outside = ended <= first + _SAME_TIME and _from_outside(report.trainer, pod)
         return evidence[report.worker], not from_outside, ended, report.worker
 
     return sorted(reports, key=order)
+
+
+def sole_origin(obs: Observation, members: Mapping[int, PodView]) -> Report | None:
+    """Of the one member against which more speaks than against any other; None: there is no such one."""
+    found = sorted(
+        (_evidence(report.trainer, members[report.worker]), report.worker) for report in _failed(obs, members)
+    )
+    if not found or (len(found) > 1 and found[0][0] == found[1][0]):
+        return None
+    return obs.report(members[found[0][1]])
+
+
+def _failed(obs: Observation, members: Mapping[int, PodView]) -> list[Report]:
+    reports = [obs.report(pod) for pod in members.values() if trainer_failed(obs, pod)]
+    return [report for report in reports if report is not None]
 
 
 class _Evidence(IntEnum):

@@ -37,7 +37,7 @@ class GivenUp:
 
 def hopeless(obs: Observation, membership: Membership) -> GivenUp | None:
     """A trainer that can never start: nothing is gained by trying again."""
-    for report in failed_trainers(obs, membership):
+    for report in failed_trainers(obs, membership.members):
         trainer = report.trainer
         # A shell that does not find the command, or may not run it, says so with these codes.
         shell = trainer.exit_code in _NOT_RUN and trainer.first_step_at is None and trainer.reason == reasons.CRASHED

@@ -214,7 +214,7 @@ def _of_attempt(lost: Mapping[str, Loss], current: Collection[str], members: Col
     return [loss for worker, loss in newest.items() if worker not in members]
 
 
-_OF_NODES = (Cause.NODE_SILENT, Cause.HUNG, Cause.GPU_FAULT, Cause.STUCK)
+_OF_NODES = (Cause.NODE_SILENT, Cause.HUNG, Cause.GPU_FAULT, Cause.START_FAILED, Cause.STUCK)
 _GIVEN_UP = (*_OF_NODES, Cause.SIDECAR_SILENT, Cause.POD_FAILED)
 """Why a pod is deleted that nobody else has deleted. Those of nodes keep the node under suspicion until the pod is gone."""
 

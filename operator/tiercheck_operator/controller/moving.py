@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from tiercheck.protocol.reasons import GPU_FAULT
 from tiercheck.protocol.report import Report, RestoreState
 from tiercheck_operator.controller.causes import Cause
+from tiercheck_operator.controller.exits import describe_exit
+from tiercheck_operator.controller.failed_starts import fails_again
 from tiercheck_operator.controller.hang import held_up_again
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.suspicion import trainer_failed
@@ -29,8 +31,16 @@ def find_move(obs: Observation) -> Move | None:
     """The pod that is to be replaced on another node; None: there is none."""
     pods = _newest(obs)
     barred = _barred(obs, pods)
-    if barred is not None or not _shared(obs):
+    if barred is not None:
         return barred
+    if not _shared(obs) and not _from_scratch(obs):
+        return None
+    start = fails_again(obs, pods)
+    if start is not None:
+        why = f"{describe_exit(start)}; that was before its first step, as the last time on this node, which is avoided"
+        return Move(pods[start.worker], Cause.START_FAILED, why, start.trainer.ended_at)
+    if not _shared(obs):
+        return None
     again = held_up_again(obs, pods)
     if again is not None:
         return Move(again, Cause.HUNG, "it held all others up again; its node is avoided", None)
@@ -68,9 +78,13 @@ def _shared(obs: Observation) -> bool:
 
 def _kept_elsewhere(obs: Observation) -> bool:
     """Whether the job comes back without the memory of a worker, if not to its newest step."""
+    return _from_scratch(obs) or bool(obs.job.status.tiers.get("remote"))
+
+
+def _from_scratch(obs: Observation) -> bool:
+    """Whether there is nothing to lose yet."""
     status = obs.job.status
-    from_scratch = status.recovery is not None and status.restored_version is None
-    return from_scratch or bool(status.tiers.get("remote"))
+    return status.recovery is not None and status.restored_version is None
 
 
 def _current(obs: Observation, pod: PodView) -> Report | None:

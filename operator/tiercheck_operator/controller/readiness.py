@@ -13,12 +13,11 @@ from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.actions import Probe
 from tiercheck_operator.controller.capacity import shortage
 from tiercheck_operator.controller.causes import Cause
+from tiercheck_operator.controller.failed_starts import crash_pause
 from tiercheck_operator.controller.membership import Membership
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.record import Recovery
 
-_LONGEST_BACK_OFF = 60
-"""Seconds; how the kubelet holds back a container that keeps failing, only sooner and shorter."""
 _FRESH, _FRESH_PER_WORKER = 1.0, 0.005
 """Seconds that an answer is good for; more for many workers, because to ask them all takes its time."""
 _EXPLAINED = 8
@@ -92,19 +91,10 @@ def settling(obs: Observation, recovery: Recovery) -> Waiting | None:
     """After a crash: until a pod or node loss that explains it would have shown."""
     if Cause.parse(recovery.cause) not in (Cause.TRAINER_CRASH, Cause.OOM_KILLED):
         return None
-    left = recovery.detected_at + max(obs.patience.settle, _back_off(obs, recovery)) - obs.now
+    left = recovery.detected_at + crash_pause(obs, recovery) - obs.now
     if left <= 0:
         return None
     return Waiting(conditions.SETTLING, recovery.message, wake_after=left)
-
-
-def _back_off(obs: Observation, recovery: Recovery) -> float:
-    """Seconds to hold back a command that failed before its first step: it would spend its restarts in a moment."""
-    status = obs.job.status
-    reports = [known.report for known in obs.reports.values() if known.report is not None]
-    if any(report.trainer.first_step_at for report in reports if report.attempt == status.attempt):
-        return 0.0
-    return float(min(_LONGEST_BACK_OFF, 2 ** min(recovery.tries, 10)))
 
 
 def retrying(obs: Observation, recovery: Recovery) -> Waiting | None:

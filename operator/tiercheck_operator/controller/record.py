@@ -156,6 +156,17 @@ class HangRecord:
 
 
 @dataclass(frozen=True)
+class FailedStartRecord:
+    """Whose command failed before its first step when the last attempts on the way back began, and how often in a row there."""
+
+    worker: int
+    node: str
+    times: int
+    moved: tuple[int, ...] = ()
+    """Workers that have got another node for that since the last step."""
+
+
+@dataclass(frozen=True)
 class JobRecord:
     observed_generation: int = 0
     attempt: int = 0
@@ -183,6 +194,7 @@ class JobRecord:
     memory: MemoryRecord | None = None
     recovery: Recovery | None = None
     hang: HangRecord | None = None
+    failed_start: FailedStartRecord | None = None
     last_recovery: Mapping[str, Any] | None = None
     """As in the API: nothing is decided by it."""
     recoveries: tuple[Mapping[str, Any], ...] = ()
@@ -309,6 +321,10 @@ def parse_record(raw: Mapping[str, Any]) -> JobRecord:
         hang=None if not (hang := raw.get("hang")) else HangRecord(
             int(hang.get("worker") or 0), str(hang.get("node") or ""), int(hang.get("times") or 0)
         ),
+        failed_start=None if not (start := raw.get("failedStart")) else FailedStartRecord(
+            int(start.get("worker") or 0), str(start.get("node") or ""), int(start.get("times") or 0),
+            tuple(int(worker) for worker in start.get("movedWorkers") or ()),
+        ),
         last_recovery=raw.get("lastRecovery") or None,
         recoveries=tuple(entry for entry in raw.get("recoveries") or [] if entry),
         started=raw.get("startTime") or None,
@@ -371,6 +387,10 @@ def render_record(record: JobRecord) -> dict[str, Any]:
         "hang": None if record.hang is None else {
             "worker": record.hang.worker, "node": record.hang.node, "times": record.hang.times,
         },
+        "failedStart": None if record.failed_start is None else _present({
+            "worker": record.failed_start.worker, "node": record.failed_start.node, "times": record.failed_start.times,
+            "movedWorkers": list(record.failed_start.moved) or None,
+        }),
         "lastRecovery": record.last_recovery,
         "recoveries": [dict(entry) for entry in record.recoveries] or None,
         "startTime": record.started,

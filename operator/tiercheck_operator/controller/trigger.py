@@ -42,7 +42,7 @@ def find_trigger(obs: Observation, membership: Membership) -> Trigger | None:
     mismatch = replay_mismatch(obs, membership)
     if mismatch is not None:
         return mismatch
-    failed = failed_trainers(obs, membership)
+    failed = failed_trainers(obs, membership.members)
     if failed:
         first = failed[0]
         pod = membership.members[first.worker]
@@ -170,7 +170,7 @@ def _lost_members(obs: Observation, membership: Membership) -> Trigger:
         return Trigger(Cause.POD_DELETED, "the pods of the attempt are not the same any more", None)
     times = [loss.at for loss in losses if loss.at is not None]
     # The survivors' broken collectives date the fault better than the moment when Kubernetes noticed it.
-    times += [report.trainer.ended_at for report in failed_trainers(obs, membership) if report.trainer.ended_at]
+    times += [report.trainer.ended_at for report in failed_trainers(obs, membership.members) if report.trainer.ended_at]
     saved = obs.placement.members if obs.placement is not None else ()
     alive = {pod.uid for pod in membership.members.values()}
     nobody_left = len(saved) > 1 and not any(member.pod_uid in alive for member in saved)
