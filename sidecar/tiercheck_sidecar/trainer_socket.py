@@ -149,4 +149,5 @@ class TrainerSocket:
             master_port=directive.master_port,
             dump_stacks=self._board.trainer.report.stalled_since is not None,
             exit_code=directive.exit_code,
+            health_check=directive.policy.health_check,
         )

@@ -106,8 +106,13 @@ class TrainerWatch:
             )
         elif event.event == "idle" and self._silent_since is not None:
             self._lost(now)
-        elif event.event == "idle" and self._report.state is TrainerState.ABSENT:
-            self._report = TrainerReport(TrainerState.WAITING)
+        elif self._report.state in (TrainerState.ABSENT, TrainerState.WAITING):
+            if event.event == "idle" and self.connected:  # the word of one that has gone since is no word
+                self._report = TrainerReport(TrainerState.WAITING)
+            elif event.event == "checking":
+                self._report = TrainerReport(TrainerState.ABSENT, busy="runs failurePolicy.healthCheck")
+            elif event.event == "unhealthy":
+                self._report = TrainerReport(TrainerState.ABSENT, unhealthy=event.message)
 
     def tick(self, now: float, finishing: bool = False) -> bool:
         """Whether the silence of a launcher has just become too long. `finishing`: it is meant to go, and says nothing about it."""

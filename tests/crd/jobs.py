@@ -140,6 +140,11 @@ REFUSED_AT_CREATION: list[tuple[str, Any, str]] = [
     ("spec.failurePolicy.hang.stepFactor", 1, "greater than or equal to 2"),
     ("spec.failurePolicy.hang.minSeconds", 0, "greater than or equal to 1"),
     ("spec.failurePolicy.hang.firstStepSeconds", 0, "greater than or equal to 1"),
+    ("spec.failurePolicy.healthCheck", {"timeoutSeconds": 5}, "command"),
+    ("spec.failurePolicy.healthCheck", {"command": []}, "at least 1 items"),
+    ("spec.failurePolicy.healthCheck", {"command": [""]}, "command must begin with the program to run"),
+    ("spec.failurePolicy.healthCheck", {"command": ["true"], "timeoutSeconds": 0}, "greater than or equal to 1"),
+    ("spec.failurePolicy.healthCheck", {"command": ["true"], "timeoutSeconds": 3601}, "less than or equal to 3600"),
     ("spec.failurePolicy.rules", [_RULE, _RULE], "names of failurePolicy.rules must differ"),
     ("spec.failurePolicy.rules", [{**_RULE, "name": f"r{n}"} for n in range(21)], "at most 20 items"),
     ("spec.failurePolicy.rules", [{**_RULE, "name": "1st"}], "the name of a rule must be"),
@@ -209,6 +214,8 @@ ACCEPTED: list[tuple[str, Any]] = [
     ("spec.failurePolicy.rollbackAfterNonFinite", 5),
     ("spec.failurePolicy.resetAfterSeconds", 2147483647),
     ("spec.failurePolicy.hang", {"mode": "Off"}),
+    ("spec.failurePolicy.healthCheck", {"command": ["nvidia-smi", "-L"]}),
+    ("spec.failurePolicy.healthCheck", {"command": ["sh", "-c", "df /data"], "timeoutSeconds": 10}),
     ("spec.failurePolicy.hang", {"stepFactor": 50, "minSeconds": 60, "firstStepSeconds": 7200}),
     (
         "spec.failurePolicy.rules",
@@ -273,5 +280,6 @@ ACCEPTED_AS_CHANGE: list[tuple[str, Any]] = [
     ("spec.failurePolicy.maxRestarts", 3),
     ("spec.failurePolicy.rules", [_RULE]),
     ("spec.failurePolicy.hang.mode", "Off"),
+    ("spec.failurePolicy.healthCheck", {"command": ["true"]}),
     ("spec.activeDeadlineSeconds", 60),
 ]

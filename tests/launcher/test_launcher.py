@@ -110,7 +110,8 @@ def test_restart_costs_no_second_to_a_command_that_would_save_at_sigterm(launch:
 def test_command_that_saves_at_the_end_of_the_pod_or_the_job_has_its_time(launch: Launch, tmp_path: Path) -> None:
     for way in ("signal", "finish"):
         saved = tmp_path / way
-        launched = launch(shell(f'trap "touch {saved}; exit 0" TERM; echo $$; while :; do sleep 0.05; done'))
+        script = f'trap "touch {saved}; exit 0" TERM; echo $$; while :; do sleep 0.05; done'
+        launched = launch(shell(script), TIERCHECK_STOP_SECONDS="600")
         launched.sidecar.say(order(1, Phase.RELEASE))
         launched.line()
         if way == "signal":

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiercheck.protocol.directive import HealthCheck
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.failure_spec import ExitCodes, FailureRule, HangSpec, RuleAction
@@ -164,6 +165,7 @@ def test_what_the_user_says_about_failures_is_read() -> None:
         "maxRestarts": 3,
         "resetAfterSeconds": 60,
         "hang": {"mode": "Restart", "stepFactor": 5, "minSeconds": 7, "firstStepSeconds": 9},
+        "healthCheck": {"command": ["sh", "-c", "true"], "timeoutSeconds": 8},
         "rules": [
             {"name": "a", "action": "Fail", "onExitCodes": {"operator": "NotIn", "values": [1, 2]}},
             {"name": "b", "action": "Restart", "onReasons": ["Hung"]},
@@ -177,13 +179,14 @@ def test_what_the_user_says_about_failures_is_read() -> None:
     spec = parse_job(raw).spec
     assert (spec.max_restarts, spec.reset_seconds, spec.active_deadline) == (3, 60.0, 5.0)
     assert spec.hang == HangSpec(5.0, 7.0, 9.0)
+    assert spec.health_check == HealthCheck(("sh", "-c", "true"), 8.0)
     assert spec.rules == (
         FailureRule("a", RuleAction.FAIL, ExitCodes(frozenset({1, 2}), within=False)),
         FailureRule("b", RuleAction.RESTART, reasons=frozenset({"Hung"})),
         FailureRule("c", RuleAction.RESTART_IGNORING_LIMIT, node_conditions=(("X", "True"),)),
     )
     raw["spec"]["failurePolicy"] = {"hang": {"mode": "Off"}}  # type: ignore[index]
-    assert parse_job(raw).spec.hang is None
+    assert (parse_job(raw).spec.hang, parse_job(raw).spec.health_check) == (None, None)
 
 
 def test_status_means_the_same_after_a_round_trip() -> None:

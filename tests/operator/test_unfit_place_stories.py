@@ -1,4 +1,6 @@
-"""Pods in which no attempt can begin, although Kubernetes calls them well: processes that do not end there, commands that do not start."""
+"""Pods in which no attempt can begin, although Kubernetes calls them well: processes that do not end there, commands that
+do not start, checks that fail.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from world_in_memory import REMOTE, World, make_spec
 
+from tiercheck.protocol.directive import HealthCheck
 from tiercheck.protocol.report import TrainerState
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.failure_spec import ExitCodes, FailureRule, RuleAction
@@ -205,7 +208,7 @@ def test_user_who_calls_an_exit_code_final_is_obeyed_and_no_pod_moves() -> None:
     assert len(world.created) == 4
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.integers(0, 3),
     st.integers(1, 4),
@@ -222,3 +225,94 @@ def test_one_bad_node_never_ends_a_job(node: int, restarts: int, kills: dict[int
     assert world.status.phase == "Running"
     assert world.status.counted == 1
     assert len({(action.worker, action.incarnation) for action in world.created}) == 5
+
+
+# Health checks.
+
+CHECK = HealthCheck(("sh", "-c", "check"), 60.0)
+
+
+def test_worker_whose_node_fails_the_users_check_moves_before_anybody_has_started() -> None:
+    world = running_world(health_check=CHECK, max_restarts=0)
+    node = world.home(2)
+    survivors = {world.member(worker) for worker in (0, 1, 3)}
+    world.unhealthy = {node}
+    world.evict(world.member(3))
+    world.until("Running", attempt=3)
+    assert world.starts.keys() == {1, 3}
+    summary = world.status.last_recovery
+    assert summary is not None
+    assert summary["cause"] == "HealthCheckFailed"
+    assert "ended with exit code 3: no GPU" in summary["message"]
+    assert summary["tiers"]["remote"] == 0
+    assert summary["lostSteps"] <= 2
+    assert "HealthCheckFailed" in world.notices
+    assert world.home(2) != node
+    assert survivors - {world.member(3)} - set(world.pods) <= {max(survivors)}
+    assert world.status.crashes == 0
+
+
+def test_first_attempt_leaves_all_unhealthy_nodes_at_once_because_there_is_nothing_to_lose() -> None:
+    world = World(make_spec(health_check=CHECK, copies=0))
+    world.unhealthy = {"n00", "n11"}
+    world.until("Running")
+    assert world.status.attempt == 2
+    assert not {world.home(worker) for worker in range(4)} & world.unhealthy
+
+
+def test_check_that_fails_everywhere_moves_nobody_and_is_told_until_it_passes() -> None:
+    world = running_world(health_check=CHECK)
+    pods = set(world.pods)
+    world.unhealthy = {0, 1, 2, 3}
+    world.crash(1)
+    world.train(60)
+    assert set(world.pods) == pods
+    restoring = world.status.condition(conditions.RESTORING)
+    assert restoring is not None
+    assert restoring.reason == "HealthCheckFailed"
+    assert "worker 0 (4 in all): failurePolicy.healthCheck (sh) ended with exit code 3" in restoring.message
+    world.unhealthy = set()
+    assert world.recovered()["cause"] == "TrainerCrash"
+
+
+def test_worker_whose_check_fails_on_every_node_does_not_rush_from_one_to_the_next() -> None:
+    world = running_world(health_check=CHECK)
+    world.unhealthy = {2}
+    world.crash(1)
+    world.train(120)
+    moves = len([action for action in world.created if action.worker == 2]) - 1
+    assert 2 <= moves <= 12, "one in ten seconds at most"
+    world.unhealthy = set()
+    world.until("Running", attempt=2)
+
+
+def test_worker_whose_memory_nobody_has_stays_however_its_check_ends() -> None:
+    world = running_world(health_check=CHECK, copies=0)
+    pods = set(world.pods)
+    world.unhealthy = {world.home(2)}
+    world.crash(1)
+    world.train(60)
+    assert set(world.pods) == pods
+    restoring = world.status.condition(conditions.RESTORING)
+    assert restoring is not None
+    assert restoring.reason == "HealthCheckFailed"
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sets(st.sampled_from(["n00", "n01", "n10", "n11"]), min_size=1, max_size=3),
+    st.dictionaries(st.integers(0, 60), st.integers(0, 6), max_size=4),
+)
+def test_whichever_nodes_are_unhealthy_the_job_trains_on_the_others(nodes: set[str], kills: dict[int, int]) -> None:
+    """That nobody starts on one of them, `World.started` asserts."""
+    world = running_world(health_check=CHECK)
+    world.unhealthy = {*nodes}
+    world.crash(0)
+    began = world.newest_step()
+    for moment in range(400):
+        world.tick(kills.get(moment))
+        if world.status.phase == "Running" and world.status.recovery is None and world.status.attempt > 1:
+            break
+    assert world.status.phase == "Running"
+    assert world.status.last_recovery is not None
+    assert world.status.last_recovery["step"] >= began - 4, "no memory was given up that nobody else had"

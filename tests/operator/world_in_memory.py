@@ -53,6 +53,7 @@ from tiercheck_operator.controller.actions import (
     SavePlacement,
 )
 from tiercheck_operator.controller.decide import decide
+from tiercheck_operator.controller.membership import left_nodes
 from tiercheck_operator.controller.observation import (
     HostSign,
     JobSpec,
@@ -66,6 +67,8 @@ from tiercheck_operator.controller.observation import (
 )
 from tiercheck_operator.controller.record import JobRecord, parse_record, render_record
 from tiercheck_operator.controller.sidecar_image import pinned
+from tiercheck_operator.controller.suspicion import doubted_nodes
+from tiercheck_operator.planning.suspect_nodes import SuspectNodes
 
 TEMPLATE = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["python", "train.py"]}]}}
 START = 1_800_000_000.0
@@ -130,6 +133,7 @@ class Sidecar:
     """Its process is there and answers nobody."""
     serial: int = 0
     flushed_for: int = 0
+    owes: bool = False
     killed_at: float | None = None
     """When a command was killed of which something is still there."""
 
@@ -163,6 +167,10 @@ class Sidecar:
             return
         if self.restore.state is RestoreState.RUNNING:
             self._restore(directive)
+        if directive.phase is Phase.HOLD and self.restore.state is RestoreState.READY:
+            self._hand_on(directive)
+        if directive.policy.health_check is not None and self.killed_at is None and directive.phase is Phase.HOLD:
+            self._check()
         if self.killed_at is not None:
             self.killed_at = self.killed_at if self.pod in self.world.undying else None
             self.trainer = self._ending() if self.killed_at is not None else TrainerReport(TrainerState.WAITING)
@@ -177,6 +185,27 @@ class Sidecar:
             directive.phase is Phase.FINISH or self.flushed_for
         ):  # its launcher is gone: a later directive brings nobody back
             self._flush()
+
+    def _hand_on(self, directive: Directive) -> None:
+        """Its holders get what they lack of it, and a moment later that is known."""
+        self.owes = False
+        for peer in directive.holders:
+            holder = self.world.live_sidecar(peer.worker)
+            if holder is None or holder.directive is None or holder.directive.attempt != directive.attempt:
+                continue
+            for mine, theirs in ((self.own, holder.hosted), (self.own_deltas, holder.hosted_deltas)):
+                kept = theirs.setdefault(self.worker, set())
+                self.owes |= not mine <= kept
+                kept |= mine
+
+    def _check(self) -> None:
+        """It takes a second, and is repeated while it fails."""
+        here = {self.worker, self.world.pods[self.pod].node}
+        if here & self.world.unhealthy:
+            why = "failurePolicy.healthCheck (sh) ended with exit code 3: no GPU"
+            self.trainer = TrainerReport(TrainerState.ABSENT, unhealthy=why)
+        elif self.trainer.unhealthy:
+            self.trainer = TrainerReport(TrainerState.WAITING)
 
     def _ending(self) -> TrainerReport:
         assert self.killed_at is not None
@@ -374,6 +403,7 @@ class Sidecar:
             ),
             memory=MemoryReport(1, 0, 0),
             can_change_worker=self.world.new_sidecars,
+            owes=self.owes and self.trainer.state is not TrainerState.RUNNING,
             quarantined=self.quarantined,
             problems=self.problems,
             proofs=self.proofs,
@@ -444,6 +474,8 @@ class World:
         """Nodes, and workers, whose training commands fail before their first step, while all others wait for them."""
         self.slow_trainers: set[int] = set()
         """Workers whose trainer container is not up yet."""
+        self.unhealthy: set[str | int] = set()
+        """Nodes, and workers, where health checks fail."""
         self.undying: set[str] = set()
         """Pods (UIDs) of whose training command SIGKILL does not end everything."""
         self.flush_seconds = 0
@@ -480,6 +512,9 @@ class World:
         self.crashes = 0
         self.notices: list[str] = []
         self.created: list[CreatePod] = []
+        self.suspects = SuspectNodes()
+        self.shunning: dict[str, tuple[str, ...]] = {}
+        """By pod name, the nodes that it would rather not be on."""
         self.deleted: list[DeletePod] = []
         self.deleted_job = False
         self.last: Decision = Decision()
@@ -519,7 +554,9 @@ class World:
 
     def reconcile(self, killed_after: int | None = None) -> None:
         """One look. `killed_after`: the operator dies after so many actions (the status write counts as one)."""
-        decision = self.last = decide(self.observe())
+        observed = self.observe()
+        self.suspects.note(doubted_nodes(observed) | left_nodes(observed), self.now)
+        decision = self.last = decide(replace(observed, shunned=self.suspects.shunned(self.now)))
         work: list[Action | JobRecord] = [*decision.before]
         if decision.status is not None:
             work.append(decision.status)
@@ -532,8 +569,9 @@ class World:
         self.notices += [notice.reason for notice in decision.notices]
 
     def forget(self) -> None:
-        """What a restarted operator knows of the sidecars: nothing yet."""
+        """What a restarted operator knows of the sidecars, and of nodes that were left: nothing yet."""
         self.reports = {}
+        self.suspects = SuspectNodes()
 
     def _do(self, item: Action | JobRecord) -> None:
         match item:
@@ -579,6 +617,7 @@ class World:
     def _create(self, action: CreatePod) -> None:
         name = f"j-{action.worker}-{action.incarnation}"
         self._make(name, action.worker, action.incarnation, action.avoid)
+        self.shunning[name] = action.shun
 
     def _make(self, name: str, worker: int, incarnation: int, avoid: tuple[str, ...], spare: int | None = None) -> None:
         if any(pod.name == name for pod in self.pods.values()):
@@ -633,7 +672,9 @@ class World:
                     since = pod.unschedulable_since or self.now
                     self.pods[uid] = replace(pod, unschedulable_since=since, message="Unschedulable: 0 nodes fit")
                     continue
-                node = min(fit, key=lambda n: (n.name != self.liked, used[n.name], n.name)).name
+                shunned = self.shunning.get(pod.name, ())
+                order = [(n.name != self.liked, n.hostname in shunned, used[n.name], n.name) for n in fit]
+                node = min(order)[-1]
                 used[node] += 1
                 self.pods[uid] = replace(pod, node=node, unschedulable_since=None, claimed=False, message="")
             elif pod.ip is None and not self._no_kubelet(pod.node):
@@ -797,6 +838,8 @@ class World:
         for uid, other in self.sidecars.items():
             beside = other.killed_at is not None and other.directive is not None and other.directive.attempt == attempt
             assert not beside or self.pods[uid].deleting, f"attempt {attempt} began beside a rank of an older one"
+        place = {worker, self.pods[self.member(worker)].node}
+        assert directive.policy.health_check is None or not place & self.unhealthy, "began in an unhealthy place"
         starts = self.starts.setdefault(attempt, {})
         starts[worker] = version
         assert len({*starts.values()}) == 1, f"attempt {attempt} started from different versions: {starts}"

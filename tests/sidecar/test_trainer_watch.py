@@ -183,3 +183,30 @@ def test_launcher_that_goes_at_the_end_of_the_job_leaves_no_trainer_that_runs_an
     watch.launcher_gone(5.0)
     assert watch.tick(5.0 + COME_BACK_SECONDS, finishing=True)
     assert (watch.report.state, watch.report.step) == (TrainerState.ABSENT, 7)
+
+
+def test_launcher_that_checks_its_place_does_not_wait_and_what_the_check_found_is_told() -> None:
+    watch = TrainerWatch()
+    watch.launcher_connected()
+    watch.event(LauncherEvent("idle", 0), 0.5)
+    watch.begin_attempt(1, False, 1.0)
+    watch.event(LauncherEvent("checking", 1), 1.1)
+    assert watch.report == TrainerReport(TrainerState.ABSENT, busy="runs failurePolicy.healthCheck")
+    watch.event(LauncherEvent("unhealthy", 1, 3, message="it ended with exit code 3"), 2.0)
+    assert watch.report == TrainerReport(TrainerState.ABSENT, unhealthy="it ended with exit code 3")
+    watch.begin_attempt(2, False, 3.0)
+    assert watch.report == TrainerReport(TrainerState.ABSENT), "it is checked anew"
+    watch.event(LauncherEvent("idle", 2), 4.0)
+    assert watch.report == TrainerReport(TrainerState.WAITING)
+
+
+def test_word_of_a_launcher_that_has_gone_since_lets_nobody_be_released() -> None:
+    """It may have stopped for an attempt of which it heard before its own sidecar was told of it."""
+    watch = running(1)
+    watch.event(LauncherEvent("idle", 2), 5.0)
+    watch.launcher_gone(6.0)
+    watch.begin_attempt(2, False, 7.0)
+    assert watch.report.state is TrainerState.ABSENT
+    watch.launcher_connected()
+    watch.event(LauncherEvent("idle", 2), 8.0)
+    assert watch.report.state is TrainerState.WAITING

@@ -15,16 +15,18 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tiercheck.launcher import command as processes
 from tiercheck.launcher.environment import command_environment
+from tiercheck.launcher.health_check import RunningCheck
 from tiercheck.launcher.out_of_memory import CGROUP, OutOfMemory
 from tiercheck.launcher.sidecar_line import SidecarLine
 from tiercheck.launcher.stacks import dump_stacks
 from tiercheck.launcher.torch_check import torch_missing
 from tiercheck.launcher.warm import ENV_WARM_AFTER_SECONDS, WarmInterpreter
 from tiercheck.protocol import reasons
-from tiercheck.protocol.directive import Phase
+from tiercheck.protocol.directive import HealthCheck, Phase
 from tiercheck.protocol.local import LauncherEvent, Order
 from tiercheck.protocol.names import ENV_RUN_DIR, RUN_DIR, SOCKET_NAME
 
@@ -40,6 +42,7 @@ ENV_CGROUP_DIR = "TIERCHECK_CGROUP_DIR"
 _CONNECT_EVERY = 0.2
 _SWEEP_EVERY = 0.05
 _SWEEP_STUCK_EVERY = 1.0
+_CHECK_AGAIN_AFTER = 60.0
 
 
 class Launcher:
@@ -75,8 +78,13 @@ class Launcher:
         self._warm_after = float(environment.get(ENV_WARM_AFTER_SECONDS, "10"))
         self._warm_at = 0.0
         """When the next interpreter may be made ready beside the running command."""
-        self._watched: dict[str, socket.socket] = {}
-        """Sockets that the selector looks at, by what they are for."""
+        self._watched: dict[str, Any] = {}
+        """Sockets and pipes that the selector looks at, by what they are for."""
+        self._check: RunningCheck | None = None
+        self._check_passed = 0
+        """Newest attempt whose health check has passed."""
+        self._check_failed: tuple[HealthCheck, float] | None = None
+        """Which one failed last, and when it may run again."""
         self._failed_to_become: Order | None = None
         """The interpreter that was to run this order died before it could."""
 
@@ -102,10 +110,12 @@ class Launcher:
                     self._on_signals(wakeups.recv(4096))
                 elif key.data == "warm":
                     self._warm.listen()
+                elif key.data == "check":
+                    self._listen_to_check()
                 else:
                     self._on_orders()
             self._collect()
-            return None if self._busy else self._next()
+            return None if self._busy or self._check is not None else self._next()
         except Exception:
             if not self._busy:
                 raise
@@ -121,9 +131,10 @@ class Launcher:
             self._line.send(self._state)
 
     def _watch(self, selector: selectors.BaseSelector) -> None:
-        """Have the selector look at the sockets that are open now. Whoever finds one broken closes it, and its number is given out again,
-        so all that are gone are forgotten first."""
-        now = {"sidecar": self._line.channel, "warm": self._warm.channel}
+        """Have the selector look at what is open now. Whoever finds a socket broken closes it, and its number is given out again, so
+        all that are gone are forgotten first."""
+        check = None if self._check is None else self._check.channel
+        now = {"sidecar": self._line.channel, "warm": self._warm.channel, "check": check}
         for name, channel in list(self._watched.items()):
             if channel is not now[name]:
                 selector.unregister(self._watched.pop(name))
@@ -138,6 +149,10 @@ class Launcher:
             if known is None or (order.attempt, order.phase.order) >= (known.attempt, known.phase.order):
                 self._order = order
                 self._follow(order)
+
+    def _listen_to_check(self) -> None:
+        if self._check is not None:
+            self._check.listen()
 
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:
@@ -157,6 +172,25 @@ class Launcher:
         overdue = self._stop_deadline is not None and time.monotonic() >= self._stop_deadline
         if self._sweeping or overdue:
             self._kill_rest()
+        if self._check is not None:
+            if self._check.pid in ended:
+                self._check.ended(ended[self._check.pid])
+            self._judge(self._check)
+
+    def _judge(self, check: RunningCheck) -> None:
+        """Of a health check that is over, or that nobody wants any more."""
+        order = self._order
+        wanted = order is not None and (order.attempt, order.health_check) == (check.attempt, check.wanted)
+        wanted = wanted and order is not None and order.phase is not Phase.FINISH and self._signalled is None
+        if (wanted and not check.over) or not check.kill(self._warm.pid):
+            return
+        if wanted and (failure := check.failure()):
+            self._check_failed = (check.wanted, time.monotonic() + _CHECK_AGAIN_AFTER)
+            self._tell(LauncherEvent("unhealthy", check.attempt, check.code, message=failure))
+        elif wanted:
+            self._check_passed = check.attempt
+        self._check = None
+        check.close()
 
     def _kill_rest(self) -> None:
         """Until nothing of the command is there. What SIGKILL does not end holds on to its memory, also the GPU's."""
@@ -225,7 +259,9 @@ class Launcher:
             return None
         if order.phase is Phase.FINISH:
             return order.exit_code
-        if order.attempt > self._state.attempt:
+        if order.attempt > self._state.attempt or self._state.event in ("checking", "unhealthy"):
+            if not self._place_is_well(order):
+                return None
             if order.phase is Phase.HOLD:
                 self._tell(LauncherEvent("idle", order.attempt))
             else:
@@ -233,6 +269,25 @@ class Launcher:
         elif order.phase is Phase.RELEASE and self._state.event == "idle":
             self._start(order)
         return None
+
+    def _place_is_well(self, order: Order) -> bool:
+        """Whether the attempt may begin here, as far as is known. If that is not known, its health check begins."""
+        wanted = order.health_check
+        if wanted is None or self._check_passed == order.attempt:
+            return True
+        if self._state.event == "unhealthy" and self._state.attempt == order.attempt and self._check_failed is not None:
+            failed, again = self._check_failed
+            if failed == wanted and time.monotonic() < again:
+                return False
+        try:
+            self._check = RunningCheck(wanted, order.attempt, command_environment(self._environment, order))
+        except OSError as error:
+            self._tell(_cannot_start(order.attempt, "failurePolicy.healthCheck", wanted.command[0], error))
+            return False
+        failed_here = (self._state.event, self._state.attempt) == ("unhealthy", order.attempt)
+        if not failed_here:  # until it has passed it has failed
+            self._tell(LauncherEvent("checking", order.attempt))
+        return False
 
     def _start(self, order: Order) -> None:
         self._attempt = order.attempt
@@ -259,11 +314,7 @@ class Launcher:
         try:
             self._pid = processes.start(self._command, command_environment(self._environment, order))
         except OSError as error:
-            message = (
-                f"{self._command[0]} cannot be started: {error.strerror}. Check the command of the trainer container."
-            )
-            code = 127 if isinstance(error, FileNotFoundError) else 126
-            self._tell(LauncherEvent("exited", order.attempt, code, reasons.CANNOT_START, message))
+            self._tell(_cannot_start(order.attempt, "the trainer container", self._command[0], error))
             return
         if (self._state.event, self._state.attempt) != ("started", order.attempt):
             self._tell(LauncherEvent("started", order.attempt))
@@ -297,6 +348,10 @@ class Launcher:
             pauses.append(_SWEEP_EVERY)
         if self._stuck(time.monotonic()):
             return _SWEEP_STUCK_EVERY
+        if self._check is not None:
+            pauses.append(_SWEEP_EVERY if self._check.over else self._check.due)
+        elif self._state.event == "unhealthy" and self._check_failed is not None:
+            pauses.append(max(_SWEEP_EVERY, self._check_failed[1] - time.monotonic()))
         if self._busy and self._warm.wanted:
             pauses.append(max(_SWEEP_EVERY, self._warm_at - time.monotonic()))
         if self._warm.released is not None:
@@ -304,6 +359,12 @@ class Launcher:
         if self._stop_deadline is not None:
             pauses.append(max(_SWEEP_EVERY, self._stop_deadline - time.monotonic()))
         return min(pauses, default=None)
+
+
+def _cannot_start(attempt: int, whose: str, program: str, error: OSError) -> LauncherEvent:
+    message = f"{program} cannot be started: {error.strerror}. Check the command of {whose}."
+    code = 127 if isinstance(error, FileNotFoundError) else 126
+    return LauncherEvent("exited", attempt, code, reasons.CANNOT_START, message)
 
 
 def _exited(attempt: int, code: int, out_of_memory: str) -> LauncherEvent:

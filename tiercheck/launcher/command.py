@@ -25,8 +25,10 @@ def adopt_orphans() -> None:
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def start(command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int] = ()) -> int:
-    """Start `command` in a session of its own and return its pid; it inherits `descriptors`.
+def start(
+    command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int] = (), output: int | None = None
+) -> int:
+    """Start `command` in a session of its own and return its pid; it inherits `descriptors`, and writes to `output` if given.
 
     Raises OSError if it cannot be executed.
     """
@@ -39,6 +41,8 @@ def start(command: Sequence[str], environment: Mapping[str, str], descriptors: S
         env=dict(environment),
         start_new_session=True,
         pass_fds=descriptors,
+        stdout=output,
+        stderr=output,
         preexec_fn=die_with_launcher,  # noqa: PLW1509  (the launcher has one thread)
     )
     process.returncode = 0  # the launcher's own loop waits for it; this keeps Popen from trying

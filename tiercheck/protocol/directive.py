@@ -116,6 +116,16 @@ class HangLimits:
 
 
 @dataclass(frozen=True)
+class HealthCheck:
+    """What a worker's place has to pass before each start of the training command there."""
+
+    command: tuple[str, ...]
+    """Run as it is in the trainer's container, with the environment of the training command. Exit code 0: it passed."""
+    seconds: float
+    """How long it may take; then it has failed."""
+
+
+@dataclass(frozen=True)
 class Policy:
     """The part of the job's spec that may change while it runs."""
 
@@ -140,6 +150,8 @@ class Policy:
     """None: nothing counts as hung."""
     rehearse_every: float | None = None
     """Seconds between two proofs that the newest version of a tier would come back; None: none are made."""
+    health_check: HealthCheck | None = None
+    """None: every place is good enough."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiercheck.protocol.artifact import Kind
-from tiercheck.protocol.directive import DeltaMode, Phase
+from tiercheck.protocol.directive import DeltaMode, HealthCheck, Phase
 from tiercheck.protocol.version import Version
 
 
@@ -44,6 +44,8 @@ class Order:
     """No step for long: the running command's processes are to write where they stand to the log, once per attempt."""
     exit_code: int = 0
     """With Finish: what the launcher exits with."""
+    health_check: HealthCheck | None = None
+    """What has to pass before the launcher may wait for the release of an attempt."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class LauncherEvent:
 
     - "idle": nothing of an earlier command is there any more, and the launcher waits for the release of `attempt`.
     - "started", "exited": the command of `attempt`, with all that it started.
+    - "checking", "unhealthy": the health check of `attempt` runs; it has failed, as `message` says, and is repeated every minute.
     - "stuck": something of the command of `attempt` does not end although it was killed; `message` names it.
     """
 

@@ -108,6 +108,8 @@ class TrainerReport:
     stuck: str = ""
     """Which processes of the training command do not end although they were killed, as a clause; empty: none. They may be those of an
     earlier attempt."""
+    unhealthy: str = ""
+    """How the health check of this attempt failed, as a clause; empty: it passed, or there is none."""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ class Cause(str, Enum):
     """The driver told a rank that the hardware failed: its pod is replaced on another node."""
     START_FAILED = "StartFailed"
     """A worker's command failed twice in a row before its first step on the same node, and no other's did: its pod is replaced on another."""
+    HEALTH_CHECK_FAILED = "HealthCheckFailed"
+    """failurePolicy.healthCheck failed on a worker's node: its pod is replaced on another."""
     STUCK = "Stuck"
     """Processes of a training command do not end although they were killed: their pod is replaced on another node."""
     SIDECAR_SILENT = "SidecarSilent"
@@ -59,6 +61,7 @@ class Cause(str, Enum):
             Cause.POD_DELETED,
             Cause.GPU_FAULT,
             Cause.START_FAILED,
+            Cause.HEALTH_CHECK_FAILED,
             Cause.STUCK,
             Cause.POD_FAILED,
             Cause.POD_EVICTED,

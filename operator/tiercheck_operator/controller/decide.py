@@ -249,16 +249,17 @@ def sooner(*seconds: float | None) -> float | None:
 
 
 def _no_trainers(members: Mapping[int, PodView], reports: Mapping[int, Report], absent: list[int]) -> Finding:
-    first = next((worker for worker in absent if reports[worker].trainer.stuck), absent[0])
-    trainer, more = reports[first].trainer, f" ({len(absent)} in all)"
+    hindered = [worker for worker in absent if reports[worker].trainer.stuck or reports[worker].trainer.unhealthy]
+    first = (hindered or absent)[0]
+    trainer, whose = reports[first].trainer, f"worker {first} ({len(hindered or absent)} in all)"
     if trainer.stuck:
-        why = f"an attempt cannot begin at worker {first}{more}: {trainer.stuck}"
-    elif trainer.busy:
-        why = f"the launcher of worker {first}{more} {trainer.busy}"
-    else:
-        said = next((f": {members[worker].message}" for worker in absent if members[worker].message), "")
-        why = f"the trainer container of worker {first}{more} is not up{said}"
-    return Finding(conditions.WAITING_FOR_TRAINERS, why)
+        return Finding(conditions.WAITING_FOR_TRAINERS, f"no attempt can begin at {whose}: {trainer.stuck}")
+    if trainer.unhealthy:
+        return Finding(conditions.HEALTH_CHECK_FAILED, f"no attempt can begin at {whose}: {trainer.unhealthy}")
+    if trainer.busy:
+        return Finding(conditions.WAITING_FOR_TRAINERS, f"the launcher of {whose} {trainer.busy}")
+    said = next((f": {members[worker].message}" for worker in absent if members[worker].message), "")
+    return Finding(conditions.WAITING_FOR_TRAINERS, f"the trainer container of {whose} is not up{said}")
 
 
 def _belongings(obs: Observation) -> list[Action]:

@@ -60,6 +60,7 @@ def policy(spec: JobSpec, restored: bool = False) -> Policy:
         verify_all=spec.verify_all,
         hang=None if spec.hang is None else _hang_limits(spec.hang, restored),
         rehearse_every=spec.rehearse_every,
+        health_check=spec.health_check,
     )
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from tiercheck.protocol.directive import HealthCheck
+
 
 class RuleAction(str, Enum):
     """What a failure leads to."""
@@ -56,6 +58,7 @@ class HangSpec:
 
 DEFAULT_RESET_SECONDS = 3600.0
 DEFAULT_HANG = HangSpec()
+_CHECK_SECONDS = 60.0
 
 
 def parse_hang(raw: Mapping[str, Any] | None) -> HangSpec | None:
@@ -69,6 +72,13 @@ def parse_hang(raw: Mapping[str, Any] | None) -> HangSpec | None:
         least=float(raw.get("minSeconds") or DEFAULT_HANG.least),
         first_step=None if first is None else float(first),
     )
+
+
+def parse_health_check(raw: Mapping[str, Any] | None) -> HealthCheck | None:
+    """None: every place is good enough. Raises KeyError, TypeError or ValueError on what the CRD would have refused."""
+    if not raw:
+        return None
+    return HealthCheck(tuple(str(word) for word in raw["command"]), float(raw.get("timeoutSeconds") or _CHECK_SECONDS))
 
 
 def parse_rules(raw: Any) -> tuple[FailureRule, ...]:

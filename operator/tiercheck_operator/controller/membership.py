@@ -16,7 +16,7 @@ from tiercheck_operator.controller.directives import members_digest
 from tiercheck_operator.controller.forgotten import forgotten
 from tiercheck_operator.controller.leaving import Departure, assign
 from tiercheck_operator.controller.lost_nodes import out_of_reach, why_lost
-from tiercheck_operator.controller.moving import Move, find_move
+from tiercheck_operator.controller.moving import Move, find_moves
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.signs_of_life import was_up
 from tiercheck_operator.controller.suspicion import Doubt, doubts
@@ -76,9 +76,9 @@ def find_members(obs: Observation) -> Membership:
     living: dict[int, list[PodView]] = {}
     lost: dict[str, Loss] = {}
     beyond: list[PodView] = []
-    doubted, move = doubts(obs), find_move(obs)
+    doubted, moves = doubts(obs), {move.pod.uid: move for move in find_moves(obs)}
     for pod in sorted(obs.pods, key=lambda pod: (pod.worker, -pod.incarnation, -pod.created)):
-        loss = judge(obs, pod, doubted) or (_moved(move) if move is not None and move.pod is pod else None)
+        loss = judge(obs, pod, doubted) or (_moved(moves[pod.uid]) if pod.uid in moves else None)
         if loss is not None:
             lost[pod.uid] = loss
         elif pod.worker < obs.job.spec.workers:
@@ -122,7 +122,7 @@ def replacements(
         if pod is not None and going is None:
             why = f"pod {pod.name} of worker {worker}: it found no node while it avoided some that are well again"
             actions.append(DeletePod(pod.name, pod.uid, force=False, why=why))
-        pause = _pause(obs, worker)
+        pause = _pause(obs, membership, worker)
         if pause > 0:
             wait = pause if wait is None else min(wait, pause)
             continue
@@ -214,7 +214,14 @@ def _of_attempt(lost: Mapping[str, Loss], current: Collection[str], members: Col
     return [loss for worker, loss in newest.items() if worker not in members]
 
 
-_OF_NODES = (Cause.NODE_SILENT, Cause.HUNG, Cause.GPU_FAULT, Cause.START_FAILED, Cause.STUCK)
+_OF_NODES = (
+    Cause.NODE_SILENT,
+    Cause.HUNG,
+    Cause.GPU_FAULT,
+    Cause.START_FAILED,
+    Cause.HEALTH_CHECK_FAILED,
+    Cause.STUCK,
+)
 _GIVEN_UP = (*_OF_NODES, Cause.SIDECAR_SILENT, Cause.POD_FAILED)
 """Why a pod is deleted that nobody else has deleted. Those of nodes keep the node under suspicion until the pod is gone."""
 
@@ -279,12 +286,17 @@ def stuck(obs: Observation, pod: PodView) -> bool:
     return bool(pod.avoided & well)
 
 
-def _pause(obs: Observation, worker: int) -> float:
-    """Seconds to wait before the worker gets another pod: pods that never came up are not replaced in a tight loop."""
+def _pause(obs: Observation, membership: Membership, worker: int) -> float:
+    """Seconds to wait before the worker gets another pod: pods that never came up are not replaced in a tight loop, nor do they try
+    one node after the other with a health check that fails everywhere."""
     newest = max(
         (pod for pod in obs.pods if pod.worker == worker), key=lambda pod: (pod.incarnation, pod.created), default=None
     )
-    if newest is None or newest.phase != "Failed" or newest.ip is not None:
+    if newest is None:
+        return 0.0
+    loss = membership.lost.get(newest.uid)
+    unfit = loss is not None and loss.cause is Cause.HEALTH_CHECK_FAILED
+    if not unfit and (newest.phase != "Failed" or newest.ip is not None):
         return 0.0
     return newest.created + obs.patience.retry - obs.now
 
@@ -307,7 +319,7 @@ def _removals(obs: Observation, membership: Membership) -> list[Action]:
     keep |= {each.new.uid for each in membership.departures.values() if each.new is not None}
     actions: list[Action] = []
     for pod in obs.pods:
-        if pod.uid in keep or (_pause(obs, pod.worker) > 0 and not pod.deleting):
+        if pod.uid in keep or (_pause(obs, membership, pod.worker) > 0 and not pod.deleting):
             continue
         heir = membership.members.get(pod.worker)
         goes_on = f"worker {pod.worker} goes on in pod {heir.name}" if heir is not None else "no worker needs it"

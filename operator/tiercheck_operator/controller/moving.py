@@ -1,6 +1,6 @@
 """Pods that are well in the eyes of Kubernetes and have to go elsewhere all the same: their node lets training down.
 
-One at a time, and only where others keep what they hold: to move is to give up a memory. Where training can begin again in the old
+One at a time as long as there is something to lose, and only where others keep what they hold: to move is to give up a memory. Where training can begin again in the old
 place, it is enough that others should keep it; where it cannot, a pod waits until they do.
 """
 
@@ -18,6 +18,9 @@ from tiercheck_operator.controller.hang import held_up_again
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.suspicion import trainer_failed
 
+_HAND_OVER = 600.0
+"""Seconds that a pod in which no attempt can begin may take at most to bring its holders what they lack."""
+
 
 @dataclass(frozen=True)
 class Move:
@@ -27,47 +30,63 @@ class Move:
     at: float | None
 
 
-def find_move(obs: Observation) -> Move | None:
-    """The pod that is to be replaced on another node; None: there is none."""
+def find_moves(obs: Observation) -> list[Move]:
+    """The pods that are to be replaced on other nodes."""
     pods = _newest(obs)
     barred = _barred(obs, pods)
-    if barred is not None:
+    if barred:
         return barred
-    if not _shared(obs) and not _from_scratch(obs):
-        return None
-    start = fails_again(obs, pods)
+    start = fails_again(obs, pods) if _shared(obs) or _from_scratch(obs) else None
     if start is not None:
         why = f"{describe_exit(start)}; that was before its first step, as the last time on this node, which is avoided"
-        return Move(pods[start.worker], Cause.START_FAILED, why, start.trainer.ended_at)
+        return [Move(pods[start.worker], Cause.START_FAILED, why, start.trainer.ended_at)]
     if not _shared(obs):
-        return None
+        return []
     again = held_up_again(obs, pods)
     if again is not None:
-        return Move(again, Cause.HUNG, "it held all others up again; its node is avoided", None)
+        return [Move(again, Cause.HUNG, "it held all others up again; its node is avoided", None)]
     faulty = [(pod, report) for pod in pods.values() if (report := _gpu_fault(obs, pod)) is not None]
     if len(faulty) != 1:
-        return None  # what several GPUs say at once is not the fault of one
+        return []  # what several GPUs say at once is not the fault of one
     pod, report = faulty[0]
     said = report.trainer.failure
     why = f"rank {said.rank}: {said.message}; its node is avoided" if said is not None else ""
-    return Move(pod, Cause.GPU_FAULT, why, report.trainer.ended_at)
+    return [Move(pod, Cause.GPU_FAULT, why, report.trainer.ended_at)]
 
 
-def _barred(obs: Observation, pods: Mapping[int, PodView]) -> Move | None:
-    """Of a pod in which no attempt can begin any more. All others wait for it, so there is time to let them have what it holds."""
+def _barred(obs: Observation, pods: Mapping[int, PodView]) -> list[Move]:
+    """Of pods in which no attempt can begin. All others wait for them, so there is time to let them have what such a pod holds."""
     reports = {worker: report for worker, pod in pods.items() if (report := _current(obs, pod)) is not None}
-    stuck = [worker for worker, report in sorted(reports.items()) if report.trainer.stuck]
-    if not stuck or len(stuck) == obs.job.spec.workers > 1:
-        return None  # what keeps all of them is not the fault of one node: storage, perhaps
+    moves = {worker: move for worker in sorted(reports) if (move := _bar(pods[worker], reports[worker])) is not None}
+    if not moves or len(moves) == obs.job.spec.workers > 1:
+        return []  # what keeps all of them is not the fault of one node: storage perhaps, or the check itself
     if len(reports) < obs.job.spec.workers or not (_shared(obs) or _kept_elsewhere(obs)):
-        return None
-    others = [report for worker, report in reports.items() if worker not in stuck]
-    if any(report.restore.state is RestoreState.RUNNING or report.trainer.busy for report in others):
-        return None
-    for worker in stuck:
-        if not reports[worker].owes:
-            why = f"{reports[worker].trainer.stuck}; its node is avoided"
-            return Move(pods[worker], Cause.STUCK, why, None)
+        return []
+    others = [report for worker, report in reports.items() if worker not in moves]
+    restoring = any(report.restore.state is RestoreState.RUNNING for report in reports.values())
+    if restoring or any(report.trainer.busy for report in others):
+        return []
+    if _from_scratch(obs):
+        return list(moves.values())
+    return [move for worker, move in moves.items() if not _needed(obs, reports[worker])][:1]
+
+
+def _needed(obs: Observation, report: Report) -> bool:
+    """Whether its sidecar still has to bring its holders what they lack, or has not heard yet what that is. Not for ever: a holder
+    may have no room."""
+    recovery = obs.job.status.recovery
+    if recovery is not None and recovery.decided_at is not None and obs.now - recovery.decided_at > _HAND_OVER:
+        return False
+    unheard = report.watermarks.local is None and not obs.job.status.resized_from
+    return report.owes or unheard
+
+
+def _bar(pod: PodView, report: Report) -> Move | None:
+    trainer = report.trainer
+    if trainer.stuck:
+        return Move(pod, Cause.STUCK, f"{trainer.stuck}; its node is avoided", None)
+    if trainer.unhealthy:
+        return Move(pod, Cause.HEALTH_CHECK_FAILED, f"{trainer.unhealthy}; its node is avoided", None)
     return None
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from tiercheck.protocol.address import join_address
-from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.directive import DeltaMode, HealthCheck
 from tiercheck.protocol.report import SPARE, Report
 from tiercheck_operator.controller.failure_spec import DEFAULT_HANG, DEFAULT_RESET_SECONDS, FailureRule, HangSpec
 from tiercheck_operator.controller.record import JobRecord
@@ -103,6 +103,8 @@ class JobSpec:
     """Of training beyond the last crash after which restarts are counted anew."""
     hang: HangSpec | None = DEFAULT_HANG
     """None: hangs are not looked for."""
+    health_check: HealthCheck | None = None
+    """None: every place is good enough."""
     active_deadline: float | None = None
     """Seconds that the job may be active; None: as long as it takes."""
     gang: str | None = None

@@ -10,7 +10,12 @@ from typing import Any
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import SPARE
-from tiercheck_operator.controller.failure_spec import DEFAULT_RESET_SECONDS, parse_hang, parse_rules
+from tiercheck_operator.controller.failure_spec import (
+    DEFAULT_RESET_SECONDS,
+    parse_hang,
+    parse_health_check,
+    parse_rules,
+)
 from tiercheck_operator.controller.node_signs import NO_SETTINGS, NodeSigns
 from tiercheck_operator.controller.observation import (
     ANNOTATION_AVOIDED,
@@ -88,6 +93,7 @@ def _spec(raw: Mapping[str, Any]) -> JobSpec:
         rules=parse_rules(policy.get("rules")),
         reset_seconds=float(_or(policy.get("resetAfterSeconds"), DEFAULT_RESET_SECONDS)),
         hang=parse_hang(policy.get("hang")),
+        health_check=parse_health_check(policy.get("healthCheck")),
         active_deadline=_float(raw.get("activeDeadlineSeconds")),
         ttl_seconds=None if ttl is None else float(ttl),
         gang=(raw.get("gang") or {}).get("scheduler"),
