@@ -85,6 +85,8 @@ class Launcher:
         """Newest attempt whose health check has passed."""
         self._check_failed: tuple[HealthCheck, float] | None = None
         """Which one failed last, and when it may run again."""
+        self._fault = ""
+        """Of our own, the last one that was printed."""
         self._failed_to_become: Order | None = None
         """The interpreter that was to run this order died before it could."""
 
@@ -119,7 +121,11 @@ class Launcher:
         except Exception:
             if not self._busy:
                 raise
-            traceback.print_exc()  # a fault of ours is no reason to end a training
+            if (
+                fault := traceback.format_exc()
+            ) != self._fault:  # a fault of ours is no reason to end a training, nor to fill its log
+                print(fault, file=sys.stderr, flush=True)
+            self._fault = fault
             self._line.close()
             time.sleep(_CONNECT_EVERY)
             return None
