@@ -18,7 +18,7 @@ from tiercheck_operator.controller.record import FailedStartRecord, Recovery
 
 _TIMES = 2
 """Failed starts in a row of the same worker on the same node after which it moves."""
-_REMEMBERED = 64
+_REMEMBERED = 32
 """Moved workers kept in the status."""
 _LONGEST_BACK_OFF = 60
 """Seconds; how the kubelet holds back a container that keeps failing, only sooner and shorter."""
