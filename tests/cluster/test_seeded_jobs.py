@@ -73,7 +73,8 @@ def loaded(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-@pytest.mark.parametrize("form", ["dcp", pytest.param("safetensors", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("form", ["dcp", "safetensors"])
 def test_job_begins_from_what_was_imported_and_its_newest_version_is_exported_by_name(
     jobs: Jobs, cluster: LocalCluster, bucket: ObjectStore, tmp_path: Path, form: str
 ) -> None:

@@ -28,6 +28,7 @@ def wait_spares(job: Job, ready: int) -> None:
     job.wait(f"{ready} spares", lambda status: (status.get("spares") or {}).get("ready") == ready)
 
 
+@pytest.mark.extended
 def test_spare_takes_the_place_of_a_worker_whose_node_died(jobs: Jobs, cluster: LocalCluster) -> None:
     job = jobs.start(workers=2, spares=1)
     wait_spares(job, 1)

@@ -52,6 +52,7 @@ def test_silent_node_is_left_while_kubernetes_still_believes_in_it(
     assert_same_as_undisturbed(job)
 
 
+@pytest.mark.extended
 def test_worker_cut_off_from_everybody_trains_on_for_nobody_and_stops_when_it_hears(
     jobs: Jobs, cluster: LocalCluster, tmp_path: Path
 ) -> None:

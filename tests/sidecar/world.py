@@ -13,8 +13,6 @@ import signal
 import socket
 import ssl
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +22,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from nursery import Process, nursery
 
 from tiercheck.protocol import names
 from tiercheck.protocol.address import join_address
@@ -114,7 +113,7 @@ class World:
         """From which they came to it, if it is an earlier one."""
         self.attempt = 0
         self.policy = Policy(snapshot_every=1, remote_every=1_000_000, remote_keep=5)
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, Process] = {}
         self._life = 0
 
     # Processes
@@ -162,14 +161,8 @@ class World:
     def start(self, *workers: int) -> None:
         for worker in workers or range(self.workers):
             self._life += 1
-            log = open(self.root / f"sidecar-{worker}-{self._life}.log", "wb")  # noqa: SIM115
-            self._processes[worker] = subprocess.Popen(
-                [sys.executable, "-m", "tiercheck_sidecar"],
-                env={**os.environ, **self.env(worker)},
-                stdout=log,
-                stderr=log,
-            )
-            log.close()
+            log = self.root / f"sidecar-{worker}-{self._life}.log"
+            self._processes[worker] = nursery().start({**os.environ, **self.env(worker)}, log)
         for worker in workers or range(self.workers):
             until(lambda worker=worker: self.is_ready(worker), f"sidecar {worker} is ready")
 

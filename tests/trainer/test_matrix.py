@@ -1,14 +1,13 @@
 """Promise: however people train, whatever fails, and on whatever ranks they go on, every bit of the state comes back.
 
 Parallelism x optimizer x what is odd about the model x failure x mesh after it: what goes wrong goes wrong where two things meet,
-and the full product is seventeen thousand cases. Here every value is in some case, and every failure meets every change of mesh;
+and the full product is seventeen thousand cases. Here every value is in some case;
 `make test-extended` has every pair of two values, every mesh before with every mesh after it, every parallelism and optimizer with
 every failure, at every moment.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
@@ -93,9 +92,8 @@ def possible(values: Sequence[str]) -> bool:
 
 
 AXES = (BEGIN[:-1], OPTIMIZERS, QUIRKS, FAILURES, AFTER)
-TOGETHER = [*((axis,) for axis in range(5)), (3, 4)]
 CASES = [
-    *(Case(*values) for values in covering(AXES, possible, TOGETHER)),
+    *(Case(*values) for values in covering(AXES, possible, [(axis,) for axis in range(5)])),
     # Eight ranks take as long as all of four others: the other cases are extended ones.
     Case(BEGIN[-1], "foreach AdamW", "averaged", "killed", "the same"),
     Case(BEGIN[-1], "SGD", "bf16", "newest lost", "fewer ranks"),
@@ -267,7 +265,6 @@ def same(restored: dict[str, str], ended: dict[str, str]) -> None:
     assert [name for name in ended if restored[name] != ended[name]] == []
 
 
-def test_every_value_is_in_some_case_and_every_failure_meets_every_change_of_mesh() -> None:
+def test_every_value_is_in_some_case() -> None:
     for axis, values in enumerate((BEGIN, *AXES[1:])):
         assert {case[axis] for case in CASES} == {*values}
-    assert {(case.failure, case.after) for case in CASES} == {*itertools.product(FAILURES, AFTER)}

@@ -1,0 +1,162 @@
+"""Sidecar processes, forked from one that has imported already: their start was most of what the tests of sidecars cost.
+
+Each runs the sidecar's own `__main__` with its own environment and log, and ends as it would by itself. The true command is started by the tests of
+clusters and images.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import runpy
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+class Process:
+    """One of them, with what tests use of `subprocess.Popen`."""
+
+    def __init__(self, pid: int, changed: threading.Condition, codes: dict[int, int]) -> None:
+        self.pid = pid
+        self._changed, self._codes = changed, codes
+
+    def poll(self) -> int | None:
+        with self._changed:
+            return self._codes.get(self.pid)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code. Raises subprocess.TimeoutExpired."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.pid in self._codes, timeout):
+                raise subprocess.TimeoutExpired(["tiercheck_sidecar"], timeout or 0.0)
+            return self._codes[self.pid]
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Nursery:
+    """The process that they are forked from, and reaped by."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._changed = threading.Condition()
+        self._codes: dict[int, int] = {}
+        self._born: list[int] = []
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def start(self, environment: Mapping[str, str], log: Path) -> Process:
+        order = {"environment": dict(environment), "log": str(log), "folder": os.getcwd()}
+        with self._changed:
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
+            assert self._changed.wait_for(lambda: self._born, 60), "no sidecar was forked"
+            return Process(self._born.pop(), self._changed, self._codes)
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            pid, code = json.loads(line)
+            with self._changed:
+                if code is None:
+                    self._born.append(pid)
+                else:
+                    self._codes[pid] = code
+                self._changed.notify_all()
+
+
+@cache
+def nursery() -> Nursery:
+    """That of this test process."""
+    made = Nursery()
+    atexit.register(made.stop)
+    return made
+
+
+def serve() -> dict[str, Any]:
+    """Fork at each order and tell each end. Returns in every child, with its order."""
+    ends, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes)
+    rest = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(0, selectors.EVENT_READ)
+        selector.register(ends, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                received = os.read(key.fd, 65536)
+                if key.fd == ends:
+                    _tell_ends()
+                    continue
+                if not received:
+                    os._exit(0)
+                *orders, rest = (rest + received).split(b"\n")
+                for order in orders:
+                    pid = os.fork()
+                    if not pid:
+                        signal.set_wakeup_fd(-1)
+                        os.close(ends)
+                        os.close(wakes)
+                        return dict(json.loads(order))
+                    _say(pid, None)
+
+
+def _tell_ends() -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        _say(pid, os.waitstatus_to_exitcode(status))
+
+
+def _say(pid: int, code: int | None) -> None:
+    os.write(1, json.dumps([pid, code]).encode() + b"\n")
+
+
+def become(order: Mapping[str, Any]) -> None:
+    """Of what this process had before the sidecar would know, nothing is left but modules."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.chdir(order["folder"])
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    nothing, log = os.open(os.devnull, os.O_RDONLY), os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for old, new in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(old, new)
+    os.close(nothing)
+    os.close(log)
+    sys.argv = ["tiercheck_sidecar"]
+
+
+if __name__ == "__main__":
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    del sys.path[0]  # the folder of the tests
+    import tiercheck_sidecar.app  # noqa: F401
+
+    become(serve())
+    runpy.run_module("tiercheck_sidecar", run_name="__main__", alter_sys=True)
