@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tiercheck_local.addresses import free_ports
+from tiercheck_local.controlplane.lifetime import start
 
 PROGRAMS = ("ceph-mon", "ceph-osd", "ceph", "monmaptool", "radosgw", "radosgw-admin")
 ACCESS_KEY, SECRET_KEY = "tiercheck", "tiercheck-secret"
@@ -129,9 +130,8 @@ rgw dns name = localhost
         self._run("ceph-osd", "--id", "0", "--mkfs", "--osd-uuid", name)
 
     def _daemon(self, program: str, *words: str) -> None:
-        with open(self._root / "log" / f"{program}.out", "wb") as log:
-            command = [program, "-f", "-c", str(self._config), *words]
-            self._processes.append(subprocess.Popen(command, stdout=log, stderr=log))
+        command = [program, "-f", "-c", str(self._config), *words]
+        self._processes.append(start(command, self._root / "log" / f"{program}.out"))
 
     def _ceph(self, *words: str) -> subprocess.CompletedProcess[bytes]:
         command = ["ceph", "-c", str(self._config), "--connect-timeout", "5", *words]
