@@ -136,6 +136,8 @@ def _heal(world: World) -> None:
     world.remote_up = True
     world.undying.clear()
     world.cut.clear()
+    for sidecar in world.sidecars.values():
+        sidecar.closed = False  # a job does not grow while one is away: it would give up what that one holds
     world.nodes = {
         name: replace(node, leaving="", cordoned=False, schedulable=True) for name, node in world.nodes.items()
     }
