@@ -277,7 +277,7 @@ sys.exit(app.main(sys.argv[1:]))
 
 
 def test_fault_of_its_own_ends_no_running_command(launch: Launch) -> None:
-    launched = launch(shell(SLEEP), program=("-c", FAILS_ITSELF))
+    launched = launch(shell(SLEEP), program=("-c", FAILS_ITSELF), merge_errors=True)
     launched.sidecar.say(order(1, Phase.RELEASE))
     pid = int(launched.line().split()[0])
     launched.sidecar.hears("started", 1)
@@ -289,6 +289,9 @@ def test_fault_of_its_own_ends_no_running_command(launch: Launch) -> None:
     launched.sidecar.say(order(1, Phase.FINISH))
     until(lambda: not alive(pid), "the command to be ended")
     assert launched.exit_code() == 0
+    assert launched.process.stdout is not None
+    printed = launched.process.stdout.read()
+    assert printed.count("KeyError: 'a fault of ours'") == 1, "it was met twice, and is told once"
 
 
 def test_command_that_ends_while_the_sidecar_is_away_is_told_afterwards(launch: Launch, tmp_path: Path) -> None:

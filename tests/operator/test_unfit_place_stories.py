@@ -232,6 +232,15 @@ def test_one_bad_node_never_ends_a_job(node: int, restarts: int, kills: dict[int
 CHECK = HealthCheck(("sh", "-c", "check"), 60.0)
 
 
+def told_while_all_stay(world: World, pods: set[str]) -> str:
+    """What the job says of a failed check; nobody was moved for it."""
+    assert set(world.pods) == pods
+    restoring = world.status.condition(conditions.RESTORING)
+    assert restoring is not None
+    assert restoring.reason == "HealthCheckFailed"
+    return restoring.message
+
+
 def test_worker_whose_node_fails_the_users_check_moves_before_anybody_has_started() -> None:
     world = running_world(health_check=CHECK, max_restarts=0)
     node = world.home(2)
@@ -266,11 +275,8 @@ def test_check_that_fails_everywhere_moves_nobody_and_is_told_until_it_passes() 
     world.unhealthy = {0, 1, 2, 3}
     world.crash(1)
     world.train(60)
-    assert set(world.pods) == pods
-    restoring = world.status.condition(conditions.RESTORING)
-    assert restoring is not None
-    assert restoring.reason == "HealthCheckFailed"
-    assert "worker 0 (4 in all): failurePolicy.healthCheck (sh) ended with exit code 3" in restoring.message
+    said = told_while_all_stay(world, pods)
+    assert "worker 0 (4 in all): failurePolicy.healthCheck (sh) ended with exit code 3" in said
     world.unhealthy = set()
     assert world.recovered()["cause"] == "TrainerCrash"
 
@@ -292,10 +298,7 @@ def test_worker_whose_memory_nobody_has_stays_however_its_check_ends() -> None:
     world.unhealthy = {world.home(2)}
     world.crash(1)
     world.train(60)
-    assert set(world.pods) == pods
-    restoring = world.status.condition(conditions.RESTORING)
-    assert restoring is not None
-    assert restoring.reason == "HealthCheckFailed"
+    told_while_all_stay(world, pods)
 
 
 @settings(max_examples=12, deadline=None)

@@ -121,11 +121,10 @@ class Launcher:
         except Exception:
             if not self._busy:
                 raise
-            if (
-                fault := traceback.format_exc()
-            ) != self._fault:  # a fault of ours is no reason to end a training, nor to fill its log
-                print(fault, file=sys.stderr, flush=True)
+            fault, before = traceback.format_exc(), self._fault
             self._fault = fault
+            if fault != before:  # a fault of ours is no reason to end a training, nor to fill its log
+                print(fault, file=sys.stderr, flush=True)
             self._line.close()
             time.sleep(_CONNECT_EVERY)
             return None
@@ -378,8 +377,7 @@ def _exited(attempt: int, code: int, out_of_memory: str) -> LauncherEvent:
         return LauncherEvent("exited", attempt, 0)
     if out_of_memory:  # torchrun ends with 1 when a rank was killed, so the code alone would not tell
         return LauncherEvent("exited", attempt, code, reasons.OOM_KILLED, out_of_memory)
-    if code > 128 and code - 128 in set(signal.Signals):
-        name = signal.Signals(code - 128).name
+    if name := processes.signal_of(code):
         return LauncherEvent("exited", attempt, code, reasons.SIGNALLED, f"The training command was ended by {name}.")
     return LauncherEvent("exited", attempt, code, reasons.CRASHED, f"The training command ended with exit code {code}.")
 

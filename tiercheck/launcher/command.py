@@ -86,6 +86,11 @@ def parents() -> dict[int, int]:
     return found
 
 
+def signal_of(code: int) -> str:
+    """Name of the signal that ended a command with this exit code; empty: it ended by itself."""
+    return signal.Signals(code - 128).name if code > 128 and code - 128 in set(signal.Signals) else ""
+
+
 def describe_stuck(pids: Collection[int]) -> str:
     """Which processes do not end, and in which state they are, as a clause."""
     told = []

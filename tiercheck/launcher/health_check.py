@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -87,20 +86,20 @@ class RunningCheck:
     def failure(self) -> str:
         """Why it has failed, as a clause; empty: it passed. Once it is over and killed."""
         self.listen()
-        name = f"failurePolicy.healthCheck ({os.path.basename(self.wanted.command[0])})"
+        check = f"failurePolicy.healthCheck ({os.path.basename(self.wanted.command[0])})"
         if self.code == 0 and not self._stays:
             return ""
         if self._stays:
             why = f"left something behind ({self._stays})"
         elif self.code is None:
             why = f"did not end within {self.wanted.seconds:g} s"
-        elif self.code > 128 and self.code - 128 in set(signal.Signals):
-            why = f"was ended by {signal.Signals(self.code - 128).name}"
+        elif name := processes.signal_of(self.code):
+            why = f"was ended by {name}"
         else:
             why = f"ended with exit code {self.code}"
         lines = [line.strip() for line in self._said.decode(errors="replace").splitlines() if line.strip()]
         said = " / ".join(lines[-_LINES:])[-_CHARACTERS:]
-        return f"{name} {why}{': ' + said if said else ' and said nothing'}"
+        return f"{check} {why}{': ' + said if said else ' and said nothing'}"
 
     def close(self) -> None:
         self._output.close()
