@@ -8,10 +8,13 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.examples import examples
 from tests.lives import Lives
 
 # A slow machine is no failure: nothing here may depend on speed.
-settings.register_profile("tiercheck", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "tiercheck", max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("tiercheck")
 
 

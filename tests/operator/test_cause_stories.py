@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from world_in_memory import REMOTE, World, make_spec
 
+from tests.examples import examples
 from tiercheck.protocol.report import RankFailure, TrainerState
 
 
@@ -137,7 +138,7 @@ def strike(world: World, first: str, worker: int) -> str:
     raise AssertionError(first)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     first=st.sampled_from(["deleted", "evicted", "failed", "cut", "gpu"]),
     worker=st.integers(1, 3),
@@ -188,7 +189,7 @@ def test_nodes_of_a_rack_that_fall_silent_one_after_the_other_are_told_as_the_ra
 # Old pods.
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     left=st.lists(st.sampled_from(["deleted", "cut", "evicted"]), min_size=1, max_size=2),
     then=st.sampled_from(["all", "crash", "deleted", "node"]),
@@ -303,7 +304,7 @@ ORIGINS = ("OOMKilled", "SIGKILL", "SIGSEGV", "own exception", "silent", "vanish
 ECHOES, STOPPED = ("connection", "watchdog"), ("stopped",)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     origin=st.sampled_from(ORIGINS),
     worker=st.integers(0, 3),

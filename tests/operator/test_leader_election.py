@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tiercheck_operator.config import Config
 from tiercheck_operator.election.candidate import Candidate, Move, Record, Terms
 from tiercheck_operator.election.elector import Elector
@@ -244,7 +245,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(STEPS, st.floats(-1e6, 1e6), st.floats(-1e6, 1e6))
 def test_never_two_leaders(steps: list[tuple[float, str, str]], one: float, other: float) -> None:
     """Whatever calls are lost, in whatever order replicas run or stand still, and wherever their clocks begin."""

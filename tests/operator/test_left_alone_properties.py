@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kubelet_words import ended, held_back, node, not_made, sidecar_view, starting, up
 from world_in_memory import World, make_spec
 
+from tests.examples import examples
 from tiercheck.protocol.report import Break, Unreachable
 from tiercheck_operator.controller.actions import DeletePod
 from tiercheck_operator.controller.decide import decide
@@ -19,7 +20,7 @@ from tiercheck_operator.controller.observation import ContainerView, HostSign, N
 
 WORKERS = 4
 SECONDS = st.sampled_from([0.0, 1.0, 3.0, 9.0, 11.0, 59.0, 61.0, 149.0, 400.0, 1e5])
-SOME = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SOME = settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @functools.cache

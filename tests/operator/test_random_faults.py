@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from world_in_memory import REMOTE, World, make_spec
 
+from tests.examples import examples
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import RankFailure
 from tiercheck.protocol.version import Version
@@ -145,7 +146,7 @@ def _heal(world: World) -> None:
         world.revive_node(name)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(faults=st.lists(_FAULTS, max_size=8), kills=_KILLS, shape=st.sampled_from(_SHAPES))
 def test_job_survives_any_faults_with_everything_committed(
     faults: list[tuple[int, str, int]], kills: dict[int, int], shape: dict[str, object]
@@ -198,7 +199,7 @@ def test_job_survives_any_faults_with_everything_committed(
     assert sum(pod.is_spare for pod in alive) == wanted
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(kills=st.dictionaries(st.integers(0, 40), st.integers(0, 10), max_size=20))
 def test_operator_that_dies_all_the_time_still_starts_the_job_once(kills: dict[int, int]) -> None:
     world = World()

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from world_in_memory import REMOTE, World, make_spec
 
+from tests.examples import examples
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.actions import Push
 from tiercheck_operator.controller.decide import decide
@@ -96,7 +97,7 @@ def test_job_without_copies_says_that_it_tolerates_nothing() -> None:
     assert survives(world) == ()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     faults=st.lists(
         st.tuples(st.sampled_from(["crash", "evict", "vanish", "node", "none"]), st.integers(0, 3), st.integers(1, 12)),

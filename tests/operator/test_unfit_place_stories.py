@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from world_in_memory import REMOTE, World, make_spec
 
+from tests.examples import examples
 from tiercheck.protocol.directive import HealthCheck
 from tiercheck.protocol.report import TrainerState
 from tiercheck_operator.controller import conditions
@@ -208,7 +209,7 @@ def test_user_who_calls_an_exit_code_final_is_obeyed_and_no_pod_moves() -> None:
     assert len(world.created) == 4
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     st.integers(0, 3),
     st.integers(1, 4),
@@ -301,7 +302,7 @@ def test_worker_whose_memory_nobody_has_stays_however_its_check_ends() -> None:
     told_while_all_stay(world, pods)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     st.sets(st.sampled_from(["n00", "n01", "n10", "n11"]), min_size=1, max_size=3),
     st.dictionaries(st.integers(0, 60), st.integers(0, 6), max_size=4),

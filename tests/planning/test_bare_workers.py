@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.planning.clusters import uneven
 from tiercheck_operator.planning.bare import cover_bare, is_bare
 from tiercheck_operator.planning.ground import Ground
@@ -15,7 +16,7 @@ SEATS = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1
 
 
 @given(SEATS, st.integers(1, 3), st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_covering_takes_only_further_copies_and_breaks_no_limit(seats, copies: int, data) -> None:  # type: ignore[no-untyped-def]
     cluster = uneven(seats)
     ground = Ground.of(cluster.sites, cluster.topology, copies, None, ())

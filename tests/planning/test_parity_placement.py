@@ -9,6 +9,7 @@ from itertools import combinations
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.planning.clusters import Cluster, racks, uneven
 from tests.planning.test_placement import clusters
 from tiercheck_operator.planning.parity import CodeGroup, ParityPolicy, place_parity
@@ -168,7 +169,7 @@ def best_possible(cluster: Cluster, data: int, parity: int, level: str) -> int:
     st.integers(1, 2),
     st.sampled_from(("rack", "host")),
 )
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_the_loss_of_any_one_domain_is_survived_wherever_that_is_possible(
     sizes: list[int], data: int, parity: int, level: str
 ) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from tests.examples import examples
 from tests.planning.clusters import Cluster, racks, uneven
 from tiercheck_operator.planning.placement import Placement, PlacementPolicy, Unplaceable, place
 
@@ -67,7 +68,7 @@ layouts = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=3), min_size
 
 
 @given(layouts)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_one_copy_protects_as_many_workers_as_is_possible(seats: list[list[int]]) -> None:
     cluster = uneven(seats)
     placement = place(cluster.sites, cluster.topology, PlacementPolicy(1, "rack", required=False))
@@ -76,7 +77,7 @@ def test_one_copy_protects_as_many_workers_as_is_possible(seats: list[list[int]]
 
 
 @given(layouts)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_as_many_workers_as_possible_have_their_copy_off_their_node(seats: list[list[int]]) -> None:
     cluster = uneven(seats)
     if len({site.node for site in cluster.sites}) == 1:
@@ -87,7 +88,7 @@ def test_as_many_workers_as_possible_have_their_copy_off_their_node(seats: list[
 
 
 @given(layouts, st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_suspect_nodes_cost_no_protection_that_the_others_could_give(
     seats: list[list[int]], data: st.DataObject
 ) -> None:
@@ -101,7 +102,7 @@ def test_suspect_nodes_cost_no_protection_that_the_others_could_give(
 
 
 @given(layouts, st.integers(1, 3))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_required_fails_only_where_it_is_impossible(seats: list[list[int]], copies: int) -> None:
     cluster = uneven(seats)
     possible = most_protected(cluster, "rack", copies) == len(cluster.sites)
@@ -110,7 +111,7 @@ def test_required_fails_only_where_it_is_impossible(seats: list[list[int]], copi
 
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_replanning_from_any_past_protects_as_many_as_planning_afresh(sizes: list[int], data: st.DataObject) -> None:
     cluster = racks(*sizes)
     n = len(cluster.sites)

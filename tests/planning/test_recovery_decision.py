@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.planning.clusters import racks
 from tiercheck.protocol.artifact import Artifact, Kind, Share
 from tiercheck.protocol.chain import chain_to, rebuildable
@@ -169,7 +170,7 @@ def possible_versions(job: Situation) -> set[Version]:
 
 
 @given(situations())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_decision_is_one_that_brute_force_agrees_with(job: Situation) -> None:
     possible = possible_versions(job)
     if job.target_step is not None:
@@ -204,7 +205,7 @@ def nearest(job: Situation, rank: int, version: Version) -> Tier:
 
 
 @given(situations())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_named_sources_are_those_that_hold_something_of_the_chain_and_the_nearest_comes_first(job: Situation) -> None:
     decision = decide_recovery(job)
     if not isinstance(decision, Recover):

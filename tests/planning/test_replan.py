@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.planning.clusters import RACK, Cluster, racks, uneven
 from tiercheck_operator.planning.ground import Ground, WorkerSite
 from tiercheck_operator.planning.placement import Placement, PlacementPolicy, place
@@ -193,7 +194,7 @@ def lives(draw):  # type: ignore[no-untyped-def]
     return cluster, copies, changes, room
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(lives(), st.randoms(use_true_random=False))
 def test_at_no_moment_are_there_fewer_complete_copies_than_were_promised_and_had(life, chance) -> None:  # type: ignore[no-untyped-def]
     """Holders become complete one by one in any order; between any two of these moments a worker has what it had, up to what is
@@ -262,7 +263,7 @@ def _complete(holders: Mapping[int, tuple[int, ...]], complete: set[tuple[int, i
     return sum((worker, holder) in complete for holder in holders[worker])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(3, 5), st.integers(2, 4), st.integers(1, 2), st.data())
 def test_no_copy_moves_but_those_on_the_node_to_avoid(count: int, size: int, copies: int, data) -> None:  # type: ignore[no-untyped-def]
     cluster = racks(*[size] * count)

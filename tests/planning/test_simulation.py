@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.planning.clusters import example, racks
 from tiercheck.protocol.directive import Tier
 from tiercheck_operator.planning.ettr_formula import exact_ettr, first_order_ettr
@@ -84,7 +85,7 @@ def test_what_one_level_would_cost_is_told_by_domain() -> None:
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.integers(1, 4), min_size=2, max_size=5),
     st.integers(0, 2),
@@ -184,7 +185,7 @@ def test_what_is_lost_without_any_tier_is_everything() -> None:
     assert found.ettr < 0.2
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.integers(0, 10_000), st.floats(0, 0.5), st.floats(0, 0.5), st.integers(0, 3))
 def test_time_adds_up(seed: int, process: float, host: float, spares: int) -> None:
     """What is trained, what is trained again and what stands still make up the run, but for the step that a failure cuts."""

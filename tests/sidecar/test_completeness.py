@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_model import Model
 
+from tests.examples import examples
 from tiercheck.protocol.version import Version
 
 seeds = st.integers(0, 2**32)
@@ -32,7 +33,7 @@ def advances(model: Model) -> None:
     assert announced(model) > before, "versions stopped becoming complete"
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(seed=seeds, world=worlds, copies=st.integers(1, 2), skips=st.sampled_from([0.02, 0.3]))
 def test_committed_is_kept_and_versions_complete_whatever_is_skipped(
     seed: int, world: int, copies: int, skips: float
@@ -43,7 +44,7 @@ def test_committed_is_kept_and_versions_complete_whatever_is_skipped(
     advances(model)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(seed=seeds, world=st.integers(2, 5), copies=st.integers(1, 2), skips=st.sampled_from([0.0, 0.05, 0.3]))
 def test_newest_snapshot_that_all_holders_have_can_be_had_of_every_rank_when_a_worker_is_lost(
     seed: int, world: int, copies: int, skips: float
@@ -52,14 +53,14 @@ def test_newest_snapshot_that_all_holders_have_can_be_had_of_every_rank_when_a_w
     play(Model(world, random.Random(seed), copies=copies, skips=skips, chains=9))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(seed=seeds, world=worlds)
 def test_committed_is_kept_with_two_snapshot_slots_too(seed: int, world: int) -> None:
     """Progress is not promised there: ranks that never stand at the same step can miss each other for long."""
     play(Model(world, random.Random(seed), slots=2, skips=0.1))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(seed=seeds, world=st.integers(2, 4), parity=st.integers(1, 2), skips=st.sampled_from([0.02, 0.2]))
 def test_what_parity_protects_can_be_rebuilt_at_every_moment(seed: int, world: int, parity: int, skips: float) -> None:
     model = Model(world, random.Random(seed), parity=parity, skips=skips)
@@ -68,7 +69,7 @@ def test_what_parity_protects_can_be_rebuilt_at_every_moment(seed: int, world: i
     advances(model)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(seed=seeds, world=st.integers(2, 4), copies=st.integers(1, 2))
 def test_sidecars_that_restart_make_nobody_throw_away_what_is_committed(seed: int, world: int, copies: int) -> None:
     rng = random.Random(seed)
@@ -80,7 +81,7 @@ def test_sidecars_that_restart_make_nobody_throw_away_what_is_committed(seed: in
     advances(model)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(seed=seeds, world=st.integers(2, 4), parity=st.integers(0, 1))
 def test_lost_worker_costs_nothing_that_was_announced_and_its_attempt_protects_again(
     seed: int, world: int, parity: int
@@ -97,7 +98,7 @@ def test_lost_worker_costs_nothing_that_was_announced_and_its_attempt_protects_a
     advances(model)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(seed=seeds, world=st.integers(2, 4))
 def test_what_an_earlier_attempt_protected_is_kept_until_this_one_has_done_as_much(seed: int, world: int) -> None:
     """All training processes end before new holders have anything; then a worker is lost that held nothing of it."""

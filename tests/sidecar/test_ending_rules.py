@@ -8,6 +8,7 @@ from ending_model import Model, Plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.ending import GONE, WorkerEnd, may_go, owes_nothing
 
@@ -40,7 +41,7 @@ def plans(draw: st.DrawFn, most: int = 5, kills: bool = False) -> list[Plan]:
 
 
 @given(plans(), st.integers(0, 2**32))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_last_version_is_in_the_remote_tier_and_all_are_gone_a_moment_later(those: list[Plan], seed: int) -> None:
     model = Model(those, random.Random(seed))
     model.run(HORIZON)
@@ -53,7 +54,7 @@ def test_last_version_is_in_the_remote_tier_and_all_are_gone_a_moment_later(thos
 
 
 @given(plans(), st.integers(0, 2**32), st.floats(0.05, 0.4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_calls_that_get_no_answer_cost_no_version_and_little_time(those: list[Plan], seed: int, losses: float) -> None:
     model = Model(those, random.Random(seed), losses)
     model.run(HORIZON)
@@ -64,7 +65,7 @@ def test_calls_that_get_no_answer_cost_no_version_and_little_time(those: list[Pl
 
 
 @given(plans(kills=True), st.integers(0, 2**32))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_who_is_killed_at_the_end_keeps_nobody_for_long(those: list[Plan], seed: int) -> None:
     model = Model(those, random.Random(seed))
     model.run(HORIZON)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tiercheck_sidecar.exchange.backoff import FIRST, LONGEST, Backoff
 from tiercheck_sidecar.exchange.frames import bitmap, from_bitmap
 from tiercheck_sidecar.exchange.gathering import DAMAGED_MOST, OVERDUE, Gathering
@@ -15,7 +16,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(chunks=st.integers(1, 12), events=EVENTS)
 def test_no_chunk_is_lost_whatever_happens_and_the_rest_completes(chunks: int, events: list[tuple[int, str]]) -> None:
     sources = range(4)
@@ -95,7 +96,7 @@ def test_chunk_that_is_overdue_is_asked_of_a_second_source_and_only_then() -> No
     assert not gathering.arrived(0, "slow")
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(chunks=st.integers(1, 20), data=st.data())
 def test_push_that_breaks_again_and_again_brings_every_chunk(chunks: int, data: st.DataObject) -> None:
     """Each connection carries some chunks, of which some are damaged, and breaks; what the holder has verified is not dealt again."""

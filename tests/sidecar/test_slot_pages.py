@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tiercheck_sidecar.vault import pages, slots
 
 MIB = 1 << 20
@@ -78,7 +79,7 @@ def test_mapping_that_somebody_still_reads_outlives_its_owner_and_then_goes(slot
     assert slot.name not in Path("/proc/self/maps").read_text()
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(size=st.integers(1, 5 * MIB), data=st.data())
 def test_what_is_written_through_the_mapping_is_in_the_file(slot: Path, size: int, data: st.DataObject) -> None:
     view = slots.create(slot, size)

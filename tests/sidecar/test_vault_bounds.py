@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from world import content, layout
 
+from tests.examples import examples
 from tiercheck.protocol.artifact import Artifact, Kind, Share
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.sizing import Room
@@ -165,6 +166,6 @@ class VaultUnderUse(RuleBasedStateMachine):
 
 
 VaultUnderUse.TestCase.settings = settings(
-    max_examples=15, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(15), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestVaultUnderUse = VaultUnderUse.TestCase

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import Optimizer
 
+from tests.examples import examples
 from tiercheck.trainer.encoding import same_bits
 from tiercheck.trainer.replayable import inseparable
 
@@ -37,7 +38,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=lambda value: str(value).removeprefix("torch."))
 @given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 5000), data=st.data())
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 def test_parts_get_the_bits_of_the_whole(
     name: str, dtype: torch.dtype, seed: int, count: int, data: st.DataObject
 ) -> None:
