@@ -200,7 +200,7 @@ class RankSession:
             if request.elementwise is not None:
                 with self._board.lock:
                     self._board.elementwise[rank] = request.elementwise
-            vault.reserve(rank, request.bytes, request.delta_bytes)
+            vault.reserve(rank, request.bytes, request.delta_bytes, request.numa)
             self._board.problem("MemoryTooSmall", "")
             self._board.bump()
             return Reply(True)

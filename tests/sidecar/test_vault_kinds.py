@@ -105,6 +105,19 @@ def test_killed_writer_costs_its_own_slot_and_nothing_committed(vault: Vault) ->
         assert vault.fault(0, v(1), Tier.LOCAL, kind) == ""
 
 
+def test_slot_whose_file_was_taken_away_is_given_up_and_others_go_on(vault: Vault) -> None:
+    writing = vault.begin(0, v(1), Kind.SNAPSHOT)
+    writing.unlink()
+    vault.abandon(writing)
+    capture(vault, 2).unlink()
+    assert [seal.version for seal in vault.free(lambda seal: True)] == [v(2)]
+    assert vault.held() == ()
+    vault.reserve(0, SNAPSHOT.size, DELTA.size)
+    for step in (3, 4, 5):
+        capture(vault, step)
+    assert vault.fault(0, v(5), Tier.LOCAL, Kind.SNAPSHOT) == ""
+
+
 def test_delta_that_is_no_delta_is_refused(vault: Vault) -> None:
     path = vault.begin(0, v(1), Kind.DELTA)
     with open(path, "r+b") as file:

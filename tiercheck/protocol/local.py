@@ -73,7 +73,7 @@ class Request:
 
     - "reserve": the rank's snapshot slots must hold `bytes` each, its delta slots `delta_bytes`
       (0: it takes no deltas; None: not known yet). `elementwise`: whether its deltas can be replayed on other ranks too, because its
-      optimizers treat each element on its own.
+      optimizers treat each element on its own. `numa`: the NUMA node of its device; -1: none is known.
       Answered when the snapshot slots are allocated and pre-faulted; delta slots follow.
     - "begin": a slot for the artifact of `kind` after `step`, of at most `bytes`. Reply carries `path`, or `skip` with the reason.
     - "complete": the slot at `path` is written; its first `bytes` are the artifact.
@@ -97,6 +97,7 @@ class Request:
     bytes: int = 0
     delta_bytes: int | None = 0
     elementwise: bool | None = None
+    numa: int = -1
     kind: Kind = Kind.SNAPSHOT
     path: str = ""
     loss: float | None = None

@@ -24,6 +24,7 @@ from tiercheck_sidecar.vault.demand import Demand
 from tiercheck_sidecar.vault.draft import Draft
 from tiercheck_sidecar.vault.errors import MemoryTooSmall, NoDeltas, NoFreeSlot, NotHeld
 from tiercheck_sidecar.vault.inventory import SLOT_SUFFIX, fault, take_inventory
+from tiercheck_sidecar.vault.numa import near
 from tiercheck_sidecar.vault.refusals import deltas_refused, saving_refused
 from tiercheck_sidecar.vault.seal import Seal, write_seal
 from tiercheck_sidecar.vault.slots import Pool, Slot, SlotState, create, remove, tear
@@ -45,6 +46,8 @@ class Vault:
         self._lock = threading.RLock()
         self._slots: dict[Path, Slot] = {}
         self._demand = Demand(limit)
+        self._nodes: dict[int, int] = {}
+        """NUMA nodes of own ranks' devices."""
         self._instance, self._serial = uuid.uuid4().hex[:6], 0
 
     def open(self) -> None:
@@ -154,13 +157,14 @@ class Vault:
             self.tidy()
             self._on_change()
 
-    def reserve(self, rank: int, size: int, delta_size: int | None = 0) -> None:
+    def reserve(self, rank: int, size: int, delta_size: int | None = 0, numa: int = -1) -> None:
         """Have snapshot slots of exactly `size` bytes for an own rank, pre-faulted, and delta slots of `delta_size` (0: none; None: not known yet),
-        which `prepare` allocates. Raises MemoryTooSmall.
+        which `prepare` allocates, on that NUMA node (-1: anywhere). Raises MemoryTooSmall.
         """
         if rank not in self.ranks or size <= 0 or (delta_size or 0) < 0:
             raise ValueError(f"cannot reserve {size} and {delta_size} bytes for rank {rank}")
         with self._lock:
+            self._nodes[rank] = numa
             self._demand.reserve(rank, size, delta_size)
         reason = self.too_small()
         if reason:
@@ -367,7 +371,8 @@ class Vault:
     def _allocate(self, slot: Slot, state: SlotState = SlotState.FREE) -> bool:
         """Not under the lock."""
         try:
-            slot.adopt(create(slot.path, slot.size))
+            with near(self._nodes.get(slot.rank, -1) if slot.tier is Tier.LOCAL else -1):
+                slot.adopt(create(slot.path, slot.size))
         except OSError as error:
             log.warning("cannot allocate %d bytes for %s: %s", slot.size, slot.path.name, error)
             with self._lock:
@@ -408,15 +413,13 @@ class Vault:
     def _drop(self, slot: Slot) -> None:
         with self._lock:
             if slot.state in (SlotState.WRITING, SlotState.SEALING):
-                tear(slot)
-                slot.state = _usable(slot)
+                slot.state = _emptied(slot)
         self._on_change()
 
     def _settle(self, slot: Slot) -> None:
         """Free a doomed slot that nobody uses."""
         if slot.doomed and slot.pins == 0 and slot.state is SlotState.SEALED:
-            tear(slot)
-            slot.seal, slot.doomed, slot.state = None, False, _usable(slot)
+            slot.seal, slot.doomed, slot.state = None, False, _emptied(slot)
 
     def _trim(self) -> None:
         """Remove free slots that the plan has no use for, and lost ones. The files go outside the lock if it can be."""
@@ -442,9 +445,14 @@ def _readable(slot: Slot) -> bool:
     return slot.state is SlotState.SEALED and not slot.doomed
 
 
-def _usable(slot: Slot) -> SlotState:
-    """What becomes of a slot that is given back: one whose file was cut off is never used again."""
-    return SlotState.FREE if slot.is_whole() else SlotState.GONE
+def _emptied(slot: Slot) -> SlotState:
+    """Make a slot that is given back unreadable. What becomes of it: one whose file was cut off, or taken away, is never used again."""
+    try:
+        tear(slot)
+        return SlotState.FREE if slot.is_whole() else SlotState.GONE
+    except OSError as error:
+        log.warning("%s is given up: %s", slot.path.name, error)
+        return SlotState.GONE
 
 
 def _cost(slot: Slot) -> int:
