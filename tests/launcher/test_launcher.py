@@ -474,7 +474,9 @@ sys.exit(main(sys.argv[1:]))
 def launch_unkillable(launch: Launch, tmp_path: Path, script: str) -> tuple[Launched, Path]:
     held = tmp_path / "unkillable"
     held.touch()
-    return launch(shell(script), program=("-c", _UNKILLABLE), UNKILLABLE=str(held), TIERCHECK_STUCK_SECONDS="0.2"), held
+    return launch(
+        shell(script), program=("-c", _UNKILLABLE), UNKILLABLE=str(held), TIERCHECK_UNKILLABLE_SECONDS="0.2"
+    ), held
 
 
 def test_process_that_survives_sigkill_is_told_and_the_next_attempt_waits_for_its_end(

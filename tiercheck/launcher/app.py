@@ -33,7 +33,7 @@ from tiercheck.protocol.names import ENV_RUN_DIR, RUN_DIR, SOCKET_NAME
 ENV_STOP_SECONDS = "TIERCHECK_STOP_SECONDS"
 """How long the command may take to end after SIGTERM before it is killed; 5 if not set. For a new attempt it is killed at once."""
 
-ENV_STUCK_SECONDS = "TIERCHECK_STUCK_SECONDS"
+ENV_UNKILLABLE_SECONDS = "TIERCHECK_UNKILLABLE_SECONDS"
 """How long what was killed may take to be gone before the sidecar is told that it is stuck; 30 if not set."""
 
 ENV_CGROUP_DIR = "TIERCHECK_CGROUP_DIR"
@@ -68,7 +68,7 @@ class Launcher:
         self._stop_deadline: float | None = None
         self._killing_since: float | None = None
         """When what is being killed was first seen to be still there."""
-        self._stuck_after = float(environment.get(ENV_STUCK_SECONDS, "30"))
+        self._stuck_after = float(environment.get(ENV_UNKILLABLE_SECONDS, "30"))
         self._signalled: int | None = None
         self._checked = False
         self._out_of_memory = OutOfMemory(Path(environment.get(ENV_CGROUP_DIR, CGROUP)))
