@@ -30,6 +30,7 @@ BENCHMARKS = {
     "exchange": "peer copy throughput",
     "parity": "rebuild from parity",
     "restores": "verified local and peer restore",
+    "resume_memory": "memory of a resume",
     "remote": "upload to and restore from S3",
     "sharing": "capture by the number of replicas",
     "resharding": "restore on another mesh",

@@ -18,6 +18,8 @@ from benchmarks.gpu_acceptance.station import slot_of
 from tiercheck.protocol.slot import SlotLayout
 from tiercheck.protocol.version import Version
 from tiercheck.trainer import copying
+from tiercheck.trainer.accelerator import accelerator_of
+from tiercheck.trainer.flight import Flight
 from tiercheck.trainer.slot_file import SlotReader, SlotWriter
 
 
@@ -103,7 +105,7 @@ def out_of_a_slot(setting: Setting) -> Found:
 
 
 def sanity_gate(setting: Setting) -> Found:
-    """P5. With one thread, as the saver has. On a GPU the copy comes off the device; both are of the same bytes."""
+    """P5. With one thread, as the saver has. On a GPU the copy comes off the device, which looks itself; both are of the same bytes."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -116,12 +118,12 @@ def sanity_gate(setting: Setting) -> Found:
 def small_reads_beside_a_copy(setting: Setting) -> Found:
     """P8."""
     source = torch.zeros((1 if setting.small else 4) * GIB, dtype=torch.uint8, device=setting.device)
-    x, stream = torch.ones(1, device=setting.device), torch.cuda.Stream()
+    x = torch.ones(1, device=setting.device)
     with _written(setting, [source]) as (_, views, writer):
         writer.pin()
         x.item()
         alone = sorted(_seconds(setting, x.item) for _ in range(50))
-        beside = sorted(_beside(lambda: copying.copy_all([("t0", source)], views, stream), x.item))
+        beside = sorted(_beside(lambda: _copy([("t0", source)], views), x.item))
         writer.close()
     worst = beside[int(0.99 * len(beside))] if beside else 0.0
     return Found(
@@ -138,22 +140,38 @@ def copy_rates(setting: Setting) -> CopyRates:
     pinned = [torch.empty_like(source, device="cpu", pin_memory=setting.gpu) for source in sources[:64]]
     pairs = [(pinned[number % len(pinned)], source) for number, source in enumerate(sources)]
     limit = size / best(setting, lambda: [target.copy_(source, non_blocking=True) for target, source in pairs])
-    stream = torch.cuda.Stream() if setting.gpu else None
     items = _named(sources)
     with _written(setting, sources) as (_, views, writer):
         if setting.gpu:
             writer.pin()
         for view in views.values():
             view.fill_(1)  # so that no page is touched for the first time
-        quiet = size / best(setting, lambda: copying.copy_all(items, views, stream))
+        quiet = size / best(setting, lambda: _copy(items, views))
         spent = time.thread_time()
-        copying.copy_all(items, views, stream)
+        _copy(items, views)
         spent = time.thread_time() - spent
         with _busy_interpreter(setting):
-            busy = size / best(setting, lambda: copying.copy_all(items, views, stream), 3)
+            busy = size / best(setting, lambda: _copy(items, views), 3)
         right = all(torch.equal(views[name], source.cpu()) for name, source in items)
         writer.close()
     return CopyRates(limit, quiet, busy, spent / size * 1e9, right)
+
+
+def _copy(items: list[tuple[str, Tensor]], views: dict[str, Tensor]) -> None:
+    """As the saver does, whatever the tensors lie on."""
+    device = accelerator_of(tensor for _, tensor in items)
+    if device is None:
+        for name, tensor in items:
+            copying.copy_tensor(views[name], tensor)
+        return
+    before = torch.cuda.current_stream()
+    try:
+        device.follow(device.final())
+        flight = Flight(device)
+        flight.begin(items, views)
+        flight.land()
+    finally:
+        torch.cuda.set_stream(before)
 
 
 def best(setting: Setting, work: Callable[[], object], times: int = 5) -> float:
@@ -176,7 +194,10 @@ def _gate(setting: Setting, dtype: torch.dtype) -> Figure:
     source = torch.zeros(size // dtype.itemsize, dtype=dtype, device=setting.device)
     target = torch.empty_like(source, device="cpu", pin_memory=setting.gpu)
     copy = best(setting, lambda: target.copy_(source, non_blocking=True))
-    look = best(setting, lambda: copying.non_finite([("x", target)]), 3)
+    if setting.gpu:
+        look = best(setting, lambda: torch.stack(torch.aminmax(source)).isfinite(), 3)
+    else:
+        look = best(setting, lambda: copying.non_finite([("x", target)]), 3)
     rates = f"looking {rate_text(size / look)}, copying {rate_text(size / copy)}"
     return Figure(f"looking, as a share of copying {dtype}", against=rates, ratio=look / copy, bound=1.0, unit="%")
 

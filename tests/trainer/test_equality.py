@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tiercheck.trainer.equality import Looked, saved_whole, unequal
 
@@ -108,8 +109,14 @@ def test_shares_that_nobody_compared_when_they_were_saved_are_compared_before_th
         assert "different bits" in rank["refused"]
 
 
-def written(whole: bool, *sums: dict[str, int | None]) -> str:
-    return Looked(1, whole, {f"ring{number}": each for number, each in enumerate(sums)}).written()
+def written(whole: bool, *seen: dict[str, int | None]) -> str:
+    samples = {
+        f"ring{number}": {
+            name: None if byte is None else torch.tensor([byte], dtype=torch.uint8) for name, byte in each.items()
+        }
+        for number, each in enumerate(seen)
+    }
+    return Looked(1, whole, samples).written()
 
 
 def test_slots_of_a_version_disagree_if_any_ring_does() -> None:

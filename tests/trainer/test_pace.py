@@ -18,6 +18,16 @@ from tiercheck.trainer.pace import Pace, there_is_time
 seconds = st.floats(1e-6, 1e4)
 
 
+@given(st.booleans(), seconds, seconds, seconds)
+def test_modules_that_take_a_good_part_of_a_step_to_tell_what_they_keep_end_deltas(
+    taken: bool, delta: float, step: float, asked: float
+) -> None:
+    if asked > step / 10:
+        assert not there_is_time(taken, delta, step, asked)
+    now = there_is_time(taken, delta, step, asked)
+    assert there_is_time(now, delta, step, asked) is now
+
+
 @given(st.booleans(), seconds, seconds)
 def test_delta_that_takes_as_long_as_its_step_is_never_taken(taken: bool, delta: float, step: float) -> None:
     if delta >= step:
@@ -72,6 +82,20 @@ def run(
 def test_waiting_for_copies_is_no_part_of_a_step() -> None:
     clock = Clock()
     assert not run(Pace(clock), clock, 100, step=1, delta=1, taken=True, waited=9)
+
+
+def test_extra_state_that_is_slow_to_tell_ends_deltas_for_good() -> None:
+    clock = Clock()
+    measured = Pace(clock)
+    taken = True
+    for step in range(200):
+        clock.now += 1
+        if taken:
+            measured.took(0.01)
+            measured.told(0.2)
+        taken = measured.ends_step(taken)
+        assert taken or step >= 8
+    assert not taken
 
 
 def test_nothing_is_decided_by_a_few_slow_ones() -> None:

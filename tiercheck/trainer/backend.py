@@ -58,6 +58,8 @@ class Backend(Protocol):
     patience: float | None
     elementwise: bool
     """Set by the trainer: whether its optimizers treat each element on its own, so that its deltas can be replayed on other ranks."""
+    numa: int
+    """Set by the trainer: the NUMA node of its device; -1: none is known."""
 
     @property
     def every(self) -> int:

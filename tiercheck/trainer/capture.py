@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -164,8 +163,3 @@ def counter(tensor: Tensor) -> int:
         return 0
     shard = getattr(tensor, "_local_tensor", None)
     return tensor._version if shard is None else tensor._version + int(shard._version)
-
-
-def on_cuda(entries: Sequence[Entry]) -> torch.device | None:
-    """The CUDA device that the tensors lie on, if any does. A rank uses one."""
-    return next((entry.tensor.device for entry in entries if entry.tensor.is_cuda), None)

@@ -34,9 +34,10 @@ from tiercheck.protocol.names import ENV_RUN_DIR
 from tiercheck.protocol.slot import NotASlot
 from tiercheck.protocol.version import Version
 from tiercheck.trainer import gloo_threads, stacks, user_state
+from tiercheck.trainer.accelerator import accelerator_of
 from tiercheck.trainer.backend import Backend, Offer, RestoreError
 from tiercheck.trainer.buffers import PASSING
-from tiercheck.trainer.capture import named_parameters_of, on_cuda
+from tiercheck.trainer.capture import named_parameters_of
 from tiercheck.trainer.claim import Claim
 from tiercheck.trainer.copying import Pending, Snapshot
 from tiercheck.trainer.delta import StoredDelta
@@ -155,7 +156,8 @@ class Checkpointer:
             self._last_words = LastWords(self._backend.failing)
         self._inventories = Inventories(model, self._optimizers, self._beside)
         if all(map(is_final, (model, *self._beside.values()))):
-            self._inventories.take()  # what cannot be captured is better said now than after an hour
+            # What cannot be captured is better said now than after an hour.
+            accelerator_of(entry.tensor for entry in self._inventories.take().entries)
         self._sampler = Sampler()
         self._shares = Shares(wrapped, self._partitions)
         self._sanity_gate = sanity_gate
@@ -172,7 +174,6 @@ class Checkpointer:
         self._deltas = Deltas(model, self._optimizers, self._shares, self._backend, self._saver)
         self.step_number = 0
         """Optimizer steps done, restored ones included."""
-        self._ready: torch.cuda.Event | None = None
         self._last_step_at: float | None = None
         self._step_seconds: float | None = None
         self._restored = False
@@ -234,6 +235,8 @@ class Checkpointer:
         self._restored = True
         inventory = self._inventories.take()
         user_state.unpack(user_state.pack(self._state, inventory.facts))
+        if (device := accelerator_of(entry.tensor for entry in inventory.entries)) is not None:
+            self._backend.numa = device.numa_node()
         found, self._found = self._found, None
         offer = self._backend.find() if found is None else found.offer
         self._inventories.passing.begin()
@@ -267,8 +270,7 @@ class Checkpointer:
         if poisoned:
             self._saver.sanity.refused(self.step_number)
         self._report(loss)
-        self._ready = None
-        delta = self._deltas.end_step(self.step_number, self._state, self._final, poisoned)
+        delta = self._deltas.end_step(self.step_number, self._state, poisoned)
         due = self._deltas.needs_snapshot() or self.step_number % self.every == 0
         if not due and not self._saver.layouts.known:
             self._prepare(-1 if delta is not None else None)
@@ -497,16 +499,9 @@ class Checkpointer:
         stored = self._shares.own(inventory.entries)
         proof = Proof.take(self._sampler, inventory.entries, stored)
         entries = [self._at_once(entry) for entry in stored]
-        device = on_cuda(entries)
-        ready = None if device is None else self._final(device)
+        device = accelerator_of(entry.tensor for entry in entries)
+        ready = None if device is None else device.final()
         return Snapshot(step=self.step_number, entries=entries, blob=blob, proof=proof, device=device, ready=ready)
-
-    def _final(self, device: torch.device) -> torch.cuda.Event:
-        """Passes when all that the training stream was given until the end of this step is done."""
-        if self._ready is None:
-            self._ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self._ready.record(torch.cuda.current_stream(device))
-        return self._ready
 
     def _at_once(self, entry: Entry) -> Entry:
         if entry.lazy and entry.name not in self._saver.mutating:

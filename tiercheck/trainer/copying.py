@@ -7,13 +7,13 @@ the next update waits for what is left of it.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from tiercheck.trainer.accelerator import Accelerator, Mark
 from tiercheck.trainer.capture import versions
 from tiercheck.trainer.crew import Crew
 from tiercheck.trainer.leaves import Entry
@@ -22,8 +22,6 @@ from tiercheck.trainer.user_state import Packed
 
 CHUNK = 16 * 1024 * 1024
 """Bytes per copy call: long enough to be efficient, short enough that other threads get the interpreter in between."""
-_IN_FLIGHT = 4
-"""Chunks given to the GPU ahead of the one that is waited for."""
 
 
 @dataclass(kw_only=True)
@@ -31,14 +29,16 @@ class Pending:
     """One artifact on its way into a slot, as the training thread and the saver's see it."""
 
     step: int
-    device: torch.device | None = None
-    """The CUDA device, if any."""
-    ready: torch.cuda.Event | None = None
-    """Recorded in the training stream: what is to be copied is final once it has passed."""
+    device: Accelerator | None = None
+    """Where it lies, if not in host memory."""
+    ready: Mark | None = None
+    """Of the training stream: what is to be copied is final once the device has passed it."""
     granted: threading.Event = field(default_factory=threading.Event)
     """The copy has begun, or never will."""
     copied: threading.Event = field(default_factory=threading.Event)
-    """No byte of the model is read any more."""
+    """No byte of the model is read any more, or of a device's once it has passed `done`."""
+    done: Mark | None = None
+    """Set before `copied`, where a device still has something to read."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     moved: threading.Event = field(default_factory=threading.Event)
     """The next update may have begun: the model is not what was captured any more."""
@@ -58,6 +58,10 @@ class Pending:
             self.cancelled = not self.granted.is_set()
             return self.cancelled
 
+    def let_go(self) -> None:
+        """Barrier: the next update is about to begin."""
+        self.moved.set()
+
     def end(self) -> None:
         """Thread: whatever happened, the model is free."""
         self.granted.set()
@@ -72,62 +76,35 @@ class Snapshot(Pending):
     blob: Packed
     proof: Proof
     """What the state was when `step` was called."""
-    seen: tuple[int, ...] = ()
     crew: Crew | None = None
     """Set before the copy begins, where the training thread can take part in it."""
+    _seen: tuple[int, ...] = ()
+    _changed: set[str] | None = None
 
     def __post_init__(self) -> None:
-        self.seen = versions(self.entries)
+        self._seen = versions(self.entries)
 
     def changed(self) -> set[str]:
-        """Names of tensors that something else than the optimizer has changed since the capture."""
-        lazy = [entry.name for entry in self.entries if entry.lazy]
-        return {name for name, old, new in zip(lazy, self.seen, versions(self.entries), strict=True) if old != new}
+        """Names of tensors that something else than the optimizer has changed since the capture. Whoever asks first decides: when the copy has
+        ended, or the next update begins.
+        """
+        with self._lock:
+            if self._changed is None:
+                lazy = [entry.name for entry in self.entries if entry.lazy]
+                now = versions(self.entries)
+                self._changed = {name for name, old, new in zip(lazy, self._seen, now, strict=True) if old != new}
+            return self._changed
+
+    def let_go(self) -> None:
+        if self.device is not None:
+            self.changed()  # the copy goes on while the update changes everything, as seen by this thread
+        super().let_go()
 
 
 def copy_tensor(target: Tensor, source: Tensor) -> None:
     """CPU to CPU, releasing the interpreter lock; chunked, so that no single call is long."""
     for to, chunk in _chunks(target, source):
         to.copy_(chunk)
-
-
-@torch.no_grad()
-def copy_all(
-    items: Iterable[tuple[str, Tensor]],
-    views: Mapping[str, Tensor],
-    stream: torch.cuda.Stream | None,
-    copied: Callable[[str], None] = lambda name: None,
-) -> None:
-    """Bring every named tensor into its place; when this returns, nothing of the model is read any more.
-
-    With a `stream`, which already waits for the tensors to be final, the chunks go through it, a few at a time. `copied`
-    is told each name as soon as its tensor may be let go; until then it is referenced here, so that its memory is not given away.
-    """
-    if stream is None:
-        for name, tensor in items:
-            copy_tensor(views[name], tensor)
-            copied(name)
-        return
-    flying: deque[tuple[torch.cuda.Event, Tensor, str]] = deque()
-    with torch.cuda.stream(stream):
-        for name, tensor in items:
-            chunks = _chunks(views[name], tensor)
-            for number, (target, source) in enumerate(chunks, start=1):
-                target.copy_(source, non_blocking=True)
-                passed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # waits without spinning
-                passed.record(stream)
-                flying.append((passed, source, name if number == len(chunks) else ""))
-                if len(flying) > _IN_FLIGHT:
-                    _land(flying, copied)
-    while flying:
-        _land(flying, copied)
-
-
-def _land(flying: deque[tuple[torch.cuda.Event, Tensor, str]], copied: Callable[[str], None]) -> None:
-    passed, _, name = flying.popleft()
-    passed.synchronize()
-    if name:
-        copied(name)
 
 
 def pieces(items: Iterable[tuple[str, Tensor]], views: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:

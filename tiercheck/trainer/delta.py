@@ -112,7 +112,6 @@ class Planner:
         for number, event in enumerate(delta.events):
             names = self._names[event.optimizer]
             forms: dict[str, Any] = {}
-            skipped = "found_inf" in event.scaling and bool(event.scaling["found_inf"].any())  # the kernel did nothing
             for index, gradient in enumerate(event.gradients):
                 if gradient is None:
                     continue
@@ -127,7 +126,7 @@ class Planner:
                 if encoded.about is not None:
                     self._dense_at.pop((number, index), None)
                 items += (
-                    Item(f"gradient{number}/{names[index]}{suffix}", part, event, index, not skipped)
+                    Item(f"gradient{number}/{names[index]}{suffix}", part, event, index, True)
                     for suffix, part in encoded.parts.items()
                 )
             about.append({"optimizer": event.optimizer, "forms": forms})

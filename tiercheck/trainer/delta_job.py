@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -15,6 +16,7 @@ from tiercheck.trainer import copying, state_hash
 from tiercheck.trainer.backend import Skipped
 from tiercheck.trainer.delta import REPLAY_BLOB, REPLAY_BYTES, Delta, Item, Plan, Planner, replay_blob
 from tiercheck.trainer.desk import Cancelled, Desk
+from tiercheck.trainer.flight import Flight
 from tiercheck.trainer.leaves import NotCapturable
 from tiercheck.trainer.slot_file import USER_BLOB, USER_BYTES, bytes_into
 
@@ -49,34 +51,38 @@ class DeltaJob:
         self._views: dict[str, Tensor] = {}
         self._layout: SlotLayout
         self._plan: Plan
-        self._blob = b""
-        self._begun = 0.0
+        self._by_name: dict[str, Item] = {}
+        self._hashes: state_hash.Folded
+        self._flight: Flight | None = None
         self.seconds = 0.0
-        """What it took this thread so far, without what it waited for the GPU to come to the end of the step."""
+        """What it took this thread so far, without what it waited for a device to come to the end of the step."""
 
     def copy(self) -> None:
         """Raises Measured as well."""
         delta, desk = self._delta, self._desk
-        self._begun = time.monotonic()
-        desk.wait_for(delta)
-        turn: list[Tensor] = []
-        with self._desk.on_stream(delta):
-            try:
-                plan = self._script.planner.plan(delta)
-                turn = [tensor for _, tensor in state_hash.state_of_turn(self._script.optimizers, delta.step)]
-                longest = replay_blob(plan, [_BLANK] * len(turn), delta.threads)
-                self._layout = self._script.planner.layout(
-                    plan.items, plan.pieces, len(longest), len(delta.blob.written())
-                )
-            except NotCapturable as error:
-                raise Skipped("NotCapturable", str(error)) from error
+        begun = time.monotonic()
+        desk.follow(delta)
+        try:
+            plan = self._script.planner.plan(delta)
+            turn = [tensor for _, tensor in state_hash.state_of_turn(self._script.optimizers, delta.step)]
+            longest = replay_blob(plan, [_BLANK] * len(turn), delta.threads)
+            self._layout = self._script.planner.layout(plan.items, plan.pieces, len(longest), len(delta.blob.written()))
+        except NotCapturable as error:
+            raise Skipped("NotCapturable", str(error)) from error
         self._plan = plan
         self._make_room()
         if delta.only_measure:
             raise Measured
         self._path = desk.backend.begin(delta.step, self._layout.size, self.kind)
         desk.abandoning(delta, self.kind, self._path, lambda: self._copy(plan, turn))
-        self.seconds = time.monotonic() - self._begun
+        self.seconds = time.monotonic() - begun
+
+    def land(self) -> None:
+        if self._flight is not None and self._delta.ready is not None:
+            self._delta.ready.synchronize()
+            begun = time.monotonic()
+            self._desk.abandoning(self._delta, self.kind, self._path, self._land)
+            self.seconds += time.monotonic() - begun
 
     def finish(self) -> None:
         begun = time.monotonic()
@@ -98,31 +104,54 @@ class DeltaJob:
         if outgrew:
             raise Skipped("DeltaOutgrew", f"it needs {size} bytes; larger slots are reserved")
 
+    @torch.no_grad()
     def _copy(self, plan: Plan, turn: list[Tensor]) -> None:
         delta = self._delta
         writer = self._desk.open(self._path)
         self._views = writer.begin(self._layout)
+        if delta.device is not None:
+            writer.pin()  # before anybody waits for this artifact: it may take seconds
         if not delta.start():
             raise Cancelled
-        self._desk.on_gpu(delta, writer)
-        if delta.ready is not None:
-            delta.ready.synchronize()  # the copies would wait for it all the same
-            self._begun = time.monotonic()
-        self._copy_items(plan.items)
-        with self._desk.on_stream(delta):
-            # The state stays as it is until the barrier lets the next update begin.
-            hashes = state_hash.fingerprints(turn)
+        self._by_name = {item.name: item for item in plan.items}
+        if delta.device is None:
+            self._copy_items(plan.items)
+        # The state stays as it is until the barrier lets the next update begin.
+        self._hashes = state_hash.fold(turn)
         if self._script.look() != delta.seen:
             raise Skipped(
                 "Inexact", "an update that no hook announced changed the state before its fingerprint was taken"
             )
-        self._blob = replay_blob(plan, hashes, delta.threads)
+        if delta.device is not None:
+            self._flight = Flight(delta.device)
+            must = frozenset(item.name for item in plan.items if item.must_be_finite)
+            items = (item.hand_over() for item in plan.items)
+            self._flight.begin(items, self._views, must if self._desk.gate() else ())
+            delta.done = delta.device.passed()
 
     def _copy_items(self, items: list[Item]) -> None:
         """Each gradient is let go as soon as it is copied. Raises Skipped if one was overwritten before."""
-        stream = self._desk.stream if self._delta.device is not None else None
-        by_name = {item.name: item for item in items}
-        copying.copy_all((item.hand_over() for item in items), self._views, stream, lambda name: by_name[name].copied())
+        for item in items:
+            name, tensor = item.hand_over()
+            copying.copy_tensor(self._views[name], tensor)
+            item.copied()
+        self._refuse_torn()
+
+    def _land(self) -> None:
+        assert self._flight is not None
+        self._flight.land(lambda name: self._by_name[name].copied())
+        self._refuse_torn()
+
+    def _non_finite(self) -> str | None:
+        """Name of the first gradient with an infinity or a NaN that an update was made of. After `Flight.land`."""
+        left_out = {id(event) for event in self._delta.events if event.left_out()}
+        names = [item.name for item in self._plan.items if item.must_be_finite and id(item.event) not in left_out]
+        if self._flight is not None:
+            return self._flight.non_finite(frozenset(names))
+        return copying.non_finite([(name, self._views[name]) for name in names])
+
+    def _refuse_torn(self) -> None:
+        """Raises Skipped if a gradient was overwritten before it was copied."""
         torn = [event for event in self._delta.events if event.torn]
         for event in torn:
             self._script.copy_at_once(event.optimizer, event.torn)
@@ -131,12 +160,12 @@ class DeltaJob:
 
     def _finish(self) -> None:
         delta = self._delta
+        blob = replay_blob(self._plan, self._hashes.texts(), delta.threads)
         bytes_into(self._views[PIECES], self._plan.pieces)
-        bytes_into(self._views[REPLAY_BLOB], self._blob)
+        bytes_into(self._views[REPLAY_BLOB], blob)
         bytes_into(self._views[USER_BLOB], delta.blob.written())
         if self._desk.gate():
-            must = [(item.name, self._views[item.name]) for item in self._plan.items if item.must_be_finite]
-            if name := copying.non_finite(must):
+            if name := self._non_finite():
                 self._desk.sanity.refused(delta.step)
                 raise Skipped("NotFinite", f"{name} holds an infinity or a NaN")
             self._desk.sanity.good(delta.step)
@@ -145,6 +174,6 @@ class DeltaJob:
             self._desk.rank,
             self._desk.version(delta.step),
             self._desk.world_size,
-            {USER_BYTES: str(len(delta.blob.written())), REPLAY_BYTES: str(len(self._blob))},
+            {USER_BYTES: str(len(delta.blob.written())), REPLAY_BYTES: str(len(blob))},
             kind=self.kind,
         )

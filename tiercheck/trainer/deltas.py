@@ -7,6 +7,7 @@ run, with a reason that the job's status shows.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.trainer import user_state
+from tiercheck.trainer.accelerator import accelerator_of
 from tiercheck.trainer.backend import Backend
 from tiercheck.trainer.buffers import Buffers
 from tiercheck.trainer.capture import named_parameters_of
@@ -25,6 +27,7 @@ from tiercheck.trainer.gradients import Event, Recorder, hyper_parameters
 from tiercheck.trainer.leaves import NotCapturable
 from tiercheck.trainer.live import is_final
 from tiercheck.trainer.modes import Modes
+from tiercheck.trainer.pace import ASKED_AGAIN
 from tiercheck.trainer.probe import Probes, Refused
 from tiercheck.trainer.replayable import hindrance, is_known
 from tiercheck.trainer.replicas import Shares
@@ -34,7 +37,6 @@ from tiercheck.trainer.watch import Watch
 log = logging.getLogger("tiercheck")
 
 T = TypeVar("T")
-MakeReady = Callable[[torch.device], torch.cuda.Event]
 
 _PATIENCE = 3
 """Steps that something else than the optimizer may change before deltas are given up."""
@@ -135,11 +137,11 @@ class Deltas:
             self._judge(lambda: self._probes[index].after(event))
         self._mark = self._watch.read()
 
-    def end_step(self, step: int, state: user_state.State, ready: MakeReady, poisoned: bool) -> Delta | None:
+    def end_step(self, step: int, state: user_state.State, poisoned: bool) -> Delta | None:
         """The delta of the step that ends here, if it is to be taken. `poisoned`: its loss is not finite."""
-        return self._harmless(lambda: self._end_step(step, state, ready, poisoned))
+        return self._harmless(lambda: self._end_step(step, state, poisoned))
 
-    def _end_step(self, step: int, state: user_state.State, ready: MakeReady, poisoned: bool) -> Delta | None:
+    def _end_step(self, step: int, state: user_state.State, poisoned: bool) -> Delta | None:
         accepted = self._accepted
         events, inexact = self._recorder.take()
         self._depth = [0] * len(self._optimizers)  # an update that raised did not end
@@ -173,7 +175,7 @@ class Deltas:
             self._skip(step, reaches and accepted, poisoned, inexact or outside)
             return None
         try:
-            return self._delta(step, events, changed, state, seen=self._mark[-1], ready=ready, measure=measure)
+            return self._delta(step, events, changed, state, seen=self._mark[-1], measure=measure)
         except NotCapturable as error:
             self._skip(step, True, False, str(error))
             return None
@@ -194,6 +196,8 @@ class Deltas:
             return
         self._too_slow = too_slow
         seconds = f"a delta takes {pace.delta:.2g} s, a step {pace.step:.2g} s"
+        if pace.asked > ASKED_AGAIN * pace.step:
+            seconds += f", and the get_extra_state of modules takes {pace.asked:.2g} s of it"
         if too_slow:
             reason = f"{seconds}, so that training would wait for deltas"
             log.warning("NoDeltas: only snapshots are taken until there is time for deltas: %s", reason)
@@ -221,26 +225,25 @@ class Deltas:
         state: user_state.State,
         *,
         seen: int,
-        ready: MakeReady,
         measure: bool,
     ) -> Delta:
         modes = self._modes.facts()
         facts = {
             "events": [{"groups": event.groups, "scaling": event.scaling} for event in events],
             "groups": [hyper_parameters(optimizer) for optimizer in self._optimizers],
-            "extra": self._buffers.extra(),
+            "extra": self._extra(),
             **modes,
         }
         blob = user_state.Packed(state, facts, tuple(modes.values()))
         buffers = [(name, buffer.clone()) for name, buffer in changed]
-        device = next((p.device for named in self._named for _, p in named if p.is_cuda), None)
+        device = accelerator_of(parameter for named in self._named for _, parameter in named)
         self._measured = True
         if not measure:
             self._first = self._first or step
         return Delta(
             step=step,
             device=device,
-            ready=None if device is None else ready(device),
+            ready=None if device is None else device.final(),
             events=events,
             buffers=buffers,
             blob=blob,
@@ -248,6 +251,12 @@ class Deltas:
             seen=seen,
             only_measure=measure,
         )
+
+    def _extra(self) -> dict[str, Any]:
+        begun = time.monotonic()
+        extra = self._buffers.extra()
+        self._saver.pace.told(time.monotonic() - begun)
+        return extra
 
     def _record(self, index: int) -> None:
         self._recorder.before(index)

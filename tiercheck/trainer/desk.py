@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
-
-import torch
 
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.version import Version
@@ -24,7 +21,7 @@ class Cancelled(Exception):
 
 
 class Job(Protocol):
-    """One artifact on its way. Both methods raise Skipped, `copy` also Cancelled; then nothing is left behind."""
+    """One artifact on its way. All methods raise Skipped, `copy` also Cancelled; then nothing is left behind."""
 
     @property
     def pending(self) -> Pending: ...
@@ -34,6 +31,10 @@ class Job(Protocol):
 
     def copy(self) -> None:
         """Urgent: training waits for the end of it before the next update."""
+        ...
+
+    def land(self) -> None:
+        """Wait until a device has copied what `copy` gave to it."""
         ...
 
     def finish(self) -> None:
@@ -56,7 +57,6 @@ class Desk:
     layouts: Layouts
     """Of snapshots."""
     equality: Equality
-    stream: torch.cuda.Stream | None = None
     snapshot_room: int = 0
     """Bytes of a snapshot slot, as far as known."""
     delta_room: int = 0
@@ -70,23 +70,10 @@ class Desk:
         """The slot at `path`, mapped. Raises OSError or ValueError."""
         return self._slots.open(path)
 
-    def on_gpu(self, pending: Pending, writer: SlotWriter) -> None:
-        """If the artifact comes from a GPU: page-lock the slot, and let the side stream wait until it is final."""
-        self.wait_for(pending)
-        if pending.device is not None:
-            writer.pin()
-
-    def wait_for(self, pending: Pending) -> None:
-        """Let the side stream, if one is needed, wait until what is to be copied is final."""
-        if pending.device is None or pending.ready is None:
-            return
-        torch.cuda.set_device(pending.device)  # of this thread: else it would open the first GPU as well
-        self.stream = self.stream or torch.cuda.Stream(pending.device)  # type: ignore[no-untyped-call]
-        self.stream.wait_event(pending.ready)
-
-    def on_stream(self, pending: Pending) -> contextlib.AbstractContextManager[object]:
-        """Within it, what is read of a GPU is read in the order of the copies."""
-        return contextlib.nullcontext() if pending.device is None else torch.cuda.stream(self.stream)
+    def follow(self, pending: Pending) -> None:
+        """What is given to the artifact's device from now on comes after the step that it is of."""
+        if pending.device is not None and pending.ready is not None:
+            pending.device.follow(pending.ready)
 
     def abandoning(self, pending: Pending, kind: Kind, path: str, work: Callable[[], None]) -> None:
         """Do `work`; if it fails the slot is given back. Raises Skipped or Cancelled."""

@@ -15,6 +15,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,11 +57,17 @@ class _Ring:
 
 @dataclass(frozen=True)
 class Looked:
-    """What one snapshot found: of each ring the sums of the sampled tensors, None where one could not be sampled, by name."""
+    """What one snapshot found."""
 
     step: int
     whole: bool
-    sums: dict[str, dict[str, int | None]] = field(default_factory=dict)
+    samples: dict[str, dict[str, Tensor | None]] = field(default_factory=dict)
+    """Of each ring those of the tensors whose turn it was, by name; None where one could not be sampled."""
+
+    @cached_property
+    def sums(self) -> dict[str, dict[str, int | None]]:
+        """Checksums of the samples. Waits for the device."""
+        return {ring: dict(zip(seen, _sums(list(seen.values())), strict=True)) for ring, seen in self.samples.items()}
 
     def written(self) -> str:
         """For the slot's metadata."""
@@ -95,19 +102,20 @@ class Equality:
         for entry in entries:
             for ring in self._rings_of(entry):
                 by_ring.setdefault(ring.name, []).append(entry)
-        sums: dict[str, dict[str, int | None]] = {}
+        samples: dict[str, dict[str, Tensor | None]] = {}
         for name, held in by_ring.items():
             every = -(-len(held) // _TENSORS)
-            turn = held[step % every :: every]
-            found = iter(
-                _sums([local_shard(entry.origin) for entry in turn if entry.origin is not None and entry.lazy], step)
-            )
-            sums[name] = {entry.name: next(found) if entry.lazy else None for entry in turn}
-        return Looked(step, whole, sums)
+            samples[name] = {
+                entry.name: _sample(local_shard(entry.origin), step)
+                if entry.origin is not None and entry.lazy
+                else None
+                for entry in held[step % every :: every]
+            }
+        return Looked(step, whole, samples)
 
     def judge(self, looked: Looked) -> None:
         """Compare with the neighbours. Raises Skipped if the snapshot must not be completed."""
-        if self._store is None or not looked.sums:
+        if self._store is None or not looked.samples:
             return
         try:
             found = self._compare(looked, self._store)
@@ -211,25 +219,22 @@ def _ring(group: dist.ProcessGroup) -> _Ring:
     return _Ring(hashlib.blake2b(repr(ranks).encode(), digest_size=6).hexdigest(), ranks)
 
 
+def _sums(samples: Sequence[Tensor | None]) -> list[int | None]:
+    seen = [sample for sample in samples if sample is not None]
+    if len({sample.device for sample in seen}) == 1:
+        seen = list(torch.cat(seen).cpu().split_with_sizes([sample.numel() for sample in seen]))  # one transfer
+    there = iter(seen)
+    return [None if sample is None else _checksum(next(there)) for sample in samples]
+
+
+def _checksum(sample: Tensor) -> int:
+    there = sample.cpu()
+    return zlib.crc32(ctypes.string_at(there.data_ptr(), there.numel()))
+
+
 @torch.no_grad()
-def _sums(tensors: Sequence[Tensor], step: int) -> list[int]:
-    samples = [_sample(tensor, step) for tensor in tensors]
-    if not samples:
-        return []
-    if len({sample.device for sample in samples}) == 1:
-        samples = [torch.cat(samples).cpu()]  # one transfer
-    whole = torch.cat([sample.cpu() for sample in samples])
-    content = ctypes.string_at(whole.data_ptr(), whole.numel())
-    found, at = [], 0
-    for tensor in tensors:
-        length = _RUNS * _LENGTH * tensor.element_size()
-        found.append(zlib.crc32(content[at : at + length]))
-        at += length
-    return found
-
-
 def _sample(tensor: Tensor, step: int) -> Tensor:
-    """Bytes of some elements, in runs, because what memory brings at once costs one look. Needs `share_of`'s smallest tensor."""
+    """A copy of the bytes of some elements, in runs, because what memory brings at once costs one look. Needs `share_of`'s smallest tensor."""
     flat = tensor.detach().view(-1)
     wide = flat.numel() // _RUNS
     begin = step * 0x9E3779B1 % (wide - _LENGTH + 1)

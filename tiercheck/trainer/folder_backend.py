@@ -38,6 +38,7 @@ class FolderBackend:
     sanity_gate = True
     verify_all = False
     elementwise = False
+    numa = -1
 
     def __init__(self, folder: Path, rank: int, world_size: int, keep: int) -> None:
         self._folder = folder

@@ -55,6 +55,10 @@ class Event:
         if gradient is not None and seen is not None and gradient._version != seen:
             self.torn.append(index)
 
+    def left_out(self) -> bool:
+        """Whether the kernel found that a gradient overflowed, and did nothing. Waits for the device."""
+        return "found_inf" in self.scaling and bool(self.scaling["found_inf"].any())
+
     def note(self) -> None:
         """From now on the gradients must stay as they are."""
         self.seen = self._counters()
@@ -153,6 +157,7 @@ class Recorder:
         }
         gradients: list[Tensor | None] = []
         lazy: list[int] = []
+        fresh: dict[int, bool] = {}
         for group in optimizer.param_groups:
             writes = bool(group.get("fused")) and "grad_scale" in scaling  # unscales in place
             for parameter in group["params"]:
@@ -160,24 +165,32 @@ class Recorder:
                 if gradient is not None:
                     number = len(gradients)
                     shard = _shard(gradient, parameter)
-                    if writes or self._is_reused((index, number), gradient, shard):
+                    if writes or self._is_reused((index, number), gradient, shard, fresh):
                         shard = self._staged(index, number, shard)
                     else:
-                        self._staging.pop((len(self._events), index, number), None)
+                        if self._staging:
+                            self._staging.pop((len(self._events), index, number), None)
                         lazy.append(number)
                     gradients.append(shard)
                 else:
                     gradients.append(None)
         return Event(index, gradients, hyper_parameters(optimizer), scaling, lazy)
 
-    def _is_reused(self, key: tuple[int, int], gradient: Tensor, shard: Tensor) -> bool:
-        """Whether its memory may be written again before it was copied: as long as it was not seen to be new each time."""
+    def _is_reused(self, key: tuple[int, int], gradient: Tensor, shard: Tensor, known: dict[int, bool]) -> bool:
+        """Whether its memory may be written again before it was copied: as long as it was not seen to be new each time.
+
+        `known`: of this event, by storage, whether it is fresh.
+        """
         last, self._last[key] = self._last.get(key), weakref.ref(gradient)
         fresh = last is not None and last() is not gradient
         if shard.layout is torch.strided:
             storage = shard.untyped_storage()
+            if shard.is_cuda and not torch._C._has_Standard_Deleter(storage._cdata):
+                return True  # of a CUDA graph, whose next run writes here without a trace
             if storage.nbytes() != shard.nbytes:  # others may write it without a trace in this tensor's counter
-                fresh = self._is_fresh(key, storage)
+                if storage._cdata not in known:  # gradients of FSDP2 share one in their dozens
+                    known[storage._cdata] = self._is_fresh(key, storage)
+                fresh = known[storage._cdata]
         return not fresh or key in self._eager
 
     def _is_fresh(self, key: tuple[int, int], storage: torch.UntypedStorage) -> bool:
@@ -203,6 +216,9 @@ def _shard(gradient: Tensor, parameter: Tensor) -> Tensor:
         return gradient
     if getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
         raise NotCapturable("a gradient is sharded differently from its parameter")
+    shard = getattr(gradient, "_local_tensor", None)
+    if type(shard) is Tensor and shard.layout is torch.strided and not shard.requires_grad:
+        return shard  # as `local_shard`, which makes another tensor of it
     return local_shard(gradient)
 
 

@@ -15,6 +15,9 @@ MOST = 0.8
 """The part of a step that its delta may take. What is left is for the update itself, during which nothing is copied, and for snapshots."""
 AGAIN = 0.4
 """The same where none are taken: further below, so that the answer does not change with every breath of the machine."""
+ASKED, ASKED_AGAIN = 0.05, 0.025
+"""The part of a step that modules may take to tell what they keep beside their tensors. Training stands still meanwhile: some
+(TransformerEngine's with fp8) wait for the device, each of them, so that the lead of the host is lost."""
 WINDOW_SECONDS = 60.0
 WINDOW_STEPS = 8
 """Both must have passed before there is an answer: the first deltas pay for memory that is touched for the first time."""
@@ -22,11 +25,11 @@ _KEPT = 1024
 """Measurements of a window."""
 
 
-def there_is_time(taken: bool, delta: float, step: float) -> bool:
-    """Whether deltas shall be taken at every step. `taken`: whether they are now. Seconds that one takes the saver, and that a step
-    takes without what it waits for copies.
+def there_is_time(taken: bool, delta: float, step: float, asked: float = 0.0) -> bool:
+    """Whether deltas shall be taken at every step. `taken`: whether they are now. Seconds that one takes the saver, that a step
+    takes without what it waits for copies, and that modules take of it to tell their extra state.
     """
-    return delta <= (MOST if taken else AGAIN) * step
+    return delta <= (MOST if taken else AGAIN) * step and asked <= (ASKED if taken else ASKED_AGAIN) * step
 
 
 class Pace:
@@ -36,9 +39,10 @@ class Pace:
         self._clock = clock
         self._deltas: deque[float] = deque(maxlen=_KEPT)
         self._steps: deque[float] = deque(maxlen=_KEPT)
+        self._asked: deque[float] = deque(maxlen=_KEPT)
         self._waited = 0.0
         self._last = self._window = clock()
-        self.delta = 0.0
+        self.delta = self.asked = 0.0
         """Seconds of a delta, by the newest window that had enough of them."""
         self.step = 0.0
         """Seconds of a step."""
@@ -56,6 +60,10 @@ class Pace:
         """For copies, where nothing else could go on meanwhile."""
         self._waited += seconds
 
+    def told(self, seconds: float) -> None:
+        """So long modules took to tell their extra state."""
+        self._asked.append(seconds)
+
     def ends_step(self, taken: bool) -> bool:
         """A step ends. Whether deltas shall be taken from now on, given whether they are now."""
         now = self._clock()
@@ -66,8 +74,11 @@ class Pace:
             return taken
         # Evaluations, and slots that are touched for the first time, are not the rule: so medians.
         self.step = median(self._steps)
-        self.delta = median(list(self._deltas)) if taken else self.delta
+        if taken:
+            self.delta = median(list(self._deltas))
+            self.asked = median(list(self._asked)) if self._asked else 0.0
         self._window = now
         self._deltas.clear()
         self._steps.clear()
-        return there_is_time(taken, self.delta, self.step)
+        self._asked.clear()
+        return there_is_time(taken, self.delta, self.step, self.asked)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from tiercheck.trainer.accelerator import runtimes
 
 PIECE = 256 * 1024 * 1024
 _PORTABLE = 1
@@ -47,6 +48,5 @@ def release(pieces: Sequence[int]) -> None:
 
 def _clear_error() -> None:
     """Take the error off this thread. torch has no call for it."""
-    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudart" in line}
-    for path in loaded:
+    for path in runtimes():
         ctypes.CDLL(path).cudaGetLastError()

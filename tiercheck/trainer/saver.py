@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tiercheck.protocol.artifact import Kind
+from tiercheck.trainer.accelerator import Accelerator, Mark
 from tiercheck.trainer.backend import Backend, Skipped, WarnOnce
 from tiercheck.trainer.copying import Pending, Snapshot
 from tiercheck.trainer.delta import Delta
@@ -80,12 +81,18 @@ class Saver:
         """Tensors found to change outside the optimizer: from then on they are copied at once."""
         self._count_lock = threading.Lock()
         self._current: list[Pending] = []
+        self._held: list[tuple[Accelerator, Mark]] = []
+        """Copies that the next updates come after."""
         self._busy_since = 0.0
+        self._landing = False
+        """The thread waits for a device."""
         self._lacking = ""
         """Why nothing can be saved, as the backend knows it."""
         self._unfinished: deque[Job] = deque()
+        self._copies: deque[Pending] = deque()
+        """Of those that were submitted together, the ones whose copy has not begun."""
         self._tasks: queue.SimpleQueue[
-            Pending | _SkippedStep | _Reserve | _CannotSave | _NoDeltas | threading.Event | None
+            tuple[Pending, ...] | _SkippedStep | _Reserve | _CannotSave | _NoDeltas | threading.Event | None
         ]
         self._tasks = queue.SimpleQueue()
         self._later: deque[_SkippedStep | _Reserve | _CannotSave | _NoDeltas | threading.Event | None] = deque()
@@ -107,27 +114,40 @@ class Saver:
         for artifact in artifacts:
             if isinstance(artifact, Snapshot):
                 self.unbroken.snapshot(artifact.step)
-            self._tasks.put(artifact)
+        self._tasks.put(artifacts)  # together: a device is given all of them before any is waited for
 
     def barrier(self) -> None:
-        """Return when the state may change: at once if no copy is under way."""
+        """Return when the state may be told to change: at once if no copy is under way, or only a device's."""
         current, self._current = self._current, []
         for pending in current:
-            pending.moved.set()
+            pending.let_go()
         patience, begun = self._backend.patience, time.monotonic()
         for pending in current:
-            if patience is not None:
-                # What the thread has already been waiting counts: a slow sidecar costs its share once, not at every step.
-                since = self._busy_since
-                left = patience if since == 0.0 else patience - (time.monotonic() - since)
-                if not pending.granted.wait(max(0.0, left)) and pending.cancel():
-                    self.skip(pending, "SlowSidecar", "no slot was granted before the next update")
-                    continue
+            if patience is not None and not self._begins(pending, patience):
+                self.skip(pending, "SlowSidecar", "no slot was granted before the next update")
+                continue
             if isinstance(pending, Snapshot) and pending.crew is not None:
                 pending.crew.help()  # instead of only waiting
             pending.copied.wait()
-        if current and all(pending.device is None for pending in current):  # a GPU computes while this thread waits
+            if pending.device is not None and pending.done is not None:
+                self._held.append((pending.device, pending.done))
+        # At each update, because each may be given to another stream.
+        self._held = [(device, mark) for device, mark in self._held if not mark.query()]
+        for device, mark in self._held:
+            device.hold(mark)
+        if current and all(pending.device is None for pending in current):  # a device computes while this thread waits
             self.pace.waited(time.monotonic() - begun)
+
+    def _begins(self, pending: Pending, patience: float) -> bool:
+        """Whether its copy begins before the patience with the sidecar ends; else it is cancelled."""
+        while True:
+            # What the thread has already been waiting counts: a slow sidecar costs its share once, not at every step.
+            since = self._busy_since
+            left = patience if since == 0.0 else patience - (time.monotonic() - since)
+            if pending.granted.wait(max(0.0, left)):
+                return True
+            if not self._landing:
+                return not pending.cancel()
 
     def reserve(self, size: int, delta_size: int | None = None) -> None:
         """Let slots be prepared. `delta_size` None: as before; -1: it will be known soon, so do not ask yet."""
@@ -214,6 +234,8 @@ class Saver:
         if len(self._unfinished) >= _UNFINISHED:
             return self._unfinished.popleft()
         while True:
+            if self._copies:
+                return self._copies.popleft()
             if self._later and not self._unfinished:
                 return self._later.popleft()
             try:
@@ -223,14 +245,18 @@ class Saver:
                     return self._unfinished.popleft()
                 self._backend.flush()
                 continue
-            if isinstance(task, Pending) or not self._unfinished:
+            if isinstance(task, tuple):
+                self._copies.extend(task)
+            elif not self._unfinished:
                 return task
-            self._later.append(task)
+            else:
+                self._later.append(task)
 
     def _do(self, task: Job | Pending | _SkippedStep | _Reserve | _CannotSave | _NoDeltas | threading.Event) -> None:
         if isinstance(task, Pending):
             self._copy(task)
         elif isinstance(task, (SnapshotJob, DeltaJob)):
+            self._land(task)
             task.finish()
             if task.kind is Kind.SNAPSHOT:
                 self._lack("")
@@ -265,6 +291,13 @@ class Saver:
         finally:
             pending.end()
         self._unfinished.append(job)
+
+    def _land(self, job: Job) -> None:
+        self._busy_since, self._landing = 0.0, True  # what a device takes is not the sidecar's time
+        try:
+            job.land()
+        finally:
+            self._busy_since, self._landing = time.monotonic(), False
 
     def _lack(self, why: str) -> None:
         if why != self._lacking:

@@ -39,6 +39,7 @@ class SidecarBackend:
         self._hello = Hello(role="rank", pid=os.getpid(), rank=rank, world_size=world_size, attempt=self.attempt)
         self.every = 0
         self.elementwise = False
+        self.numa = -1
         self.fenced = False
         """A newer attempt is on its way: nothing of this process is wanted any more."""
         self._link: SidecarLink | None = None
@@ -205,7 +206,7 @@ class SidecarBackend:
         undecided = delta_size == 0 and self.delta is not DeltaMode.NONE and not self._no_deltas.message
         wanted = (size, None if undecided else delta_size)
         if self._reserved != wanted:
-            said = Request("reserve", bytes=size, delta_bytes=wanted[1], elementwise=self.elementwise)
+            said = Request("reserve", bytes=size, delta_bytes=wanted[1], elementwise=self.elementwise, numa=self.numa)
             self._ask(said, RESERVE_SECONDS)
             self._reserved = wanted
 

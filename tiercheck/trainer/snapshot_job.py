@@ -14,6 +14,7 @@ from tiercheck.trainer.copying import Snapshot
 from tiercheck.trainer.crew import Crew
 from tiercheck.trainer.desk import Cancelled, Desk
 from tiercheck.trainer.equality import REPLICAS, Looked
+from tiercheck.trainer.flight import Flight
 from tiercheck.trainer.layouts import Planned
 from tiercheck.trainer.leaves import NotCapturable
 from tiercheck.trainer.slot_file import DELTA_ROOM, USER_BLOB, USER_BYTES, bytes_into
@@ -31,9 +32,12 @@ class SnapshotJob:
         self._planned: Planned
         self._views: dict[str, torch.Tensor] = {}
         self._looked: Looked
+        self._must_be_finite: list[str] | None = None
+        self._flight: Flight | None = None
 
     def copy(self) -> None:
         snapshot, backend = self._snapshot, self._desk.backend
+        self._desk.follow(snapshot)
         try:
             self._planned = self._desk.layouts.plan(snapshot.entries, len(snapshot.blob.written()))
         except NotCapturable as error:
@@ -41,6 +45,10 @@ class SnapshotJob:
             raise Skipped("NotCapturable", str(error)) from error
         self._path = backend.begin(snapshot.step, self._planned.slot.size, self.kind)
         self._desk.abandoning(self._snapshot, self.kind, self._path, self._copy)
+
+    def land(self) -> None:
+        if self._flight is not None:
+            self._desk.abandoning(self._snapshot, self.kind, self._path, self._flight.land)
 
     def finish(self) -> None:
         self._desk.abandoning(self._snapshot, self.kind, self._path, self._finish)
@@ -51,42 +59,41 @@ class SnapshotJob:
         writer = self._desk.open(self._path)
         self._views = writer.begin(self._planned.slot)
         items = [(entry.name, entry.tensor) for entry in snapshot.entries]
+        if self._desk.gate():
+            # Buffers may hold infinities: masks do.
+            self._must_be_finite = [entry.name for entry in snapshot.entries if entry.must_be_finite]
         if snapshot.device is None:
             snapshot.crew = Crew(copying.pieces(items, self._views), copying.copy_tensor)
+        else:
+            writer.pin()  # before anybody waits for this artifact: it may take seconds
         if not snapshot.start():
             raise Cancelled
-        if snapshot.crew is not None:
+        if snapshot.device is None:
+            assert snapshot.crew is not None
             snapshot.crew.join()
-        else:
-            self._desk.on_gpu(snapshot, writer)
-            copying.copy_all(items, self._views, self._desk.stream)
-        with self._desk.on_stream(snapshot):
             self._looked = self._desk.equality.look(snapshot.step, snapshot.entries)
-        changed = snapshot.changed()
-        if changed:
-            # The second time, all: who swaps weights swaps them one after the other, and each copy would meet others of them.
-            self._mutating |= self._owned_with(changed) if self._mutating else changed
-            raise Skipped(
-                "ChangedOutsideOptimizer",
-                f"{min(changed)} changed while it was copied; it is copied at once from now on",
-            )
-
+            self._refuse_changed()
+        else:
+            self._looked = self._desk.equality.look(snapshot.step, snapshot.entries)
+            self._flight = Flight(snapshot.device)
+            self._flight.begin(items, self._views, frozenset(self._must_be_finite or ()))
+            snapshot.done = snapshot.device.passed()
         if self._desk.verify_all():
-            with self._desk.on_stream(snapshot):
-                other = proof.whole_difference(snapshot.entries, self._views, fetch=True)
-            if other:
+            if self._flight is not None:
+                self._flight.land()
+            if other := proof.whole_difference(snapshot.entries, self._views, fetch=True):
                 raise self._torn([other])
 
     def _finish(self) -> None:
         snapshot = self._snapshot
+        if self._flight is not None:
+            self._refuse_changed()
         self._prove()
         bytes_into(self._views[PIECES], self._planned.pieces)
         bytes_into(self._views[PROOF], snapshot.proof.written())
         bytes_into(self._views[USER_BLOB], snapshot.blob.written())
-        if self._desk.gate():
-            # Buffers may hold infinities: masks do.
-            lazy = [(entry.name, self._views[entry.name]) for entry in snapshot.entries if entry.must_be_finite]
-            if name := copying.non_finite(lazy):
+        if self._must_be_finite is not None:
+            if name := self._non_finite():
                 self._desk.sanity.refused(snapshot.step)
                 raise Skipped("NotFinite", f"{name} holds an infinity or a NaN")
             self._desk.sanity.good(snapshot.step)
@@ -102,6 +109,23 @@ class SnapshotJob:
                 DELTA_ROOM: str(self._desk.delta_room),
             },
         )
+
+    def _non_finite(self) -> str | None:
+        names = self._must_be_finite or []
+        if self._flight is not None:
+            return self._flight.non_finite(frozenset(names))
+        return copying.non_finite([(name, self._views[name]) for name in names])
+
+    def _refuse_changed(self) -> None:
+        """Raises Skipped if something else than the optimizer wrote what was copied."""
+        changed = self._snapshot.changed()
+        if changed:
+            # The second time, all: who swaps weights swaps them one after the other, and each copy would meet others of them.
+            self._mutating |= self._owned_with(changed) if self._mutating else changed
+            raise Skipped(
+                "ChangedOutsideOptimizer",
+                f"{min(changed)} changed while it was copied; it is copied at once from now on",
+            )
 
     def _prove(self) -> None:
         """Raises Skipped if the slot does not hold what the state was at `step`."""

@@ -8,6 +8,7 @@ word changes it. It guards against arithmetic that differs, not against forgery.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -62,9 +63,29 @@ def _leaves(place: Place, value: Tensor) -> Iterator[tuple[Place, Tensor]]:
         yield (index, number, f"{key}{path}"), leaf
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Folded:
+    """Fingerprints that the devices are still at work on: of each device two words for each of some tensors, and their numbers."""
+
+    by_device: Sequence[tuple[Tensor, Sequence[int]]]
+
+    def texts(self) -> list[str]:
+        """Waits for the devices."""
+        found = [""] * sum(len(numbers) for _, numbers in self.by_device)
+        for values, numbers in self.by_device:  # one transfer for each device
+            for number, (columns, rows) in zip(numbers, values.tolist(), strict=True):
+                found[number] = f"{columns % 2**64:016x}{rows % 2**64:016x}"
+        return found
+
+
 def fingerprints(tensors: Sequence[Tensor]) -> list[str]:
     """One for all small tensors of each device, in order of first appearance, then one for each large one."""
+    return fold(tensors).texts()
+
+
+@torch.no_grad()
+def fold(tensors: Sequence[Tensor]) -> Folded:
+    """As `fingerprints`, without waiting for anything."""
     small: dict[torch.device, list[Tensor]] = {}
     large: list[Tensor] = []
     for tensor in tensors:
@@ -76,12 +97,7 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[str]:
     by_device: dict[torch.device, list[int]] = {}
     for number, value in enumerate(sums):
         by_device.setdefault(value.device, []).append(number)
-    found = [""] * len(sums)
-    for numbers in by_device.values():  # one transfer for each device
-        values = torch.stack([sums[number] for number in numbers]).tolist()
-        for number, (columns, rows) in zip(numbers, values, strict=True):
-            found[number] = f"{columns % 2**64:016x}{rows % 2**64:016x}"
-    return found
+    return Folded([(torch.stack([sums[number] for number in numbers]), numbers) for numbers in by_device.values()])
 
 
 def first_difference(places: Sequence[Place], tensors: Sequence[Tensor], wanted: Sequence[str]) -> Place | str:

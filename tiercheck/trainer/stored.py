@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 
 import torch
 from torch import Tensor
 
+from tiercheck.trainer.accelerator import Accelerator, Mark, accelerator_of
 from tiercheck.trainer.backend import RestoreError
 from tiercheck.trainer.leaves import write
 
@@ -21,6 +23,8 @@ _PIECE = 4 * 1024 * 1024
 _MANY = 32 * 1024 * 1024
 """Bytes that are worth a second thread."""
 _THREADS = 4
+_WINDOW = 64 * 1024 * 1024
+"""Bytes that are on their way to a device at once, of two such windows."""
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -73,24 +77,51 @@ class StoredTensors(Mapping[str, Tensor]):
     def _read(self, wanted: Sequence[tuple[Tensor, Tensor, int]]) -> None:
         """Tensors to fill; with what; where its bytes are in the file."""
         pieces: list[tuple[memoryview, int]] = []
+        on_device: dict[Accelerator, list[tuple[Tensor, int]]] = {}
         for target, stored, offset in wanted:
+            device = accelerator_of([target])
             if not _is_plain(target, stored):
                 write(target, stored)
-                continue
-            target.view(-1).view(torch.uint8)[:0].zero_()  # changes nothing but torch's counter of changes
-            memory = (ctypes.c_char * target.nbytes).from_address(target.data_ptr())
-            view = memoryview(memory).cast("B")
-            pieces += ((view[at : at + _PIECE], offset + at) for at in range(0, target.nbytes, _PIECE))
-        threads = min(_THREADS, len(os.sched_getaffinity(0)))
-        try:
-            if threads > 1 and sum(len(view) for view, _ in pieces) >= _MANY:
-                with ThreadPoolExecutor(threads, thread_name_prefix="tiercheck-read") as pool:
-                    list(pool.map(lambda piece: self._fill(*piece), pieces))
+            elif device is not None:
+                on_device.setdefault(device, []).append((target.view(-1).view(torch.uint8), offset))
             else:
-                for view, offset in pieces:
-                    self._fill(view, offset)
+                target.view(-1).view(torch.uint8)[:0].zero_()  # changes nothing but torch's counter of changes
+                pieces += _pieces(target, offset)
+        try:
+            self._fill_all(pieces)
+            for device, targets in on_device.items():
+                self._lift(device, targets)
         except OSError as error:
             raise RestoreError(f"the checkpoint cannot be read: {error}") from error
+
+    def _lift(self, device: Accelerator, wanted: Sequence[tuple[Tensor, int]]) -> None:
+        """Bring bytes onto a device by way of two page-locked windows: one is filled while the other is emptied.
+
+        Flat tensors of bytes to fill; where these are in the file.
+        """
+        windows = [device.room(min(_WINDOW, sum(target.numel() for target, _ in wanted))) for _ in range(2)]
+        marks: list[Mark] = []
+        for window, batch in zip(cycle(windows), _batches(wanted, len(windows[0]))):
+            if len(marks) == len(windows):
+                marks.pop(0).synchronize()
+            places = window[: sum(target.numel() for target, _ in batch)].split_with_sizes(
+                [t.numel() for t, _ in batch]
+            )
+            self._fill_all([p for place, (_, at) in zip(places, batch, strict=True) for p in _pieces(place, at)])
+            for place, (target, _) in zip(places, batch, strict=True):
+                device.put(target, place)
+            marks.append(device.final())
+        for mark in marks:
+            mark.synchronize()
+
+    def _fill_all(self, pieces: Sequence[tuple[memoryview, int]]) -> None:
+        threads = min(_THREADS, len(os.sched_getaffinity(0)))
+        if threads > 1 and sum(len(view) for view, _ in pieces) >= _MANY:
+            with ThreadPoolExecutor(threads, thread_name_prefix="tiercheck-read") as pool:
+                list(pool.map(lambda piece: self._fill(*piece), pieces))
+        else:
+            for view, offset in pieces:
+                self._fill(view, offset)
 
     def _fill(self, view: memoryview, offset: int) -> None:
         while view:
@@ -100,11 +131,37 @@ class StoredTensors(Mapping[str, Tensor]):
             view, offset = view[count:], offset + count
 
 
+def _pieces(target: Tensor, offset: int) -> list[tuple[memoryview, int]]:
+    """The memory of a tensor on the host, bit by bit; of each where its content is in the file."""
+    if not target.nbytes:
+        return []
+    memory = (ctypes.c_char * target.nbytes).from_address(target.data_ptr())
+    view = memoryview(memory).cast("B")
+    return [(view[at : at + _PIECE], offset + at) for at in range(0, target.nbytes, _PIECE)]
+
+
+def _batches(wanted: Iterable[tuple[Tensor, int]], most: int) -> Iterator[list[tuple[Tensor, int]]]:
+    """All of them in order, each batch of at most so many bytes; what is larger is cut."""
+    batch: list[tuple[Tensor, int]] = []
+    left = most
+    for target, offset in wanted:
+        at = 0
+        while at < target.numel():
+            part = target[at : at + left]
+            batch.append((part, offset + at))
+            at += part.numel()
+            left -= part.numel()
+            if not left:
+                yield batch
+                batch, left = [], most
+    if batch:
+        yield batch
+
+
 def _is_plain(target: Tensor, stored: Tensor) -> bool:
     """Whether the bytes of `target` in memory are those of the file, one by one."""
     return (
-        target.device.type == "cpu"
-        and target.layout is torch.strided
+        target.layout is torch.strided
         and target.is_contiguous()
         and (target.dtype, target.shape) == (stored.dtype, stored.shape)
         and not target.is_conj()

@@ -52,6 +52,8 @@ class Unseen:
             if self.found == FOREIGN:
                 self.found = ""
             return
+        if self.found == COMPILED and not all(parameter.is_cpu for parameter in self._parameters()):
+            return  # to look again would wait for the device at each step
         before, self._before = (
             self._before,
             (

@@ -38,8 +38,8 @@ State = Mapping[str, "Stateful | MutableMapping[str, Any] | torch.Generator | ra
 class Packed:
     """The blob of the moment in which this is made: copied then, and written when it is first asked for.
 
-    Writing takes far longer than copying, and training waits only for the copy. What holds other things than plain values
-    and tensors in host memory is written at once, because only its own code knows how to copy it.
+    Writing takes far longer than copying, and training waits only for the copy, of a tensor on a device not even for that. What holds other
+    things than plain values and tensors is written at once, because only its own code knows how to copy it.
     """
 
     def __init__(self, state: State, facts: Mapping[str, Any], fixed: Sequence[Any] = ()) -> None:
@@ -60,7 +60,7 @@ class Packed:
             self._written = _write_readable(content)
 
     def written(self) -> bytes:
-        """The bytes. One thread at a time may ask."""
+        """The bytes. One thread at a time may ask; of what lies on a device it waits for what it gave that before."""
         if self._written is None:
             self._written = _write(self._content)
             self._content = {}
@@ -111,7 +111,7 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a clone is written like it. What shares memory is not: that is written once."""
     return (
-        tensor.device.type == "cpu"
+        not tensor.is_meta
         and tensor.layout is torch.strided
         and not tensor.requires_grad
         and not tensor.is_quantized

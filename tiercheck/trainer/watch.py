@@ -4,7 +4,7 @@ behind their back, as through `.data`, a sample of the parameters' bytes does, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -25,13 +25,12 @@ class Watch:
     """Counters of every parameter of the model and of everything the optimizers keep."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = optimizers
+        self._kept = [_Kept(optimizer) for optimizer in optimizers]
         known: dict[int, Tensor] = {}
         for parameter in (*model.parameters(), *(p for o in optimizers for g in o.param_groups for p in g["params"])):
             if not is_lazy(parameter) and not parameter.is_inference():
                 known[id(parameter)] = parameter
-        self._sharded = [parameter for parameter in known.values() if hasattr(parameter, "placements")]
-        self._plain = [parameter for parameter in known.values() if not hasattr(parameter, "placements")]
+        self._parameters = _Counters(list(known.values()))
         # What other ranks update (ZeRO) is sent here by way of `.data`.
         own = {
             id(parameter)
@@ -45,20 +44,10 @@ class Watch:
         self._sampler = Sampler()
 
     def read(self) -> list[int]:
-        """Two readings are equal if nothing was changed in place, or replaced, between them."""
-        found, plain = list(map(_version, self._plain)), list[Any]()
-        found += _counters(self._sharded)
-        for optimizer in self._optimizers:
-            values: list[Any] = list(chain.from_iterable(map(_values, optimizer.state.values())))
-            if {*map(type, values)} - {Tensor}:
-                plain += [value for value in values if type(value) in _NUMBERS]
-                values = [value for value in values if isinstance(value, Tensor)]
-                versions: Iterable[int] = _counters(values)
-            else:  # no call into Python for any of them: this runs three times in every step
-                versions = map(_version, values)
-            found += map(id, values)
-            found += versions
-        found.append(hash(tuple(plain)))
+        """Two readings are equal if nothing was changed in place, or replaced, between them. This runs three times in every step."""
+        found = self._parameters.read()
+        for kept in self._kept:
+            found += kept.read()
         found.append(self.bytes())
         return found
 
@@ -72,13 +61,41 @@ class Watch:
         return lambda: sampler.take(self._seen).sum()
 
 
-def _counters(tensors: list[Tensor]) -> list[int]:
-    """As `counter` of each, in another order, with little Python for any of them."""
-    try:
-        found = list(map(_version, tensors))
-        return found + [_shard_version(tensor) for tensor in tensors if type(tensor) not in PLAIN]
-    except (AttributeError, RuntimeError):  # a subclass without a shard, or one made for inference
-        return list(map(counter, tensors))
+class _Counters:
+    """torch's in-place counters of some tensors, with next to no Python for any of them."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self._sharded = [tensor for tensor in tensors if type(tensor) not in PLAIN]
+
+    def read(self) -> list[int]:
+        try:
+            return [*map(_version, self._tensors), *map(_shard_version, self._sharded)]
+        except (AttributeError, RuntimeError):  # a subclass without a shard, or one made for inference
+            return list(map(counter, self._tensors))
+
+
+class _Kept:
+    """What one optimizer keeps. Which of it are tensors is only found out when something was replaced."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._values: list[Any] = []
+        """All of it, kept alive so that nothing else has the identity of one."""
+        self._identities: list[int] = []
+        self._marks: list[int] = []
+        self._counters = _Counters([])
+
+    def read(self) -> list[int]:
+        values = list(chain.from_iterable(map(_values, self._optimizer.state.values())))
+        identities = list(map(id, values))
+        if identities != self._identities:
+            self._values, self._identities = values, identities
+            tensors = [value for value in values if isinstance(value, Tensor)]
+            numbers = tuple([value for value in values if type(value) in _NUMBERS])
+            self._marks = [*map(id, tensors), hash(numbers)]
+            self._counters = _Counters(tensors)
+        return self._marks + self._counters.read()
 
 
 def _values(state: Any) -> Any:
