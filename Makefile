@@ -25,7 +25,7 @@ each_image = @set -e; test -n "$(BUILDER)" || { echo "neither docker nor podman 
 
 help:
 	@echo "make demo       a job on a laptop cluster, hit by every size of failure (about 3 minutes)"
-	@echo "make test       the test suite (about 17 minutes on 2 cores)"
+	@echo "make test       the test suite (about 15 minutes on 2 cores)"
 	@echo "make test-extended  every failure class on the laptop cluster as well, and properties on more examples (about half an hour)"
 	@echo "make lint       ruff: format and lint"
 	@echo "make types      mypy: strict on the pure parts"
