@@ -8,7 +8,6 @@ From then on each replica saves all that it has, and no deltas are taken. The su
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import zlib
@@ -26,6 +25,7 @@ from tiercheck.trainer.backend import Skipped, log
 from tiercheck.trainer.leaves import Entry, local_shard
 from tiercheck.trainer.ranks import distributed
 from tiercheck.trainer.replicas import Shares, share_of
+from tiercheck.trainer.samples import content
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -224,12 +224,7 @@ def _sums(samples: Sequence[Tensor | None]) -> list[int | None]:
     if len({sample.device for sample in seen}) == 1:
         seen = list(torch.cat(seen).cpu().split_with_sizes([sample.numel() for sample in seen]))  # one transfer
     there = iter(seen)
-    return [None if sample is None else _checksum(next(there)) for sample in samples]
-
-
-def _checksum(sample: Tensor) -> int:
-    there = sample.cpu()
-    return zlib.crc32(ctypes.string_at(there.data_ptr(), there.numel()))
+    return [None if sample is None else zlib.crc32(content(next(there))) for sample in samples]
 
 
 @torch.no_grad()

@@ -36,12 +36,12 @@ class Sample:
     @cached_property
     def sums(self) -> list[int]:
         """A checksum for each tensor. Waits for the device."""
-        contents = list(map(_content, self._groups))
+        contents = list(map(content, self._groups))
         return [zlib.crc32(contents[group][begin:end]) if group >= 0 else 0 for group, begin, end in self._places]
 
     def sum(self) -> int:
         """One checksum for all of them."""
-        return zlib.crc32(b"".join(map(_content, self._groups)))
+        return zlib.crc32(b"".join(map(content, self._groups)))
 
     def equals(self, other: Sample) -> bool:
         """Whether the same was seen of the same number of tensors. For tensors in host memory."""
@@ -97,7 +97,8 @@ class Sampler:
         self._groups, self._places = list(by_kind.values()), tuple(places)
 
 
-def _content(seen: Tensor) -> bytes:
+def content(seen: Tensor) -> bytes:
+    """The bytes of what was seen, a tensor of bytes. Waits for the device."""
     there = seen.cpu().contiguous()
     return ctypes.string_at(there.data_ptr(), there.numel())
 
