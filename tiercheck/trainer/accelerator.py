@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from tiercheck.trainer.leaves import NotCapturable
 
 _HOST = {"cpu", "meta"}
+_device = attrgetter("device")
 _PCI = Path("/sys/bus/pci/devices")
 _RELAXED = 2
 """cudaStreamCaptureModeRelaxed."""
@@ -108,7 +110,7 @@ class Accelerator:
 
 def accelerator_of(tensors: Iterable[Tensor]) -> Accelerator | None:
     """The one that some of the tensors lie on; None: all are in host memory. Raises NotCapturable if there are several."""
-    devices = {device for device in {tensor.device for tensor in tensors} if device.type not in _HOST}
+    devices = {device for device in {*map(_device, tensors)} if device.type not in _HOST}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise NotCapturable(f"the state lies on several devices ({names}); TierCheck saves one for each process")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 
 from tiercheck.trainer import kept
 from tiercheck.trainer.buffers import PASSING
-from tiercheck.trainer.leaves import PLAIN, Entry, NotCapturable, held_by, is_wrapper, list_tensor, local_shard
+from tiercheck.trainer.leaves import Entry, NotCapturable, held_by, is_wrapper, list_tensor, local_shard
 from tiercheck.trainer.modes import modes_of
 
 OWN = "param"
@@ -36,6 +35,8 @@ class Inventory:
     facts: dict[str, Any] = field(default_factory=dict)
     fixed: tuple[Any, ...] = ()
     """Parts of the facts that nobody will change."""
+    alike: object | None = None
+    """Inventories that have the same one differ in their tensors' bytes, and where those lie, and in nothing else of the entries."""
 
 
 def take_inventory(
@@ -147,19 +148,3 @@ def own_entries(prefix: str, name: str, parameter: Tensor) -> list[Entry]:
     if name.startswith("#"):
         list_tensor(f"{prefix}{OWN}", parameter, True, entries)
     return entries
-
-
-def versions(entries: Sequence[Entry]) -> tuple[int, ...]:
-    """torch's in-place counters of the lazy tensors: if one moves during the copy, the copy is torn."""
-    watched = [entry.tensor if entry.origin is None else entry.origin for entry in entries if entry.lazy]
-    if {*map(type, watched)} <= PLAIN and not any(map(Tensor.is_inference, watched)):
-        return tuple(map(attrgetter("_version"), watched))
-    return tuple(map(counter, watched))
-
-
-def counter(tensor: Tensor) -> int:
-    """torch's in-place counter. A sharded tensor has two: its own, and that of its shard, which somebody may have got hold of."""
-    if tensor.is_inference():
-        return 0
-    shard = getattr(tensor, "_local_tensor", None)
-    return tensor._version if shard is None else tensor._version + int(shard._version)

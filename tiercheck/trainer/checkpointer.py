@@ -394,7 +394,7 @@ class Checkpointer:
         slot = SlotReader.open(offer.path) if offer.path else None
         if slot is not None and saved_whole(slot.header.metadata.get(REPLICAS, "")):
             self._shares.keep_whole(f"replicas differed when {slot.header.version} was saved")
-        entries = self._shares.own(self._inventories.take().entries)
+        entries = self._shares.own(self._inventories.take())
         return anywhere(slot is None or not (fits(slot, entries) and self._kept_here(slot)))
 
     def _kept_here(self, slot: SlotReader) -> bool:
@@ -496,7 +496,7 @@ class Checkpointer:
         """List the state; copy at once what changes before the next update (buffers, the user blob)."""
         inventory = self._inventories.take()
         blob = user_state.Packed(self._state, inventory.facts, inventory.fixed)
-        stored = self._shares.own(inventory.entries)
+        stored = self._shares.own(inventory)
         proof = Proof.take(self._sampler, inventory.entries, stored)
         entries = [self._at_once(entry) for entry in stored]
         device = accelerator_of(entry.tensor for entry in entries)
@@ -513,7 +513,7 @@ class Checkpointer:
         try:
             inventory = self._inventories.take()
             blob_bytes = len(user_state.pack(self._state, inventory.facts))
-            self._saver.layouts.plan(self._shares.own(inventory.entries), blob_bytes, delta_room)
+            self._saver.layouts.plan(self._shares.own(inventory), blob_bytes, delta_room)
         except NotCapturable as error:
             self._saver.warn("NotCapturable", str(error))
             self._saver.tell_cannot_save(str(error))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tiercheck.trainer.accelerator import Accelerator, Mark
-from tiercheck.trainer.capture import versions
+from tiercheck.trainer.counters import Counters
 from tiercheck.trainer.crew import Crew
 from tiercheck.trainer.leaves import Entry
 from tiercheck.trainer.proof import Proof
@@ -78,11 +78,13 @@ class Snapshot(Pending):
     """What the state was when `step` was called."""
     crew: Crew | None = None
     """Set before the copy begins, where the training thread can take part in it."""
-    _seen: tuple[int, ...] = ()
     _changed: set[str] | None = None
 
     def __post_init__(self) -> None:
-        self._seen = versions(self.entries)
+        self._lazy = [entry for entry in self.entries if entry.lazy]
+        # Those of the live tensors: if one moves during the copy, the copy is torn.
+        self._counters = Counters([entry.tensor if entry.origin is None else entry.origin for entry in self._lazy])
+        self._seen = self._counters.read()
 
     def changed(self) -> set[str]:
         """Names of tensors that something else than the optimizer has changed since the capture. Whoever asks first decides: when the copy has
@@ -90,9 +92,8 @@ class Snapshot(Pending):
         """
         with self._lock:
             if self._changed is None:
-                lazy = [entry.name for entry in self.entries if entry.lazy]
-                now = versions(self.entries)
-                self._changed = {name for name, old, new in zip(lazy, self._seen, now, strict=True) if old != new}
+                moved = self._counters.moved(self._seen, self._counters.read())
+                self._changed = {self._lazy[number].name for number in moved}
             return self._changed
 
     def let_go(self) -> None:

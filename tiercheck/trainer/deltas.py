@@ -67,6 +67,7 @@ class Deltas:
         self._late = False
         self._recording = False
         self._missed = False
+        self._parameters: list[Tensor] = []
         self._sizes: list[int] = []
         self._depth = [0] * len(optimizers)
         if is_final(model):
@@ -236,7 +237,7 @@ class Deltas:
         }
         blob = user_state.Packed(state, facts, tuple(modes.values()))
         buffers = [(name, buffer.clone()) for name, buffer in changed]
-        device = accelerator_of(parameter for named in self._named for _, parameter in named)
+        device = accelerator_of(self._parameters)
         self._measured = True
         if not measure:
             self._first = self._first or step
@@ -300,6 +301,7 @@ class Deltas:
         self._buffers = Buffers(self._model)
         self._modes = Modes(self._model)
         self._named = [list(named_parameters_of(optimizer, self._model)) for optimizer in self._optimizers]
+        self._parameters = [parameter for named in self._named for _, parameter in named]
         self._sizes = [len(named) for named in self._named]
         names = [[name for name, _ in named] for named in self._named]
         replicas = [

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,6 +23,11 @@ from tiercheck.trainer.leaves import NotCapturable, local_shard
 _FRESH_STEPS = 4
 """A gradient inside of larger memory is copied at once until it was seen in fresh memory this many times in a row.
 DistributedDataParallel moves its buckets once, after the first step."""
+
+_WHOLE = {Tensor, type(None)}
+_grad, _local = attrgetter("grad"), attrgetter("_local_tensor")
+_kind = attrgetter("__class__", "layout", "requires_grad")
+_placements = attrgetter("_spec.placements")  # not the property of that name, which is Python
 
 SCALING = ("grad_scale", "found_inf")
 """What `torch.amp.GradScaler` hands to a fused optimizer as attributes."""
@@ -93,7 +99,7 @@ class Recorder:
         self._inexact = ""
         self._eager: set[tuple[int, int]] = set()
         self._staging: dict[tuple[int, int, int], Tensor] = {}
-        self._last: dict[tuple[int, int], weakref.ref[Tensor]] = {}
+        self._last: list[dict[int, weakref.ref[Tensor]]] = [{} for _ in optimizers]
         self._shared: dict[tuple[int, int], tuple[StorageWeakRef, int]] = {}
 
     @property
@@ -155,43 +161,45 @@ class Recorder:
             for name in SCALING
             if isinstance(value := getattr(optimizer, name, None), Tensor)
         }
-        gradients: list[Tensor | None] = []
-        lazy: list[int] = []
-        fresh: dict[int, bool] = {}
-        for group in optimizer.param_groups:
-            writes = bool(group.get("fused")) and "grad_scale" in scaling  # unscales in place
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is not None:
-                    number = len(gradients)
-                    shard = _shard(gradient, parameter)
-                    if writes or self._is_reused((index, number), gradient, shard, fresh):
-                        shard = self._staged(index, number, shard)
-                    else:
-                        if self._staging:
-                            self._staging.pop((len(self._events), index, number), None)
-                        lazy.append(number)
-                    gradients.append(shard)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        given: list[Tensor | None] = list(map(_grad, parameters))
+        gradients = _shards(given, parameters)
+        at_once = self._used_again(index, given, gradients)
+        if "grad_scale" in scaling:
+            at_once |= _unscaled_in_place(optimizer)
+        if self._staging or at_once:
+            for number, shard in enumerate(gradients):
+                if shard is None:
+                    continue
+                if number in at_once:
+                    gradients[number] = self._staged(index, number, shard)
                 else:
-                    gradients.append(None)
+                    self._staging.pop((len(self._events), index, number), None)
+        lazy = [number for number, shard in enumerate(gradients) if shard is not None and number not in at_once]
         return Event(index, gradients, hyper_parameters(optimizer), scaling, lazy)
 
-    def _is_reused(self, key: tuple[int, int], gradient: Tensor, shard: Tensor, known: dict[int, bool]) -> bool:
-        """Whether its memory may be written again before it was copied: as long as it was not seen to be new each time.
-
-        `known`: of this event, by storage, whether it is fresh.
-        """
-        last, self._last[key] = self._last.get(key), weakref.ref(gradient)
-        fresh = last is not None and last() is not gradient
-        if shard.layout is torch.strided:
-            storage = shard.untyped_storage()
-            if shard.is_cuda and not torch._C._has_Standard_Deleter(storage._cdata):
-                return True  # of a CUDA graph, whose next run writes here without a trace
-            if storage.nbytes() != shard.nbytes:  # others may write it without a trace in this tensor's counter
-                if storage._cdata not in known:  # gradients of FSDP2 share one in their dozens
-                    known[storage._cdata] = self._is_fresh(key, storage)
-                fresh = known[storage._cdata]
-        return not fresh or key in self._eager
+    def _used_again(self, index: int, given: Sequence[Tensor | None], shards: Sequence[Tensor | None]) -> set[int]:
+        """Gradients, by number, whose memory may be written again before it was copied: all that was not seen to be new each time."""
+        eager = {number for optimizer, number in self._eager if optimizer == index}
+        last = self._last[index]
+        known: dict[int, bool] = {}
+        found = set()
+        for number, (gradient, shard) in enumerate(zip(given, shards, strict=True)):
+            if gradient is None or shard is None:
+                continue
+            before, last[number] = last.get(number), weakref.ref(gradient)
+            fresh = before is not None and before() is not gradient
+            if shard.layout is torch.strided:
+                storage = shard.untyped_storage()
+                if shard.is_cuda and not torch._C._has_Standard_Deleter(storage._cdata):
+                    fresh = False  # of a CUDA graph, whose next run writes here without a trace
+                elif storage.nbytes() != shard.nbytes:  # others may write it without a trace in this tensor's counter
+                    if storage._cdata not in known:  # gradients of FSDP2 share one in their dozens
+                        known[storage._cdata] = self._is_fresh((index, number), storage)
+                    fresh = known[storage._cdata]
+            if not fresh or number in eager:
+                found.add(number)
+        return found
 
     def _is_fresh(self, key: tuple[int, int], storage: torch.UntypedStorage) -> bool:
         identity = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # keeps the identity, not the memory
@@ -211,15 +219,35 @@ class Recorder:
         return kept.copy_(shard)
 
 
+def _shards(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """The plain tensors that this rank has of them. Raises NotCapturable."""
+    if {*map(type, gradients)} <= _WHOLE:
+        return list(gradients)
+    try:
+        if list(map(_placements, gradients)) == list(map(_placements, parameters)):
+            shards = list(map(_local, gradients))
+            if {*map(_kind, shards)} == {(Tensor, torch.strided, False)}:
+                return shards  # as `local_shard`, which makes another tensor of each
+    except AttributeError:
+        pass  # not all of them are sharded
+    return [
+        None if gradient is None else _shard(gradient, parameter)
+        for gradient, parameter in zip(gradients, parameters, strict=True)
+    ]
+
+
 def _shard(gradient: Tensor, parameter: Tensor) -> Tensor:
     if type(gradient) is Tensor:
         return gradient
     if getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
         raise NotCapturable("a gradient is sharded differently from its parameter")
-    shard = getattr(gradient, "_local_tensor", None)
-    if type(shard) is Tensor and shard.layout is torch.strided and not shard.requires_grad:
-        return shard  # as `local_shard`, which makes another tensor of it
     return local_shard(gradient)
+
+
+def _unscaled_in_place(optimizer: Optimizer) -> set[int]:
+    """Gradients, by number, that a fused kernel divides by the scale where they lie."""
+    fused = [bool(group.get("fused")) for group in optimizer.param_groups for _ in group["params"]]
+    return {number for number, in_place in enumerate(fused) if in_place}
 
 
 def set_hyper_parameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:

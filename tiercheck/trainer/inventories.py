@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from tiercheck.trainer.buffers import Passing
 from tiercheck.trainer.capture import Inventory, take_inventory
 from tiercheck.trainer.kept import attributes_of
-from tiercheck.trainer.leaves import PLAIN, Entry, is_sharded
+from tiercheck.trainer.leaves import PLAIN, Entry
 from tiercheck.trainer.live import refuse_copies
 
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state", "named_parameters")
@@ -26,8 +26,8 @@ _hooks, _pre_hooks = attrgetter("_state_dict_hooks"), attrgetter("_state_dict_pr
 _FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 _left_out = attrgetter("_non_persistent_buffers_set")
 _children, _parameters, _buffers = attrgetter("_modules"), attrgetter("_parameters"), attrgetter("_buffers")
-_look, _device = attrgetter("device", "dtype", "shape"), attrgetter("device")
-_trained, _placed = attrgetter("requires_grad"), attrgetter("placements", "device_mesh", "shape")
+_look, _where = attrgetter("device", "dtype", "shape"), attrgetter("device", "shape")
+_trained, _spec, _local = attrgetter("requires_grad"), attrgetter("_spec"), attrgetter("_local_tensor")
 _training = attrgetter("training")
 _EMPTY: dict[str, Any] = {}
 
@@ -50,11 +50,14 @@ class Inventories:
         self._optimizers = optimizers
         self._modules: list[nn.Module] = []
         self._marks: list[Any] | None = None
-        self._described: list[tuple[str, bool, bool]] = []
-        """Of each entry: name, lazy, must be finite."""
+        self._names: list[str] = []
+        self._lazy: list[bool] = []
+        self._finite: list[bool] = []
+        """Of each entry, like the two before."""
         self._places: list[int] = []
         """Of each entry: where in the list of all tensors it is."""
         self._facts: dict[str, Any] = {}
+        self._alike: object | None = None
         self._believed: list[Any] = []
         """Where everything lay when nothing that is shown was a copy; empty: nowhere."""
 
@@ -93,10 +96,9 @@ class Inventories:
         return chain.from_iterable(module.modules() for module in (self._model, *self._beside.values()))
 
     def _again(self, tensors: list[Tensor]) -> Inventory:
-        entries = []
-        for (name, lazy, finite), place in zip(self._described, self._places, strict=True):
-            tensor = tensors[place]
-            entries.append(Entry(name, _shard(tensor).detach(), lazy, finite, tensor))
+        origins = [tensors[place] for place in self._places]
+        shards = map(Tensor.detach, map(_shard, origins))
+        entries = tuple(map(Entry, self._names, shards, self._lazy, self._finite, origins))
         optimizers = [
             {
                 **known,
@@ -106,7 +108,7 @@ class Inventories:
             for known, optimizer in zip(self._facts["optimizers"], self._optimizers, strict=True)
         ]
         fixed = tuple(known["states"] for known in optimizers)  # of tensors: nothing but how to rebuild them
-        return Inventory(tuple(entries), {**self._facts, "optimizers": optimizers}, fixed)
+        return Inventory(entries, {**self._facts, "optimizers": optimizers}, fixed, self._alike)
 
     def _remember(self, inventory: Inventory, passing: Sequence[tuple[str, Tensor]]) -> None:
         self._marks, self._modules = None, [*self._all_modules()]
@@ -118,10 +120,12 @@ class Inventories:
             self._places = [places[_memory(entry.tensor)] for entry in inventory.entries]
         except (_NotPlain, KeyError, RuntimeError):
             return
-        self._described = [(entry.name, entry.lazy, entry.must_be_finite) for entry in inventory.entries]
+        self._names = [entry.name for entry in inventory.entries]
+        self._lazy = [entry.lazy for entry in inventory.entries]
+        self._finite = [entry.must_be_finite for entry in inventory.entries]
         facts = [{**known, "groups": [], "attributes": {}} for known in inventory.facts["optimizers"]]
         self._facts = {**inventory.facts, "optimizers": facts}
-        self._marks = marks
+        self._marks, self._alike = marks, object()
 
     def _read(self, passing: Sequence[tuple[str, Tensor]]) -> tuple[list[Any], list[Tensor]]:
         """What names and places follow from, and all tensors in a stable order. Raises _NotPlain."""
@@ -168,12 +172,15 @@ class Inventories:
                 raise _NotPlain
             marks += [list(map(id, trained)), list(map(len, states)), list(_all(dict.keys, states))]
             marks.append([len(group["params"]) for group in optimizer.param_groups])
-            marks.append(list(map(_device, kept)))
+            marks.append(list(map(_where, kept)))
             tensors += kept
         sharded = [tensor for tensor in tensors if type(tensor) not in PLAIN]
-        if not all(map(is_sharded, sharded)):
+        if any(kind.__name__ != "DTensor" for kind in {*map(type, sharded)}):
             raise _NotPlain
-        marks.append(list(map(_placed, sharded)))
+        if {*map(type, map(_local, sharded))} - PLAIN:
+            raise _NotPlain
+        # Mesh, placements and shape; not by DTensor's properties, which are Python.
+        marks.append(list(map(_spec, sharded)))
         return marks, tensors
 
 

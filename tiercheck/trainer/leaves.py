@@ -68,11 +68,6 @@ def is_wrapper(tensor: Tensor) -> bool:
     return type(tensor) not in PLAIN and hasattr(_unwrapped(tensor), "__tensor_flatten__")
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor whose shard here is a plain tensor."""
-    return type(tensor).__name__ == "DTensor" and type(getattr(tensor, "_local_tensor", None)) in PLAIN
-
-
 def _unwrapped(tensor: Tensor) -> Tensor:
     """Without what distributes it, or waits for it."""
     if type(tensor) in PLAIN:

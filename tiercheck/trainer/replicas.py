@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tiercheck.protocol.pieces import Piece, fair_span
+from tiercheck.trainer.capture import Inventory
 from tiercheck.trainer.leaves import Entry, local_shard
 from tiercheck.trainer.partitioned import Partitions
 from tiercheck.trainer.sharding import shard_of
@@ -72,24 +73,35 @@ class Shares:
                         self._of_name[path + name] = replicas
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
         self._of_mesh: dict[tuple[object, tuple[int, ...]], Replicas] = {}
+        self._alike: object | None = None
+        """Of which inventories `_places` tells where their entries lie."""
+        self._places: list[tuple[Piece | None, Replicas | None]] = []
 
     def keep_whole(self, why: str) -> None:
         """No shares from now on. Any thread may say so."""
         self.whole = self.whole or why
 
-    def describe(self, entry: Entry) -> Entry:
-        """The entry as this rank stores it: with the piece that it is, and cut to this rank's share."""
-        tensor, origin = entry.tensor, entry.origin if entry.origin is not None else entry.tensor
-        whole, replicas = self._place(entry.name, origin, tensor)
-        if whole is None:
-            return entry
-        span = None if replicas is None or self.whole else share_of(tensor, replicas)
-        if span is None:
-            return entry._replace(piece=whole)
-        return entry._replace(tensor=cut(tensor, span), piece=Piece(whole.shape, whole.box, span))
+    def own(self, inventory: Inventory) -> list[Entry]:
+        """The entries as this rank stores them: with the pieces that they are, and cut to its share."""
+        if inventory.alike is None or inventory.alike is not self._alike:
+            self._places, self._alike = list(map(self._place_of, inventory.entries)), inventory.alike
+        return list(map(self._stored, inventory.entries, self._places))
 
-    def own(self, entries: Sequence[Entry]) -> list[Entry]:
-        return [self.describe(entry) for entry in entries]
+    def describe(self, entry: Entry) -> Entry:
+        """One entry, as `own` does."""
+        return self._stored(entry, self._place_of(entry))
+
+    def _place_of(self, entry: Entry) -> tuple[Piece | None, Replicas | None]:
+        return self._place(entry.name, entry.tensor if entry.origin is None else entry.origin, entry.tensor)
+
+    def _stored(self, entry: Entry, place: tuple[Piece | None, Replicas | None]) -> Entry:
+        name, tensor, lazy, finite, origin, _ = entry
+        piece, replicas = place
+        if piece is not None and replicas is not None and not self.whole:
+            span = share_of(tensor, replicas)
+            if span is not None:
+                tensor, piece = cut(tensor, span), Piece(piece.shape, piece.box, span)
+        return Entry(name, tensor, lazy, finite, origin, piece)  # a third of the time that `_replace` takes
 
     def shard(self, name: str, value: Tensor) -> Piece | None:
         """What this rank has of a tensor with that name in a slot; None: it is its own affair."""

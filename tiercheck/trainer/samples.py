@@ -61,7 +61,7 @@ class Sampler:
 
     def __init__(self) -> None:
         self._known: list[Any] = []
-        self._groups: list[list[Tensor | _Odd]] = []
+        self._groups: list[list[Tensor] | list[_Odd]] = []
         self._places: tuple[tuple[int, int, int], ...] = ()
 
     @torch.no_grad()
@@ -75,13 +75,11 @@ class Sampler:
         if known != self._known or not known:
             self._look_around(tensors)
             self._known = known
-        return Sample(
-            tuple(torch.cat([_read(part) for part in group]).view(-1) for group in self._groups), self._places
-        )
+        return Sample(tuple(torch.cat(_read(group)).view(-1) for group in self._groups), self._places)
 
     def _look_around(self, tensors: Sequence[Tensor]) -> None:
-        by_kind: dict[tuple[torch.device, bool], list[Tensor | _Odd]] = {}
-        ends: dict[tuple[torch.device, bool], int] = {}
+        by_kind: dict[tuple[torch.device, int], list[Any]] = {}
+        ends: dict[tuple[torch.device, int], int] = {}
         places: list[tuple[int, int, int]] = []
         for tensor in tensors:
             if tensor.layout is not torch.strided or not tensor.nbytes or tensor.is_meta:
@@ -89,7 +87,7 @@ class Sampler:
                 continue
             part = _part(tensor.detach())
             seen = part.numel() if isinstance(part, Tensor) else part.index[0].numel() * tensor.element_size()
-            kind = (tensor.device, isinstance(part, Tensor) and part.dim() == 2)
+            kind = (tensor.device, part.dim() if isinstance(part, Tensor) else 0)
             begin = ends.get(kind, 0)
             by_kind.setdefault(kind, []).append(part)
             ends[kind] = begin + seen
@@ -103,8 +101,8 @@ def content(seen: Tensor) -> bytes:
     return ctypes.string_at(there.data_ptr(), there.numel())
 
 
-def _read(part: Tensor | _Odd) -> Tensor:
-    return part if isinstance(part, Tensor) else part.tensor[part.index].view(-1).view(torch.uint8)
+def _read(group: list[Tensor] | list[_Odd]) -> list[Tensor]:
+    return [part.tensor[part.index].view(-1).view(torch.uint8) if isinstance(part, _Odd) else part for part in group]
 
 
 def _part(tensor: Tensor) -> Tensor | _Odd:

@@ -6,19 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from tiercheck.trainer.capture import counter
+from tiercheck.trainer.counters import Counters
 from tiercheck.trainer.leaves import PLAIN
 from tiercheck.trainer.samples import Sampler
 
 _NUMBERS = {bool, int, float}
-_version, _shard_version = attrgetter("_version"), attrgetter("_local_tensor._version")
 
 
 class Watch:
@@ -30,7 +28,7 @@ class Watch:
         for parameter in (*model.parameters(), *(p for o in optimizers for g in o.param_groups for p in g["params"])):
             if not is_lazy(parameter) and not parameter.is_inference():
                 known[id(parameter)] = parameter
-        self._parameters = _Counters(list(known.values()))
+        self._parameters = Counters(list(known.values()))
         # What other ranks update (ZeRO) is sent here by way of `.data`.
         own = {
             id(parameter)
@@ -61,20 +59,6 @@ class Watch:
         return lambda: sampler.take(self._seen).sum()
 
 
-class _Counters:
-    """torch's in-place counters of some tensors, with next to no Python for any of them."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._tensors = tensors
-        self._sharded = [tensor for tensor in tensors if type(tensor) not in PLAIN]
-
-    def read(self) -> list[int]:
-        try:
-            return [*map(_version, self._tensors), *map(_shard_version, self._sharded)]
-        except (AttributeError, RuntimeError):  # a subclass without a shard, or one made for inference
-            return list(map(counter, self._tensors))
-
-
 class _Kept:
     """What one optimizer keeps. Which of it are tensors is only found out when something was replaced."""
 
@@ -84,17 +68,21 @@ class _Kept:
         """All of it, kept alive so that nothing else has the identity of one."""
         self._identities: list[int] = []
         self._marks: list[int] = []
-        self._counters = _Counters([])
+        self._counters = Counters([])
 
     def read(self) -> list[int]:
-        values = list(chain.from_iterable(map(_values, self._optimizer.state.values())))
+        states = self._optimizer.state.values()
+        try:
+            values = list(chain.from_iterable(map(dict.values, states)))
+        except TypeError:  # one keeps something else for a parameter than a dict
+            values = list(chain.from_iterable(map(_values, states)))
         identities = list(map(id, values))
         if identities != self._identities:
             self._values, self._identities = values, identities
             tensors = [value for value in values if isinstance(value, Tensor)]
             numbers = tuple([value for value in values if type(value) in _NUMBERS])
             self._marks = [*map(id, tensors), hash(numbers)]
-            self._counters = _Counters(tensors)
+            self._counters = Counters(tensors)
         return self._marks + self._counters.read()
 
 
