@@ -59,7 +59,7 @@ def _life(job: Job, size: int) -> dict[str, Any]:
 
 def _train(size: int) -> dict[str, int]:
     torch.set_num_threads(1)
-    training = Training(size, tokens=32)
+    training = Training(size, tokens=32, fresh=True)
     with Checkpointer(training.model, training.optimizer) as checkpointer:
         begun = checkpointer.restore()
         for _ in range(_STEPS):
@@ -68,7 +68,7 @@ def _train(size: int) -> dict[str, int]:
             checkpointer.step()
             checkpointer.wait(_SECONDS)  # or a busy sidecar has one of the lives skip a snapshot, and write fewer slots
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"from": begun, "peak": peak, "state": training.state_bytes}
+    return {"from": begun, "peak": peak, "state": sum(tensor.nbytes for tensor in training.tensors())}
 
 
 if __name__ == "__main__":

@@ -71,19 +71,20 @@ class UpdateClock:
 class Training:
     """A model whose state (parameters and Adam's moments) has about `state_bytes`; `tokens` make a step long or short.
 
-    With `tokens=0` a step is the update alone: the gradients are made once.
+    With `tokens=0` a step is the update alone: the gradients are made once. `fresh`: as a script begins, without moments yet.
     """
 
-    def __init__(self, state_bytes: int, tokens: int, width: int = 1024) -> None:
+    def __init__(self, state_bytes: int, tokens: int, width: int = 1024, *, fresh: bool = False) -> None:
         torch.manual_seed(0)
         layers = max(1, round(state_bytes / STATE_BYTES_PER_PARAMETER / width**2))
         self.model = Stack(width, layers)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self._input = torch.randn(max(tokens, 1), width)
         self._tokens = tokens
-        for parameter in self.model.parameters():
-            parameter.grad = torch.randn_like(parameter) * 1e-3
-        self.optimizer.step()  # so that the moments exist
+        if not fresh:
+            for parameter in self.model.parameters():
+                parameter.grad = torch.randn_like(parameter) * 1e-3
+            self.optimizer.step()  # so that the moments exist
         self.clock = UpdateClock(self.optimizer)
         self.state_bytes = sum(tensor.nbytes for tensor in self.tensors())
 

@@ -233,10 +233,7 @@ class Checkpointer:
         TypeError if `state` holds something that could not be read back later. Training must not begin then.
         """
         self._restored = True
-        inventory = self._inventories.take()
-        user_state.unpack(user_state.pack(self._state, inventory.facts))
-        if (device := accelerator_of(entry.tensor for entry in inventory.entries)) is not None:
-            self._backend.numa = device.numa_node()
+        self._look_at_state()
         found, self._found = self._found, None
         offer = self._backend.find() if found is None else found.offer
         self._inventories.passing.begin()
@@ -256,6 +253,13 @@ class Checkpointer:
             self._prepare(0 if not self._deltas.active else room or -1)
         self._last_step_at = time.monotonic()
         return self.step_number
+
+    def _look_at_state(self) -> None:
+        """Before there is anything to load: it keeps no tensor, or what an optimizer has by now would be there twice during the load."""
+        inventory = self._inventories.take()
+        user_state.unpack(user_state.pack(self._state, inventory.facts))
+        if (device := accelerator_of(entry.tensor for entry in inventory.entries)) is not None:
+            self._backend.numa = device.numa_node()
 
     def step(self, loss: float | torch.Tensor | None = None) -> None:
         """Mark the end of an optimizer step. Starts what is due of it; returns without waiting for it.
