@@ -173,7 +173,7 @@ class BenchJob:
         }
         self.key, self.sidecars = key, Sidecars(self)
         around = Surroundings(
-            lambda uid: list(self.pods.values()),
+            lambda *_: list(self.pods.values()),
             lambda: nodes,
             cast(Kube, server),
             Config(progress_seconds=0.0),

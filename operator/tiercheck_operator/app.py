@@ -24,6 +24,7 @@ from tiercheck.protocol import names
 from tiercheck_operator.attach.service import AttachService
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.loop import JobLoop, Surroundings
+from tiercheck_operator.controller.observation import PodView
 from tiercheck_operator.controller.parsing import identity_of, parse_node, parse_pod
 from tiercheck_operator.election.elector import Elector, boot_clock
 from tiercheck_operator.health import stuck, verdict
@@ -31,6 +32,7 @@ from tiercheck_operator.kube import ApiFailure, Kube, load_configuration
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.pages import Pages
 from tiercheck_operator.resync import Kind, Resync
+from tiercheck_operator.strange import Strange
 from tiercheck_operator.watched import ClusterView, Watched, dated, version_of
 
 log = logging.getLogger(__name__)
@@ -54,8 +56,9 @@ class Operator:
         self._elector: Elector | None = None
         self._kube = Kube(configuration, may_write=self._may_act, called=self._metrics.called)
         self._loops: dict[str, JobLoop] = {}
-        self._known_as: dict[str, str] = {}
-        """UID of each job by what its pods know it by."""
+        self._known_as: dict[tuple[str, str], str] = {}
+        """UID of each job by its namespace and what its pods know it by."""
+        self._strange = Strange()
         self._jobs: Watched[Mapping[str, Any]] = Watched()
         self._view = ClusterView()
         self._leading = config.lease is None
@@ -69,7 +72,7 @@ class Operator:
             self._kube,
             Kube(configuration, called=self._metrics.called),
             config,
-            lambda uid: uid in self._known_as,
+            lambda namespace, uid: (namespace, uid) in self._known_as,
             self._view.pods_of,
         )
         jobs = f"/apis/{names.API_GROUP}/{names.API_VERSION}"
@@ -266,19 +269,20 @@ class Operator:
         @kopf.index("v1", "pods", id="pods_seen", labels={names.LABEL_JOB_UID: kopf.PRESENT}, registry=registry)
         async def pods_seen(body: kopf.Body, **_: Any) -> None:
             uid, version = _identity(body)
-            pod = parse_pod(body)
+            pod = self._strange.understood("Pod", body, parse_pod)
             if pod is not None:
                 pod = dated(pod, self._view.pods.get(uid), time.time())
             self._view.put_pod(uid, pod, version)
             if pod is not None:
-                self._wake(pod.job_uid)
+                self._wake(pod)
             if self._leading:
                 self._attach.pod_seen(pod)
 
         @kopf.index("v1", "nodes", id="nodes_seen", registry=registry)
         async def nodes_seen(body: kopf.Body, **_: Any) -> None:
             uid, version = _identity(body)
-            if self._view.put_node(uid, parse_node(body, self._config.signs), version):
+            node = self._strange.understood("Node", body, lambda raw: parse_node(raw, self._config.signs))
+            if self._view.put_node(uid, node, version):
                 self._wake_all()
 
         @kopf.on.event("v1", "pods", labels={names.LABEL_JOB_UID: kopf.PRESENT}, registry=registry)
@@ -309,7 +313,11 @@ class Operator:
     def _job_changed(self, raw: Mapping[str, Any]) -> None:
         uid, version = _identity(raw)
         self._jobs.put(uid, version, raw)
-        self._known_as[identity_of(raw)] = uid
+        known_as = self._strange.understood(names.KIND, raw, identity_of) or uid
+        identity = str(raw["metadata"]["namespace"]), known_as
+        # A job is what its own UID says; whose workload it says to look after is only its word, and the first one counts.
+        if known_as == uid or self._known_as.get(identity, uid) == uid:
+            self._known_as[identity] = uid
         if uid in self._loops:
             self._loops[uid].changed(raw)
         elif self._leading:
@@ -333,15 +341,15 @@ class Operator:
     async def _pod_gone(self, uid: str) -> None:
         pod = self._view.drop_pod(uid)
         if pod is not None:
-            self._wake(pod.job_uid)
+            self._wake(pod)
 
     async def _node_gone(self, uid: str) -> None:
         if self._view.drop_node(uid) is not None:
             self._wake_all()
 
-    def _wake(self, job_uid: str) -> None:
-        """`job_uid`: as the label of its pods has it."""
-        loop = self._loops.get(self._known_as.get(job_uid, job_uid))
+    def _wake(self, pod: PodView) -> None:
+        """The loop of its job."""
+        loop = self._loops.get(self._known_as.get((pod.namespace, pod.job_uid), ""))
         if loop is not None:
             loop.wake()
 

@@ -16,6 +16,7 @@ from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import HTTPError
 
 from tiercheck.protocol import names
+from tiercheck_operator.paths import fill
 
 JOBS = f"/apis/{names.API_GROUP}/{names.API_VERSION}/namespaces/{{namespace}}/{names.PLURAL}"
 CORE = "/api/v1/namespaces/{namespace}"
@@ -124,7 +125,7 @@ class Kube:
     async def get(self, path: str, **names: str) -> dict[str, Any] | None:
         """None if there is no such object. Raises ApiFailure."""
         try:
-            return await self._call("GET", path.format(**names))
+            return await self._call("GET", _filled(path, names))
         except ApiFailure as error:
             if error.not_found:
                 return None
@@ -132,20 +133,20 @@ class Kube:
 
     async def create(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
         """Raises ApiFailure; `conflict` if it exists already."""
-        return await self._call("POST", path.format(**names), body)
+        return await self._call("POST", _filled(path, names), body)
 
     async def replace(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
         """Raises ApiFailure."""
-        return await self._call("PUT", path.format(**names), body)
+        return await self._call("PUT", _filled(path, names), body)
 
     async def merge(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
         """JSON merge patch; a resourceVersion in `body` is a precondition. Raises ApiFailure."""
-        return await self._call("PATCH", path.format(**names), body, MERGE_PATCH)
+        return await self._call("PATCH", _filled(path, names), body, MERGE_PATCH)
 
     async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> bool:
         """With DeleteOptions. Whether there was such an object; one that is gone already is fine. Raises ApiFailure."""
         try:
-            await self._call("DELETE", path.format(**names), {"apiVersion": "v1", "kind": "DeleteOptions", **options})
+            await self._call("DELETE", _filled(path, names), {"apiVersion": "v1", "kind": "DeleteOptions", **options})
         except ApiFailure as error:
             if not error.not_found:
                 raise
@@ -158,7 +159,7 @@ class Kube:
         more = ""
         while True:
             asked = "&".join(part for part in (query, f"limit={page}", f"continue={more}" if more else "") if part)
-            listed = await self._call("GET", f"{path.format(**names)}?{asked}", accept=METADATA_ONLY)
+            listed = await self._call("GET", f"{_filled(path, names)}?{asked}", accept=METADATA_ONLY)
             found += [entry["metadata"] for entry in listed.get("items") or []]
             more = (listed.get("metadata") or {}).get("continue") or ""
             if not more:
@@ -245,6 +246,13 @@ class Kube:
                 int(response.status), _sentence(data) or str(response.reason), _retry_after(response.headers)
             )
         return dict(json.loads(data)) if data else {}
+
+
+def _filled(path: str, names: Mapping[str, str]) -> str:
+    try:
+        return fill(path, **names)
+    except ValueError as error:
+        raise ApiFailure(400, str(error)) from error
 
 
 def _retry_after(headers: Any) -> float | None:

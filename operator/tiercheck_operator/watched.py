@@ -94,30 +94,34 @@ def _dated(container: ContainerView, known: ContainerView | None, now: float) ->
 
 
 class ClusterView:
-    """Pods by job and nodes by name, as decisions want them; asking for them costs nothing unless something changed."""
+    """Pods by job and nodes by name, as decisions want them; asking for them costs nothing unless something changed.
+
+    A view of None: an object that makes no sense, which belongs to nobody.
+    """
 
     def __init__(self) -> None:
         self.pods: Watched[PodView | None] = Watched()
-        """None: one whose labels make no sense; it belongs to no job."""
-        self.nodes: Watched[NodeView] = Watched()
-        self._by_job: dict[str, dict[str, PodView]] = {}
+        self.nodes: Watched[NodeView | None] = Watched()
+        self._by_job: dict[tuple[str, str], dict[str, PodView]] = {}
         self._by_name: Mapping[str, NodeView] | None = None
 
-    def pods_of(self, job_uid: str) -> Iterable[PodView]:
-        return list(self._by_job.get(job_uid, {}).values())
+    def pods_of(self, namespace: str, job_uid: str) -> Iterable[PodView]:
+        """Of the job that its pods know by this UID, in its own namespace: what others elsewhere say about themselves counts for nothing."""
+        return list(self._by_job.get((namespace, job_uid), {}).values())
 
     def all_nodes(self) -> Mapping[str, NodeView]:
         if self._by_name is None:
-            self._by_name = MappingProxyType({node.name: node for node in self.nodes.views()})
+            known = (node for node in self.nodes.views() if node is not None)
+            self._by_name = MappingProxyType({node.name: node for node in known})
         return self._by_name
 
     def put_pod(self, uid: str, pod: PodView | None, version: int) -> None:
         before = self.pods.put(uid, version, pod)
         known = self.pods.get(uid)
-        if before is not None and (known is None or known.job_uid != before.job_uid):
+        if before is not None and (known is None or _job_of(known) != _job_of(before)):
             self._leave(uid, before)
         if known is not None:
-            self._by_job.setdefault(known.job_uid, {})[uid] = known
+            self._by_job.setdefault(_job_of(known), {})[uid] = known
 
     def drop_pod(self, uid: str) -> PodView | None:
         pod = self.pods.drop(uid)
@@ -126,12 +130,12 @@ class ClusterView:
         return pod
 
     def _leave(self, uid: str, pod: PodView) -> None:
-        mates = self._by_job.get(pod.job_uid, {})
+        mates = self._by_job.get(_job_of(pod), {})
         mates.pop(uid, None)
         if not mates:
-            self._by_job.pop(pod.job_uid, None)
+            self._by_job.pop(_job_of(pod), None)
 
-    def put_node(self, uid: str, node: NodeView, version: int) -> bool:
+    def put_node(self, uid: str, node: NodeView | None, version: int) -> bool:
         """Whether anything that decisions look at has changed: heartbeats change a node every few seconds."""
         changed = self.nodes.put(uid, version, node) != self.nodes.get(uid)
         if changed:
@@ -141,3 +145,7 @@ class ClusterView:
     def drop_node(self, uid: str) -> NodeView | None:
         self._by_name = None
         return self.nodes.drop(uid)
+
+
+def _job_of(pod: PodView) -> tuple[str, str]:
+    return pod.namespace, pod.job_uid

@@ -12,6 +12,7 @@ import datetime
 from collections.abc import Mapping
 from typing import Any
 
+from tiercheck.protocol import names
 from tiercheck_operator.controller.observation import ContainerView, NodeView
 from tiercheck_operator.controller.parsing import parse_node, parse_pod
 
@@ -68,12 +69,23 @@ def held_back(when: float, seconds: int, name: str = SIDECAR, restarts: int = 1)
     return _status(name, waiting, restarts, end(when), started=False)
 
 
+def made_by(job_uid: str) -> list[Raw]:
+    """The owner references of a pod that the operator made for a job."""
+    return [
+        {
+            "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}", "kind": names.KIND, "name": "j", "uid": job_uid,
+            "controller": True, "blockOwnerDeletion": True,
+        }
+    ]  # fmt: skip
+
+
 def pod(sidecar: Raw | None, trainer: Raw | None = None, phase: str = "Running", policy: str = "OnFailure") -> Raw:
     """Worker 1's."""
     labels = {"tiercheck.io/worker": "1", "tiercheck.io/job-uid": "job-uid", "tiercheck.io/incarnation": "0"}
     library = _status("tiercheck-library", end(0, 0, "Completed"), 0, None, started=False, ready=True)
     return {
-        "metadata": {"name": "j-1-0", "namespace": "ns", "uid": "pod-1", "labels": labels, "creationTimestamp": at(0)},
+        "metadata": {"name": "j-1-0", "namespace": "ns", "uid": "pod-1", "labels": labels, "creationTimestamp": at(0),
+                     "ownerReferences": made_by("job-uid")},
         "spec": {
             "nodeName": "n00", "restartPolicy": policy,
             "initContainers": [{"name": "tiercheck-library"}, {"name": SIDECAR, "image": "i", "restartPolicy": "Always"}],

@@ -49,10 +49,10 @@ async def seen_pod() -> PodView:
     return pod
 
 
-async def adopted(server: Recording, has_job: Callable[[str], bool] = lambda _: False) -> None:
+async def adopted(server: Recording, has_job: Callable[[str, str], bool] = lambda *_: False) -> None:
     """Until something was created, or tried in vain."""
     pod = await seen_pod()
-    adoption = Adoption(server, has_job, lambda _: [pod])
+    adoption = Adoption(server, has_job, lambda *_: [pod])
     adoption.pod_seen(pod)
     adoption.pod_seen(pod)
     try:
@@ -75,7 +75,7 @@ async def test_owner_of_an_attached_pod_gets_its_job_once() -> None:
 async def test_owner_that_has_its_job_is_left_alone() -> None:
     server = Recording(shapes.job(), shapes.POLICY)
     pod = await seen_pod()
-    adoption = Adoption(server, lambda uid: uid == "job-uid", lambda _: [pod])
+    adoption = Adoption(server, lambda _, uid: uid == "job-uid", lambda *_: [pod])
     adoption.pod_seen(pod)
     await asyncio.sleep(0)
     await adoption.stop()
@@ -107,7 +107,7 @@ async def test_job_of_the_same_name_that_is_somebodys_own_is_not_touched() -> No
     theirs["spec"]["attach"]["owner"]["uid"] = "another"
     server.objects[f"{JOBS}/job-train"] = theirs
     pod = await seen_pod()
-    adoption = Adoption(server, lambda _: False, lambda _: [pod])
+    adoption = Adoption(server, lambda *_: False, lambda *_: [pod])
     adoption.pod_seen(pod)
     try:
         async with asyncio.timeout(30):
@@ -141,10 +141,10 @@ def left_out(**changes: Any) -> Object:
 async def test_pod_that_was_left_out_is_told_of_and_evicted_only_if_its_job_waits_for_it(
     pod: Object, has_job: bool, goes: bool
 ) -> None:
-    assert must_go(pod, lambda uid: has_job and uid == "job-uid") is goes
+    assert must_go(pod, lambda namespace, uid: has_job and (namespace, uid) == ("ml", "job-uid")) is goes
     server = Recording()
     server.objects["/api/v1/pods?labelSelector=tiercheck.io/inject,!tiercheck.io/job-uid"] = {"items": [pod]}
-    looked = LeftOut(server, (), 15.0, lambda _: has_job)
+    looked = LeftOut(server, (), 15.0, lambda *_: has_job)
     for _ in range(3):
         await looked.look()
     evictions = [body for path, body in server.created if path.endswith("/pods/train-1-x/eviction")]

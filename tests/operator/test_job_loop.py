@@ -81,7 +81,7 @@ def surroundings(
     kube: object, pods: Iterable[PodView] = (), gone: Callable[[str], object] = lambda uid: None
 ) -> Surroundings:
     return Surroundings(
-        lambda uid: pods, dict, cast(Kube, kube), Config(), Metrics(), sidecars=cast(Any, Silent), gone=gone
+        lambda *_: pods, dict, cast(Kube, kube), Config(), Metrics(), sidecars=cast(Any, Silent), gone=gone
     )
 
 

@@ -109,21 +109,21 @@ def test_pods_are_found_by_job_until_they_are_gone(pod: PodView) -> None:
     view = ClusterView()
     view.put_pod(pod.uid, pod, 1)
     view.put_pod("other", replace(pod, uid="other", job_uid="another"), 2)
-    assert list(view.pods_of(pod.job_uid)) == [pod]
+    assert list(view.pods_of(pod.namespace, pod.job_uid)) == [pod]
     moved = replace(pod, job_uid="another")
     view.put_pod(pod.uid, moved, 3)
-    assert list(view.pods_of(pod.job_uid)) == []
-    assert len(list(view.pods_of("another"))) == 2
+    assert list(view.pods_of(pod.namespace, pod.job_uid)) == []
+    assert len(list(view.pods_of(pod.namespace, "another"))) == 2
     assert view.drop_pod(pod.uid) == moved
     assert view.drop_pod(pod.uid) is None
-    assert [entry.uid for entry in view.pods_of("another")] == ["other"]
+    assert [entry.uid for entry in view.pods_of(pod.namespace, "another")] == ["other"]
 
 
 def test_pod_whose_labels_make_no_sense_is_seen_but_belongs_to_no_job(pod: PodView) -> None:
     view = ClusterView()
     view.put_pod(pod.uid, pod, 1)
     view.put_pod(pod.uid, None, 2)
-    assert list(view.pods_of(pod.job_uid)) == []
+    assert list(view.pods_of(pod.namespace, pod.job_uid)) == []
     assert view.pods.compare(view.pods.uids(), {pod.uid: 2}).unseen == {}
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from kubelet_words import made_by
 from world_in_memory import TEMPLATE, World, make_spec
 
 from tiercheck.protocol import names
@@ -55,7 +56,7 @@ def test_job_never_becomes_a_pod_group_whose_surplus_pods_the_queue_would_remove
 
 def gated_pod() -> PodView:
     raw = {
-        "metadata": {"name": "j-0-0", "uid": "p", "labels": {
+        "metadata": {"name": "j-0-0", "uid": "p", "ownerReferences": made_by("u"), "labels": {
             names.LABEL_JOB_UID: "u", names.LABEL_WORKER: "0", names.LABEL_INCARNATION: "0",
         }},
         "spec": {"schedulingGates": [{"name": GATE}]},

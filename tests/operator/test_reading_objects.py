@@ -39,7 +39,8 @@ LABELS = {"tiercheck.io/worker": "3", "tiercheck.io/job-uid": "u", "tiercheck.io
 
 
 def pod(status: dict[str, Any] | None = None, **metadata: Any) -> dict[str, Any]:
-    return {"metadata": {"name": "p", "uid": "x", "labels": LABELS, **metadata}, "spec": {}, "status": status or {}}
+    owned = {"labels": LABELS, "ownerReferences": kubelet_words.made_by("u")}
+    return {"metadata": {"name": "p", "uid": "x", **owned, **metadata}, "spec": {}, "status": status or {}}
 
 
 def test_evicted_pod_tells_why_and_when() -> None:
@@ -104,7 +105,7 @@ def test_containers_last_end_is_read_whether_it_runs_again_or_not() -> None:
         (ContainerState.HELD_BACK, {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": end}),
     ):
         raw = {
-            "metadata": {"name": "p", "uid": "u", "labels": LABELS},
+            "metadata": {"name": "p", "uid": "u", "labels": LABELS, "ownerReferences": kubelet_words.made_by("u")},
             "spec": {"containers": [{"name": "trainer", "resources": {"limits": {"memory": "64Gi"}}}]},
             "status": {"containerStatuses": [{"name": "trainer", "restartCount": 2, **status}]},
         }

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
+from kubelet_words import made_by
 from test_job_loop import Silent, StandIn, new_job, surroundings
 from world_in_memory import START, World
 
@@ -78,6 +79,7 @@ async def test_why_a_pod_was_given_up_is_noted_on_it_before_it_is_deleted() -> N
             "name": "j-3-1",
             "labels": {"tiercheck.io/worker": "3", "tiercheck.io/job-uid": "u"},
             "annotations": server.notes,
+            "ownerReferences": made_by("u"),
         }
     }
     pod = parse_pod(raw)

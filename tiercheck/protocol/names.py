@@ -29,6 +29,9 @@ ANNOTATION_ATTACHED = "tiercheck.io/attached"
 ANNOTATION_NOT_ATTACHED = "tiercheck.io/not-attached"
 """On pods that asked for it and could not be attached: why, as a sentence. Set at admission."""
 
+LABEL_JOBSET_UID = "jobset.sigs.k8s.io/jobset-uid"
+"""JobSet's own, on its pods: the UID of the JobSet."""
+
 TRAINER_CONTAINER = "trainer"
 """The container of the user's template that runs the training command."""
 SIDECAR_CONTAINER = "tiercheck-sidecar"

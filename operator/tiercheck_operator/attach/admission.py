@@ -21,6 +21,7 @@ from tiercheck_operator.attach.injection import (
 )
 from tiercheck_operator.attach.owners import Owner, Unattachable, find_owner, find_seat
 from tiercheck_operator.kube import JOBS, ApiFailure, Kube
+from tiercheck_operator.paths import fill
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Admission:
         seat = find_seat(pod, owner, raw_owner)
         job = await self._job(namespace, owner)
         if job is None:
-            found = await self._read(POLICIES.format(namespace=namespace, name=policy))
+            found = await self._read(_path_of(policy, namespace))
             if found is None:
                 raise Unattachable(f"there is no TierCheckPolicy {policy} in namespace {namespace}")
             spec = found.get("spec") or {}
@@ -79,7 +80,7 @@ class Admission:
 
     async def _job(self, namespace: str, owner: Owner) -> Mapping[str, Any] | None:
         """The owner's job, if it exists; one of an earlier owner of the same name does not count."""
-        path = (JOBS + "/{name}").format(namespace=namespace, name=job_name(owner))
+        path = fill(JOBS + "/{name}", namespace=namespace, name=job_name(owner))
         found = await self._read(path)
         attach = ((found or {}).get("spec") or {}).get("attach") or {}
         return found if (attach.get("owner") or {}).get("uid") == owner.uid else None
@@ -93,6 +94,13 @@ class Admission:
         found = await self._kube.get(path)
         self._known[path] = (now + _REMEMBERED, found)
         return found
+
+
+def _path_of(policy: str, namespace: str) -> str:
+    try:
+        return fill(POLICIES, namespace=namespace, name=policy)
+    except ValueError as error:
+        raise Unattachable(f"the label {names.LABEL_INJECT} names no TierCheckPolicy: {error}") from error
 
 
 def _named(pod: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from tiercheck_operator.attach.admission import POLICIES
 from tiercheck_operator.attach.injection import Attachment, attached_job
 from tiercheck_operator.attach.left_out import NOT_ATTACHED
+from tiercheck_operator.attach.owners import Unattachable
 from tiercheck_operator.controller.observation import PodView
 from tiercheck_operator.event_posting import ObjectEvents
 from tiercheck_operator.kube import JOBS, ApiFailure, Kube
@@ -20,13 +21,15 @@ _BACKOFF = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 class Adoption:
-    """`pod_seen` for every pod that a watch shows. `has_job` tells whether the job of an owner's UID is known, `pods_of` what
-    pods there still are of it."""
+    """`pod_seen` for every pod that a watch shows. `has_job` tells whether the job of an owner, by its namespace and UID, is known,
+    `pods_of` what pods there still are of it."""
 
-    def __init__(self, kube: Kube, has_job: Callable[[str], bool], pods_of: Callable[[str], Iterable[PodView]]) -> None:
+    def __init__(
+        self, kube: Kube, has_job: Callable[[str, str], bool], pods_of: Callable[[str, str], Iterable[PodView]]
+    ) -> None:
         self._kube, self._has_job, self._pods_of = kube, has_job, pods_of
         self._events = ObjectEvents(kube)
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     def pod_seen(self, pod: PodView) -> None:
         if not pod.attached:
@@ -37,10 +40,11 @@ class Adoption:
             log.warning("%s/%s: %s", pod.namespace, pod.name, error)
             return
         uid = attachment.owner.uid
-        if pod.job_uid != uid or self._has_job(uid) or uid in self._tasks:
+        key = pod.namespace, uid
+        if pod.job_uid != uid or self._has_job(*key) or key in self._tasks:
             return
-        self._tasks[uid] = asyncio.create_task(self._make(pod.namespace, attachment), name=f"adopt {uid}")
-        self._tasks[uid].add_done_callback(lambda _: self._tasks.pop(uid, None))
+        self._tasks[key] = asyncio.create_task(self._make(pod.namespace, attachment), name=f"adopt {uid}")
+        self._tasks[key].add_done_callback(lambda _: self._tasks.pop(key, None))
 
     async def stop(self) -> None:
         tasks = list(self._tasks.values())
@@ -53,7 +57,7 @@ class Adoption:
     async def _make(self, namespace: str, attachment: Attachment) -> None:
         """Again and again until the job is there or nobody needs it: the pods cannot start without its Secret."""
         owner, failures = attachment.owner, 0
-        while not self._has_job(owner.uid) and any(self._pods_of(owner.uid)):
+        while not self._has_job(namespace, owner.uid) and any(self._pods_of(namespace, owner.uid)):
             try:
                 await self._try(namespace, attachment)
                 failures = 0
@@ -68,7 +72,11 @@ class Adoption:
     async def _try(self, namespace: str, attachment: Attachment) -> None:
         owner = attachment.owner
         # Anybody may write annotations: an owner that is not there, or is another one, gets no job.
-        raw = await self._kube.get(owner.path(namespace))
+        try:
+            path = owner.path(namespace)
+        except Unattachable as error:
+            raise ApiFailure(422, str(error)) from error
+        raw = await self._kube.get(path)
         if raw is None or raw["metadata"]["uid"] != owner.uid:
             raise ApiFailure(404, f"{owner.kind} {owner.name} of its pods is gone")
         policy = await self._kube.get(POLICIES, namespace=namespace, name=attachment.policy)

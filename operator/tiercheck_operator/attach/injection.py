@@ -13,7 +13,7 @@ from typing import Any
 from tiercheck.protocol import names
 from tiercheck_operator.attach.owners import Owner, Seat, Unattachable
 from tiercheck_operator.controller.observation import JobView
-from tiercheck_operator.controller.parsing import parse_job
+from tiercheck_operator.controller.parsing import LONGEST_ATTACHMENT, parse_job
 from tiercheck_operator.manifests.host_network import worker_ports
 from tiercheck_operator.manifests.node_memory import NodeMemory
 from tiercheck_operator.manifests.pod import equip
@@ -63,14 +63,16 @@ class Attachment:
     @staticmethod
     def from_json(text: str) -> Attachment:
         """Raises ValueError if it was not written by `to_json`."""
+        if len(text) > LONGEST_ATTACHMENT:
+            raise ValueError(f"not an attachment: {len(text)} characters")
         try:
             raw = json.loads(text)
             owner = raw["owner"]
             return Attachment(
-                Owner(owner["apiVersion"], owner["kind"], owner["name"], owner["uid"]),
+                Owner(*(str(owner[key]) for key in ("apiVersion", "kind", "name", "uid"))),
                 str(raw["policy"]), str(raw["container"]), int(raw["workers"]), int(raw["procsPerWorker"]),
             )  # fmt: skip
-        except (KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise ValueError(f"not an attachment: {error}") from error
 
 

@@ -27,7 +27,7 @@ _SELECTOR = f"labelSelector={names.LABEL_INJECT},!{names.LABEL_JOB_UID}"
 _UNASKED = "TierCheck was not asked, or did not answer, when the pod was created, so the pod runs without it."
 
 
-def must_go(pod: Mapping[str, Any], has_job: Callable[[str], bool]) -> bool:
+def must_go(pod: Mapping[str, Any], has_job: Callable[[str, str], bool]) -> bool:
     """Whether the pod keeps a job from going on that could go on with another in its place."""
     metadata = pod.get("metadata") or {}
     if names.ANNOTATION_NOT_ATTACHED in (metadata.get("annotations") or {}) or metadata.get("deletionTimestamp"):
@@ -35,7 +35,7 @@ def must_go(pod: Mapping[str, Any], has_job: Callable[[str], bool]) -> bool:
     if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
         return False
     try:
-        return has_job(find_owner(pod).uid)
+        return has_job(str(metadata.get("namespace") or ""), find_owner(pod).uid)
     except Unattachable:
         return False
 
@@ -43,7 +43,9 @@ def must_go(pod: Mapping[str, Any], has_job: Callable[[str], bool]) -> bool:
 class LeftOut:
     """Looks every `every` seconds, in `namespaces` (empty: everywhere), while this replica leads."""
 
-    def __init__(self, kube: Kube, namespaces: Sequence[str], every: float, has_job: Callable[[str], bool]) -> None:
+    def __init__(
+        self, kube: Kube, namespaces: Sequence[str], every: float, has_job: Callable[[str, str], bool]
+    ) -> None:
         self._kube, self._every, self._has_job = kube, every, has_job
         places = [f"/api/v1/namespaces/{namespace}/pods" for namespace in namespaces] or ["/api/v1/pods"]
         self._paths = [f"{place}?{_SELECTOR}" for place in places]

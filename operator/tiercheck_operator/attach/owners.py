@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.protocol import names
+from tiercheck_operator.paths import fill
 
 COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
 JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
-JOBSET_UID = "jobset.sigs.k8s.io/jobset-uid"
 JOBSET_REPLICATED_JOB = "jobset.sigs.k8s.io/replicatedjob-name"
 JOBSET_JOB_INDEX = "jobset.sigs.k8s.io/job-index"
 KUBEFLOW_INDEX = "training.kubeflow.org/replica-index"
@@ -40,8 +40,15 @@ class Owner:
     uid: str
 
     def path(self, namespace: str) -> str:
-        """Where it is read."""
-        return f"/apis/{self.api_version}/namespaces/{namespace}/{_PLURALS[self.kind]}/{self.name}"
+        """Where it is read. Raises Unattachable if it can be nowhere."""
+        group, _, version = self.api_version.partition("/")
+        if _GROUPS.get(self.kind) != group:
+            raise Unattachable(f"no {self.kind} of {group or 'the core'} can be attached")
+        path = f"/apis/{group}/{{version}}/namespaces/{{namespace}}/{_PLURALS[self.kind]}/{{name}}"
+        try:
+            return fill(path, version=version, namespace=namespace, name=self.name)
+        except ValueError as error:
+            raise Unattachable(f"its owner cannot be looked up: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -55,8 +62,8 @@ class Seat:
 def find_owner(pod: Mapping[str, Any]) -> Owner:
     """Raises Unattachable if the pod belongs to no controller that we know."""
     labels = _labels(pod)
-    if JOBSET_NAME in labels and JOBSET_UID in labels:
-        return Owner("jobset.x-k8s.io/v1alpha2", _JOBSET, labels[JOBSET_NAME], labels[JOBSET_UID])
+    if JOBSET_NAME in labels and names.LABEL_JOBSET_UID in labels:
+        return Owner("jobset.x-k8s.io/v1alpha2", _JOBSET, labels[JOBSET_NAME], labels[names.LABEL_JOBSET_UID])
     references = (pod.get("metadata") or {}).get("ownerReferences") or []
     controller = next((entry for entry in references if entry.get("controller")), None)
     if controller is None:

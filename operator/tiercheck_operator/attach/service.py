@@ -18,7 +18,7 @@ from tiercheck_operator.kube import Kube
 class AttachService:
     """Does nothing if the webhook is not configured. Every replica answers the API server, only the leading one makes jobs.
 
-    `kube` writes only while this replica leads, `always` at any time. `has_job` and `pods_of` are asked with the UID of an owner.
+    `kube` writes only while this replica leads, `always` at any time. `has_job` and `pods_of` are asked with namespace and UID of an owner.
     """
 
     def __init__(
@@ -26,8 +26,8 @@ class AttachService:
         kube: Kube,
         always: Kube,
         config: Config,
-        has_job: Callable[[str], bool],
-        pods_of: Callable[[str], Iterable[PodView]],
+        has_job: Callable[[str, str], bool],
+        pods_of: Callable[[str, str], Iterable[PodView]],
     ) -> None:
         self._always = always
         self._webhook: Webhook | None = None

@@ -49,7 +49,7 @@ class Belongings:
             except ValueError as error:
                 log.error("%s/%s: Secret %s: %s", job.namespace, job.name, owned.credentials_name(job), error)
         service = await self._kube.get(_SERVICE, namespace=job.namespace, name=owned.service_name(job))
-        self.have_service = service is not None
+        self.have_service = service is not None and _owned_by(service, job)
         saved = await self._kube.get(_PLACEMENT, namespace=job.namespace, name=owned.placement_name(job))
         self.placement = None
         if saved is not None and _owned_by(saved, job):
@@ -158,9 +158,7 @@ class Belongings:
                 raise
             await self.refresh(job)
             if not self.have_secret:
-                # Of a job of the same name that was just deleted, and goes with it; or a person's.
-                name = owned.credentials_name(job)
-                raise ApiFailure(422, f"Secret {name} is not this job's; if it stays, remove or rename it") from error
+                await self._refuse_strangers(_SECRET, "Secret", owned.credentials_name(job), job)
             return
         self.credentials, self.have_secret = credentials, True
 
@@ -170,6 +168,7 @@ class Belongings:
         except ApiFailure as error:
             if not error.conflict:
                 raise
+            await self._refuse_strangers(_SERVICE, "Service", owned.service_name(job), job)
         self.have_service = True
 
     async def save_placement(self, job: JobView, placement: SavedPlacement) -> None:
@@ -179,8 +178,15 @@ class Belongings:
         except ApiFailure as error:
             if not error.conflict:
                 raise
+            await self._refuse_strangers(_PLACEMENT, "ConfigMap", owned.placement_name(job), job)
             await self._kube.replace(_PLACEMENT, body, namespace=job.namespace, name=owned.placement_name(job))
         self.placement = placement
+
+    async def _refuse_strangers(self, path: str, kind: str, name: str, job: JobView) -> None:
+        """Of a job of the same name that was just deleted, and goes with it; or a person's."""
+        found = await self._kube.get(path, namespace=job.namespace, name=name)
+        if found is not None and not _owned_by(found, job):
+            raise ApiFailure(422, f"{kind} {name} is not this job's; if it stays, remove or rename it")
 
 
 def _min_available(raw: dict[str, Any]) -> int:

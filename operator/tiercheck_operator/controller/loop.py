@@ -29,7 +29,7 @@ from tiercheck_operator.controller.sidecar_ends import away
 from tiercheck_operator.controller.sidecar_image import pinned
 from tiercheck_operator.controller.suspicion import doubted_nodes
 from tiercheck_operator.controller.topology_source import TopologySource
-from tiercheck_operator.event_posting import EventPoster
+from tiercheck_operator.event_posting import EventPoster, ObjectEvents
 from tiercheck_operator.kube import JOBS, ApiFailure, Kube
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.planning.suspect_nodes import SuspectNodes
@@ -52,8 +52,8 @@ _PROGRESS = ("progress", "tiers")
 class Surroundings:
     """What all jobs share: the views of the cluster, kept up to date by the watches."""
 
-    pods: Callable[[str], Iterable[PodView]]
-    """By job UID."""
+    pods: Callable[[str, str], Iterable[PodView]]
+    """By the namespace of a job, and the UID that its pods know it by."""
     nodes: Callable[[], Mapping[str, NodeView]]
     kube: Kube
     config: Config
@@ -83,6 +83,9 @@ class JobLoop:
         """An answer of the API server leaves open whether the job is still there, or is as we have it."""
         self._executor = Executor(around.kube, around.config, self._belongings)
         self._events = EventPoster(around.kube)
+        self._object_events = ObjectEvents(around.kube)
+        self._strange_at = -1
+        """Version of the job that made no sense."""
         self._sidecars: JobSidecars | None = None
         self._unclaimed: Mapping[str, float] = {}
         self._followed: Mapping[str, str] = {}
@@ -192,13 +195,18 @@ class JobLoop:
 
     async def _reconcile(self) -> float:
         """One look and what follows from it; seconds until the next look at the latest."""
-        around, job = self._around, parse_job(self._raw)
+        around = self._around
+        try:
+            job = parse_job(self._raw)
+        except Exception as error:
+            await self._tell_strange(error)
+            return around.config.resync_seconds
         if _ours(job) and (self._doubted or not (self._known or self._over(job))):
             # Nothing is made for a job that only a late event, or a watch that missed its end, still knows.
             await self._look_up()
             job = parse_job(self._raw)
         raw = self._raw
-        image = pinned(job.status, around.pods(job.identity), around.config.sidecar_image)
+        image = pinned(job.status, self._pods(job), around.config.sidecar_image)
         job = replace(job, sidecar_image=image)
         if not _ours(job):
             return around.config.resync_seconds
@@ -219,19 +227,41 @@ class JobLoop:
             if error.refused or (error.status >= 500 and self._failures >= _PATIENT_FAILURES):
                 await self._write_status(job, raw, refused(observation, decision, str(error)))
             raise
+        except Exception as error:
+            # Most likely of a template that the schema lets through: its owner must hear of it, not only our log.
+            why = f"what the spec asks for cannot be made: {type(error).__name__}: {error}"[:500]
+            await self._write_status(job, raw, refused(observation, decision, why))
+            raise
         delay = await self._write_status(job, raw, decision)
         await self._executor.run(job, decision.after, self._sidecars)
         around.metrics.job_seen(parse_job(self._raw), len(away(observation)))
         wanted = [around.config.resync_seconds, decision.wake_after, delay]
         return max(_LEAST_PAUSE, min(entry for entry in wanted if entry is not None))
 
+    async def _tell_strange(self, error: Exception) -> None:
+        """The API server holds what its schema should have refused: said once, and left alone until it changes."""
+        if self._strange_at == _version(self._raw):
+            return
+        self._strange_at = _version(self._raw)
+        why = f"The job cannot be understood, and is left alone: {type(error).__name__}: {error}"[:500]
+        log.warning("%s: %s", self.named, why)
+        metadata = self._raw["metadata"]
+        about = {"apiVersion": self._raw.get("apiVersion"), "kind": names.KIND, "name": metadata["name"]}
+        about |= {"namespace": metadata["namespace"], "uid": metadata["uid"]}
+        await self._object_events.warn(about, "NotUnderstood", why)
+
     def _over(self, job: JobView) -> bool:
         """Whether nobody needs what the job owns any more: finished jobs may be kept by the hundred."""
-        return finished(job.status) and all(pod.terminal for pod in self._around.pods(job.identity))
+        return finished(job.status) and all(pod.terminal for pod in self._pods(job))
+
+    def _pods(self, job: JobView) -> list[PodView]:
+        """Its own, or those that were attached: nobody gets at the pods of another job by naming that as his workload."""
+        attached = job.spec.attach is not None
+        return [pod for pod in self._around.pods(job.namespace, job.identity) if bool(pod.attached) is attached]
 
     def _observe(self, job: JobView) -> Observation:
         around = self._around
-        pods = tuple(around.pods(job.identity))
+        pods = tuple(self._pods(job))
         credentials = self._belongings.credentials
         if credentials is not None and self._sidecars is None:
             config = around.config

@@ -34,6 +34,8 @@ from tiercheck_operator.planning.quantity import parse_duration, parse_quantity
 
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 _LOST_TAINTS = {"node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", _OUT_OF_SERVICE}
+LONGEST_ATTACHMENT = 4096
+"""Characters of an annotation that are read: anybody may write one."""
 _BACK_OFF = re.compile(r"back-off ((?:\d+h)?(?:\d+m)?(?:\d+(?:\.\d+)?s)?) restarting failed container")
 """What a kubelet says of a container in CrashLoopBackOff, with a Go duration: 40s, 2m40s, 5m0s."""
 
@@ -158,9 +160,16 @@ def _or(value: Any, default: Any) -> Any:
 
 
 def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
-    """None if the labels are not those of a job's pod."""
+    """None if the labels are not those of a job's pod, or if its controller is not that job, or the workload that the job is attached to.
+
+    Anybody may label pods. Whoever can also write owner references is still kept to his own namespace: pods are only looked up in
+    that of their job. May raise anything on what no API server's schema lets through.
+    """
     metadata, spec, status = raw.get("metadata") or {}, raw.get("spec") or {}, raw.get("status") or {}
     labels = metadata.get("labels") or {}
+    own, vouched = _controlled(metadata, labels)
+    if not vouched:
+        return None
     try:
         spare = int(labels[names.LABEL_SPARE]) if names.LABEL_SPARE in labels else None
         worker = SPARE if spare is not None and names.LABEL_WORKER not in labels else int(labels[names.LABEL_WORKER])
@@ -176,7 +185,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
     created = parse_time(metadata.get("creationTimestamp")) or 0.0
     deletion = parse_time(metadata.get("deletionTimestamp"))
     grace = float(metadata.get("deletionGracePeriodSeconds") or 0)
-    attached = str((metadata.get("annotations") or {}).get(names.ANNOTATION_ATTACHED) or "")
+    attached = "" if own else str((metadata.get("annotations") or {}).get(names.ANNOTATION_ATTACHED) or "")
     return PodView(
         name=str(metadata.get("name") or ""),
         uid=str(metadata.get("uid") or ""),
@@ -217,11 +226,29 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
     )
 
 
+def _controlled(metadata: Mapping[str, Any], labels: Mapping[str, str]) -> tuple[bool, bool]:
+    """Whether the job that the label names made the pod, and whether that job or the owner of an attached one did."""
+    controller: Mapping[str, Any] = next(
+        (entry for entry in metadata.get("ownerReferences") or [] if entry.get("controller")), {}
+    )
+    group, uid = str(controller.get("apiVersion") or "").partition("/")[0], controller.get("uid")
+    known_as = labels.get(names.LABEL_JOB_UID)
+    if not uid or not known_as:
+        return False, False
+    if group == names.API_GROUP:
+        own = uid == known_as and controller.get("kind") == names.KIND
+        return own, own
+    # Pods of a JobSet have a Job between them and it.
+    return False, known_as in (uid, labels.get(names.LABEL_JOBSET_UID) if group == "batch" else uid)
+
+
 def _trainer_name(attached: str) -> str:
     """Of the container that trains; in an attached pod its annotation tells."""
+    if not attached or len(attached) > LONGEST_ATTACHMENT:
+        return names.TRAINER_CONTAINER
     try:
-        return str(json.loads(attached)["container"]) if attached else names.TRAINER_CONTAINER
-    except (ValueError, KeyError, TypeError):
+        return str(json.loads(attached)["container"])
+    except (ValueError, KeyError, TypeError, RecursionError):
         return names.TRAINER_CONTAINER
 
 

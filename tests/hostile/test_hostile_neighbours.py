@@ -1,0 +1,161 @@
+"""The real operator process beside neighbours who mean harm: pods, annotations, jobs, Services and ConfigMaps. Nothing of mine changes,
+and the operator stays well."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.operator.kubelet_words import made_by
+from tiercheck_local.cluster import LocalCluster
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).parents[2]
+CORE = "/api/v1/namespaces/{}"
+JOBS = "/apis/tiercheck.io/v1alpha1/namespaces/{}/tiercheckjobs"
+DEADLINE = 90.0
+QUICK = {"TIERCHECK_WATCH_CHECK_SECONDS": "1", "TIERCHECK_WATCH_GRACE_SECONDS": "3"}
+Object = dict[str, Any]
+
+
+def job(name: str, namespace: str = "default", **spec: Any) -> Object:
+    template = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": [sys.executable, "-c", "pass"]}]}}
+    return {
+        "apiVersion": "tiercheck.io/v1alpha1",
+        "kind": "TierCheckJob",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {"workers": 2, "template": template, **spec},
+    }
+
+
+def hostile_pod(name: str, job_uid: str, annotation: str = "", **labels: str) -> Object:
+    """With all that a pod of the job has, in another namespace."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "namespace": "attacker",
+            "labels": {"tiercheck.io/job-uid": job_uid, "tiercheck.io/worker": "0", **labels},
+            "annotations": {"tiercheck.io/attached": annotation} if annotation else {},
+            "ownerReferences": made_by(job_uid),
+        },
+        "spec": {
+            "initContainers": [
+                {"name": "tiercheck-sidecar", "image": "evil.example/steal:1", "restartPolicy": "Always"}
+            ],
+            "containers": [{"name": "trainer", "image": "evil.example/steal:1"}],
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Without nodes: pods stay Pending, so only the operator's own doing is seen."""
+    with LocalCluster(tmp_path_factory.mktemp("cluster"), []) as started:
+        started.apply_crds(ROOT / "crds")
+        for name in ("attacker", "claimant"):
+            started.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+        yield started
+
+
+def page(cluster: LocalCluster, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://{cluster.metrics_address}{path}", timeout=5) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except OSError as error:
+        return 0, str(error)
+
+
+def pods(cluster: LocalCluster, uid: str, namespace: str = "default") -> list[Object]:
+    path = CORE.format(namespace) + f"/pods?labelSelector=tiercheck.io/job-uid={uid}"
+    found: list[Object] = cluster.api.request("GET", path)["items"]
+    return found
+
+
+def images(pod: Object) -> set[str]:
+    spec = pod["spec"]
+    return {str(entry["image"]) for entry in [*spec["initContainers"], *spec["containers"]]}
+
+
+def refused(cluster: LocalCluster, name: str) -> str:
+    """What the conditions of a job say."""
+    status = cluster.api.request("GET", f"{JOBS.format('default')}/{name}").get("status") or {}
+    return " ".join(str(entry.get("message")) for entry in status.get("conditions") or [])
+
+
+def test_nothing_of_mine_changes_and_the_operator_stays_well(cluster: LocalCluster) -> None:
+    # A suspended job has no image yet, and no pods: whoever comes first could claim both.
+    cluster.apply(job("mine", suspend=True))
+    uid = str(cluster.api.request("GET", f"{JOBS.format('default')}/mine")["metadata"]["uid"])
+    for number, annotation in enumerate(("[" * 5000, '{"container":' * 1500, "null", '{"owner": 7}', "")):
+        poison = hostile_pod(f"poison-{number}", uid, annotation, **{"tiercheck.io/incarnation": "900"})
+        cluster.apply(poison)
+    for number, worker in enumerate(("1", "7", "99999999999999999999", "x", "0x1")):
+        cluster.apply(hostile_pod(f"worker-{number}", uid, **{"tiercheck.io/worker": worker}))
+    claim = {"apiVersion": "batch/v1", "kind": "Job", "name": "x", "uid": uid}
+    claims = job("claims", "claimant", workers=1, attach={"owner": claim, "container": "c"})
+    del claims["spec"]["template"]
+    cluster.apply(claims)
+    before = {pod["metadata"]["uid"]: pod["metadata"]["resourceVersion"] for pod in pods(cluster, uid, "attacker")}
+    assert len(before) == 10
+
+    operator = cluster.start_operator(QUICK)
+    try:
+        cluster.wait_for(lambda: page(cluster, "/readyz")[0] == 200, DEADLINE, "the operator to be ready")
+        assert pods(cluster, uid) == []
+        cluster.apply(job("mine", suspend=False))
+        cluster.wait_for(lambda: len(pods(cluster, uid)) == 2, DEADLINE, "the pods of the job")
+        assert {pod["metadata"]["labels"]["tiercheck.io/worker"] for pod in pods(cluster, uid)} == {"0", "1"}
+        for pod in pods(cluster, uid):
+            assert not any("evil" in image for image in images(pod))
+
+        # Longer than an object may go unseen: a watch that choked on one would be called deaf by now.
+        checks = compared(cluster)
+        cluster.wait_for(lambda: compared(cluster) >= checks + 6, DEADLINE, "six listings of pods")
+        assert page(cluster, "/healthz") == (200, "ok\n")
+        after = {pod["metadata"]["uid"]: pod["metadata"]["resourceVersion"] for pod in pods(cluster, uid, "attacker")}
+        assert after == before, "neither deleted nor written to"
+    finally:
+        operator.terminate()
+        operator.wait()
+
+
+def compared(cluster: LocalCluster) -> int:
+    """Lists that the operator asked for, by its own count of calls."""
+    lines = page(cluster, "/metrics")[1].splitlines()
+    wanted = [line for line in lines if "api_request" in line and "_count{" in line and 'verb="GET"' in line]
+    return int(sum(float(line.rpartition(" ")[2]) for line in wanted)) // 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "suffix"), [("Service", "services", ""), ("Secret", "secrets", "-credentials")]
+)
+def test_namesake_of_what_a_job_owns_is_left_as_it_is_and_the_job_says_so(
+    cluster: LocalCluster, kind: str, path: str, suffix: str
+) -> None:
+    name = f"named-{kind.lower()}"
+    theirs: Object = {"apiVersion": "v1", "kind": kind, "metadata": {"name": name + suffix, "namespace": "default"}}
+    theirs |= {"spec": {"ports": [{"port": 80}]}} if kind == "Service" else {"data": {}}
+    cluster.apply(copy.deepcopy(theirs))
+    where = f"{CORE.format('default')}/{path}/{name}{suffix}"
+    version = cluster.api.request("GET", where)["metadata"]["resourceVersion"]
+    operator = cluster.start_operator(QUICK)
+    try:
+        cluster.apply(job(name))
+        cluster.wait_for(lambda: "not this job's" in refused(cluster, name), DEADLINE, "the job to say so")
+        assert f"{kind} {name}{suffix}" in refused(cluster, name)
+        assert cluster.api.request("GET", where)["metadata"]["resourceVersion"] == version
+    finally:
+        operator.terminate()
+        operator.wait()
