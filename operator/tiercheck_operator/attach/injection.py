@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiercheck.protocol import names
+from tiercheck.protocol.plain_json import parse_json
 from tiercheck_operator.attach.owners import Owner, Seat, Unattachable
 from tiercheck_operator.controller.observation import JobView
 from tiercheck_operator.controller.parsing import parse_job
@@ -24,6 +25,8 @@ from tiercheck_operator.manifests.template import pod_problem
 _KNOWN_CONTAINERS = (names.TRAINER_CONTAINER, "pytorch", "node")
 """Where the command is if nothing is said: as in a TierCheckJob, in a PyTorchJob, in a TrainJob's runtimes."""
 _LONGEST_NAME = 40
+_LONGEST = 4096
+"""Bytes of what is written on a pod."""
 _DEFAULT_GRACE, _GRACE_WITH_REMOTE = 30, 300
 _PROCS = "PET_NPROC_PER_NODE"
 _FROM_POLICY = ("topology", "checkpoint", "tiers", "restore", "failurePolicy", "sidecar")
@@ -64,14 +67,16 @@ class Attachment:
     def from_json(text: str) -> Attachment:
         """Raises ValueError if it was not written by `to_json`."""
         try:
-            raw = json.loads(text)
+            raw = parse_json(text, _LONGEST)
             owner = raw["owner"]
-            return Attachment(
-                Owner(owner["apiVersion"], owner["kind"], owner["name"], owner["uid"]),
-                str(raw["policy"]), str(raw["container"]), int(raw["workers"]), int(raw["procsPerWorker"]),
-            )  # fmt: skip
+            said = (owner["apiVersion"], owner["kind"], owner["name"], owner["uid"], raw["policy"], raw["container"])
+            counts = (raw["workers"], raw["procsPerWorker"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"not an attachment: {error}") from error
+        if not all(type(each) is str for each in said) or not all(type(each) is int and each > 0 for each in counts):
+            raise ValueError("not an attachment: it is not of words and counts")
+        api_version, kind, name, uid, policy, container = said
+        return Attachment(Owner(api_version, kind, name, uid), policy, container, *counts)
 
 
 def job_name(owner: Owner) -> str:
