@@ -57,12 +57,9 @@ def _decode(raw: Any, kind: Any, path: str) -> Any:
     if origin in (Union, types.UnionType):
         return _decode_union(raw, typing.get_args(kind), path)
     if origin is tuple:
-        if not isinstance(raw, list):
-            raise Malformed(f"{path}: expected a list")
-        item = typing.get_args(kind)[0]
-        return tuple(_decode(entry, item, f"{path}[{index}]") for index, entry in enumerate(raw))
+        return _decode_all(raw, kind, path)
     if origin is list:
-        return list(_decode(raw, tuple[typing.get_args(kind)[0], ...], path))
+        return list(_decode_all(raw, kind, path))
     if origin is dict:
         return _decode_dict(raw, *typing.get_args(kind), path=path)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
@@ -85,6 +82,13 @@ def _decode_union(raw: Any, options: tuple[Any, ...], path: str) -> Any:
             return None
         raise Malformed(f"{path}: must not be null")
     return _decode(raw, next(option for option in options if option is not type(None)), path)
+
+
+def _decode_all(raw: Any, kind: Any, path: str) -> tuple[Any, ...]:
+    if not isinstance(raw, list):
+        raise Malformed(f"{path}: expected a list")
+    item = typing.get_args(kind)[0]
+    return tuple(_decode(entry, item, f"{path}[{index}]") for index, entry in enumerate(raw))
 
 
 def _decode_dict(raw: Any, key: Any, item: Any, *, path: str) -> dict[Any, Any]:

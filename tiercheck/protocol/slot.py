@@ -266,10 +266,10 @@ def _parse(view: memoryview | bytes, base: int) -> tuple[dict[str, str], list[Te
     except (KeyError, TypeError, ValueError) as error:
         raise NotASlot(f"no slot header: {error}") from error
     expected = base
-    for begin, end, name in sorted((tensor.begin, tensor.end, tensor.name) for tensor in tensors):
-        if begin != expected:
-            raise NotASlot(f"no slot header: {name!r} begins at byte {begin}, where {expected} is next")
-        expected = end
+    for tensor in sorted(tensors, key=lambda each: (each.begin, each.end)):
+        if tensor.begin != expected:
+            raise NotASlot(f"no slot header: {tensor.name!r} begins at byte {tensor.begin}, where {expected} is next")
+        expected = tensor.end
     return metadata, tensors
 
 
@@ -279,8 +279,9 @@ def _tensor(name: str, entry: Any, base: int) -> Tensor:
     begin, end = entry["data_offsets"]
     if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS:
         raise ValueError(f"{name!r} has no shape")
-    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-        raise ValueError(f"{name!r} has no place")
+    for number in (*shape, begin, end):
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{name!r} has no place")
     if dtype not in ITEM_BYTES or end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
         raise ValueError(f"{name!r} is not {shape} of {dtype} in bytes {begin} to {end}")
     return Tensor(name, dtype, tuple(shape), base + begin, base + end)
