@@ -26,9 +26,7 @@ _OTHERS = bytes(set(range(256)) - set(b'"[]{}'))
 _BRACKETS = bytes.maketrans(b"{}", b"[]")
 _STRING = re.compile(rb'"[^"]*"')
 _DIGITS = bytes(ord("0") if chr(byte) in "0123456789" else ord(" ") for byte in range(256))
-_LONG_WHOLE = re.compile(rb"(?<![\w.+-])-?\d{19,}(?![\w.])")
-_STRING_OR_DIGITS = bytes(ord("0") if chr(byte) in "0123456789" else ord(" ") for byte in range(256))
-_LONG_WHOLE = re.compile(_STRING.pattern + b"|" + _LONG_WHOLE.pattern)
+_STRING_OR_LONG_WHOLE = re.compile(rb'"[^"]*"|(?<![\w.+-])-?\d{19,}(?![\w.])')
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 

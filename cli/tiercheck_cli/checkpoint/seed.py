@@ -22,7 +22,6 @@ from tiercheck.protocol.pieces import Box, Piece
 from tiercheck.protocol.pieces_table import pieces_table
 from tiercheck.protocol.slot import PIECES, SlotLayout, read_tensors
 from tiercheck.protocol.version import Version
-from tiercheck.trainer.backend import Skipped
 from tiercheck.trainer.dtypes import dtype_name, dtype_of
 from tiercheck.trainer.folder_backend import FolderBackend
 from tiercheck.trainer.slot_file import USER_BLOB, USER_BYTES, SlotWriter, bytes_into
@@ -84,7 +83,9 @@ def write(found: Incoming, folder: Path, version: Version, progress: Progress) -
             backend.abandon(path, version.step, Kind.SNAPSHOT)
             raise
         backend.complete(path, version.step, layout.size, Kind.SNAPSHOT)
-    except (Skipped, TypeError, ValueError) as error:
+    except CannotDo:
+        raise
+    except Exception as error:  # what was found may be of any shape, and torch has an error of its own for each
         raise CannotDo(f"it cannot be made a version: {error}") from error
     return backend.path_of(0, version)
 
@@ -150,6 +151,15 @@ def from_dcp(folder: Path, prefix: str) -> Incoming:
     """Of a folder that torch.distributed.checkpoint wrote: `prefix` names the model in it (empty: all is the model); `optimizer`
     and `state` beside it are taken along as `export` writes them. Raises CannotDo.
     """
+    try:
+        return _from_dcp(folder, prefix)
+    except CannotDo:
+        raise
+    except Exception as error:  # the metadata's parts may be of any kind
+        raise CannotDo(f"{folder} cannot be read: {error!r}") from error
+
+
+def _from_dcp(folder: Path, prefix: str) -> Incoming:
     try:
         with open(folder / ".metadata", "rb") as file:
             metadata: Metadata = _MetadataOnly(file).load()
@@ -231,14 +241,16 @@ class _DcpFolder:
         return described.properties.dtype, shape, fill
 
     def _load(self, fqn: str, offset: tuple[int, ...]) -> Any:
-        place = self._places[fqn, offset]
+        place = self._places.get((fqn, offset))
+        if place is None:
+            raise CannotDo(f"{fqn} has no part at {offset} in {self._folder}")
         path = (self._folder / place.relative_path).resolve()
         if getattr(place, "transform_descriptors", None) or not path.is_relative_to(self._folder.resolve()):
             raise CannotDo(f"{fqn} is stored in a way that is not known here")
         try:
             with open(path, "rb") as file:
                 file.seek(place.offset)
-                content = file.read(place.length)
+                content = file.read(min(place.length, path.stat().st_size))
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except Exception as error:  # pickle raises many kinds, all meaning the same here
             raise CannotDo(f"{fqn} cannot be read from {path}: {error}") from error
