@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import HTTPError, InsecureRequestWarning
 
 from tiercheck.protocol import names
+from tiercheck.protocol.plain_json import parse_json
 from tiercheck_cli.failure import NO_ACCESS, NOT_FOUND, USAGE, CannotDo
 from tiercheck_cli.terminal import remark
 from tiercheck_operator.planning.saved_placement import SavedPlacement, placement_name, read_placement_data
@@ -161,7 +161,10 @@ class Cluster:
                 return items
 
     def _json(self, path: str) -> Object:
-        return dict(json.loads(self._raw(path)))
+        try:
+            return dict(parse_json(self._raw(path)))
+        except (TypeError, ValueError) as error:
+            raise CannotDo(f"the answer of the API server {self.server} cannot be read: {error}", NO_ACCESS) from error
 
     def _raw(self, path: str) -> bytes:
         try:
@@ -206,7 +209,7 @@ def _own_namespace() -> str:
 def _sentence(body: bytes | str | None) -> str:
     """The message of a Status object."""
     try:
-        return str(json.loads(body or b"{}").get("message") or "")
+        return str(parse_json(body or b"{}").get("message") or "")
     except (ValueError, AttributeError):
         return (body.decode(errors="replace") if isinstance(body, bytes) else str(body or ""))[:300].strip()
 

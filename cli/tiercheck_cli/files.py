@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tiercheck.protocol import names
+from tiercheck.protocol.plain_json import parse_json
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_operator.planning.cluster_nodes import ClusterNode
 from tiercheck_operator.planning.cluster_nodes import read_nodes as parse_nodes
@@ -139,7 +139,7 @@ def _documents(path: str) -> Iterable[dict[str, Any]]:
         raise CannotDo(f"{path} cannot be read: {why}", USAGE) from error
     if text.lstrip().startswith("{"):  # JSON is YAML too, but a thousand nodes of it take YAML's parser a minute
         try:
-            loaded: list[Any] = [json.loads(text)]
+            loaded: list[Any] = [parse_json(text)]
         except ValueError as error:
             if "\n---" not in text:
                 raise CannotDo(f"{path} is not JSON: {error}", USAGE) from error
@@ -154,5 +154,5 @@ def _yaml(path: str, text: str) -> list[Any]:
 
     try:
         return list(yaml.load_all(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
         raise CannotDo(f"{path} is not YAML: {' '.join(str(error).split())}", USAGE) from error

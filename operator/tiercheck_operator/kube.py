@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import HTTPError
 
 from tiercheck.protocol import names
+from tiercheck.protocol.plain_json import parse_json
 from tiercheck_operator.paths import fill
 
 JOBS = f"/apis/{names.API_GROUP}/{names.API_VERSION}/namespaces/{{namespace}}/{names.PLURAL}"
@@ -245,7 +245,10 @@ class Kube:
             raise ApiFailure(
                 int(response.status), _sentence(data) or str(response.reason), _retry_after(response.headers)
             )
-        return dict(json.loads(data)) if data else {}
+        try:
+            return dict(parse_json(data)) if data else {}
+        except (TypeError, ValueError) as error:
+            raise ApiFailure(0, f"the API server's answer cannot be read: {error}") from error
 
 
 def _filled(path: str, names: Mapping[str, str]) -> str:
@@ -264,6 +267,6 @@ def _retry_after(headers: Any) -> float | None:
 def _sentence(body: bytes | str | None) -> str:
     """The message of a Status object."""
     try:
-        return str(json.loads(body or b"{}").get("message") or "")
+        return str(parse_json(body or b"{}").get("message") or "")
     except (ValueError, AttributeError):
         return str(body or "")[:500]

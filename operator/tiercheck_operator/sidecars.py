@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import aiohttp
-import msgspec
+from msgspec.json import Decoder
 
 from tiercheck.protocol import names
 from tiercheck.protocol.address import endpoint, join_address
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.plain_json import Malformed, decode_with
 from tiercheck.protocol.report import Report
 from tiercheck_operator.clock_skew import ClockSkew, by_our_clock
 from tiercheck_operator.controller.observation import HostSign, WorkerReport
@@ -37,7 +38,9 @@ _AT_ONCE = 2.0
 """Seconds that a sidecar may take to answer a call that waits for nothing. Its host is knocked at before it is called silent."""
 _KNOCK = 1.0
 """Seconds that a host may take to accept or refuse a connection."""
-_REPORT = msgspec.json.Decoder(Report)
+_MOST_BODY = 4 * 1024 * 1024
+"""Bytes of an answer. A report has some 100 KiB at most; sidecars of all teams answer this one process."""
+_REPORT = Decoder(Report)
 
 
 class SidecarError(Exception):
@@ -67,7 +70,8 @@ class JobSidecars:
         self._tls = ssl.create_default_context(cadata=credentials.ca.decode())
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=self._tls, limit=0),
-            headers={"Authorization": f"Bearer {credentials.token}"},
+            headers={"Authorization": f"Bearer {credentials.token}", "Accept-Encoding": "identity"},
+            auto_decompress=False,
         )
         self._skew = ClockSkew()
         self._hosts: dict[str, str] = {}
@@ -176,16 +180,19 @@ class JobSidecars:
                 timeout=limits,
                 server_hostname=names.TLS_SERVER_NAME,
                 headers={"Content-Type": "application/json"} if body is not None else None,
+                allow_redirects=False,
             ) as response:
-                text = await response.read()
+                text = await _body(response, host)
                 ahead = self._skew.heard(host, response.headers.get("Date"), self._clock())
                 if response.status != 200:
                     raise SidecarError(f"{host} answered {response.status}: {text[:300].decode(errors='replace')}")
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except SidecarError:
+            raise
+        except Exception as error:  # whatever it may be: nothing that a sidecar answers ends the listening to it
             raise SidecarError(f"{host} does not answer: {type(error).__name__} {error}") from error
         try:
-            report = _REPORT.decode(text)
-        except msgspec.DecodeError as error:
+            report = read_report(text)
+        except Malformed as error:
             raise SidecarError(f"{host} sent no report: {error}") from error
         if report.job_uid != self._job_uid:
             raise SidecarError(f"{host} belongs to another job")
@@ -216,6 +223,21 @@ class JobSidecars:
         elif known.host is not sign:
             self._reports[uid] = replace(known, host=sign)
             self._wake()
+
+
+def read_report(text: bytes) -> Report:
+    """Raises Malformed, and nothing else."""
+    return decode_with(_REPORT.decode, text, _MOST_BODY)
+
+
+async def _body(response: aiohttp.ClientResponse, host: str) -> bytes:
+    """As it was sent: not decompressed, and never more than what an honest sidecar says. Raises SidecarError."""
+    found = bytearray()
+    async for piece in response.content.iter_any():
+        found += piece
+        if len(found) > _MOST_BODY:
+            raise SidecarError(f"{host} answers with more than {_MOST_BODY} bytes")
+    return bytes(found)
 
 
 async def _knock(address: str) -> HostSign:

@@ -9,7 +9,6 @@ import ssl
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-import msgspec
 from aiohttp import web
 
 from tiercheck.protocol.directive import Directive
@@ -17,7 +16,7 @@ from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report
 from tiercheck_sidecar.board import Board, Refused, StaleRefused
 from tiercheck_sidecar.config import SidecarConfig
-from tiercheck_sidecar.decoding import decode
+from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.report import Reporter
 
 log = logging.getLogger(__name__)
@@ -77,7 +76,7 @@ class ControlApi:
     async def _directive(self, request: web.Request) -> web.StreamResponse:
         try:
             directive = decode(await request.read(), Directive)
-        except msgspec.DecodeError as error:
+        except Malformed as error:
             return sentence(422, f"not a directive: {error}")
         self._board.controller_at = self._board.clock()
         try:

@@ -240,7 +240,7 @@ class Sidecar:
         return app
 
     async def _serve(self, app: web.Application, port: int, secure: bool) -> None:
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, auto_decompress=False)
         await runner.setup()
         self._runners.append(runner)
         context = server_context(self.config) if secure else None

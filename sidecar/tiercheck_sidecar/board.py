@@ -35,6 +35,9 @@ CANNOT_SAVE = "CannotSave"
 
 log = logging.getLogger(__name__)
 
+_MOST_AHEAD = 1000
+"""Attempts that may have begun since the newest directive."""
+
 
 class Refused(Exception):
     """A directive that this sidecar must not follow; the message is a sentence."""
@@ -133,17 +136,21 @@ class Board:
     @property
     def newest_attempt(self) -> int:
         """The newest that is known to have begun, whether or not we were told to follow it."""
-        return max(self._learned, self.attempt)
+        return max(self._learned, self.attempt) if self._is_credible(self._learned) else self.attempt
 
     @property
     def overtaken(self) -> bool:
         """Whether the job goes on without us as far as we know: then nothing is written that others could read."""
-        return self._learned > self.attempt
+        return self.newest_attempt > self.attempt
+
+    def _is_credible(self, attempt: int) -> bool:
+        """One wrong number must not end this sidecar's attempts for good. Before the first directive any may be the job's."""
+        return self.directive is None or attempt <= self.attempt + _MOST_AHEAD
 
     def learn(self, attempt: int) -> None:
-        """A proven peer, or the remote tier, knows this attempt."""
+        """A proven peer, or the remote tier, knows this attempt. What is too far ahead to be true is not believed."""
         with self.lock:
-            if attempt <= self.newest_attempt:
+            if attempt <= self.newest_attempt or not self._is_credible(attempt):
                 return
             self._learned = attempt
         log.warning("attempt %d has begun elsewhere; ours (%d) is over", attempt, self.attempt)

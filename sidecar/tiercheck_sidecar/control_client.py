@@ -13,6 +13,9 @@ from tiercheck.protocol.report import Break
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.exchange.frames import PeerSilent, broken
 
+_MOST_BODY = 64 * 1024 * 1024
+"""Bytes; the verdict of a job of ten thousand ranks is a hundredth of it."""
+
 
 class CallFailed(Exception):
     """No answer, or a refusal; the message is a sentence."""
@@ -39,13 +42,16 @@ class ControlClient:
             connection = self._connection or self._connect()
             connection.request(method, path, body, {"Authorization": f"Bearer {self._config.token}"})
             response = connection.getresponse()
-            text = response.read()
-        except (OSError, http.client.HTTPException) as error:
+            text = response.read(_MOST_BODY + 1)
+        except (OSError, http.client.HTTPException, ValueError) as error:
             self.close()
             silent = isinstance(error, OSError) and isinstance(broken(error), PeerSilent)
             raise CallFailed(f"{self.host}: {error}", Break.SILENT if silent else Break.REFUSED) from error
         if response.status != 200:
             raise CallFailed(f"{self.host}: {response.status} {text[:300].decode(errors='replace')}")
+        if len(text) > _MOST_BODY:
+            self.close()
+            raise CallFailed(f"{self.host}: an answer of more than {_MOST_BODY} bytes is refused")
         return text
 
     def close(self) -> None:

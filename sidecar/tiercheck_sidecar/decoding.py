@@ -1,11 +1,19 @@
-"""Messages and files of the protocol's classes, decoded strictly, from any thread."""
+"""Messages and files of the protocol's classes, decoded strictly, from any thread; and files that tell whether a bit of them has changed."""
 
 from __future__ import annotations
 
+import os
+import stat
 import threading
+from pathlib import Path
 from typing import Any, TypeVar
 
 from msgspec.json import Decoder
+
+from tiercheck.protocol.plain_json import MOST_BYTES, Malformed, decode_with
+from tiercheck_sidecar.digest import digest_chunk
+
+__all__ = ["Malformed", "decode", "read_checked", "with_checksum"]
 
 T = TypeVar("T")
 
@@ -13,13 +21,36 @@ _decoders: dict[type, Decoder[Any]] = {}
 _making = threading.Lock()
 
 
-def decode(text: bytes | bytearray | str, cls: type[T]) -> T:
-    """Raises msgspec.DecodeError (ValidationError is one)."""
+def decode(text: bytes | bytearray | str, cls: type[T], most: int = MOST_BYTES) -> T:
+    """The text has at most `most` bytes. Raises Malformed, and nothing else."""
     decoder = _decoders.get(cls)
     if decoder is None:
         # msgspec plans a class, and those in its fields, on first use. A second thread that meets a plan half made ends the process
         # by SIGSEGV (seen with 0.22), so `msgspec.json.decode(type=...)` is not for threads.
         with _making:
             decoder = _decoders.setdefault(cls, Decoder(cls))
-    found: T = decoder.decode(text)
+    found: T = decode_with(decoder.decode, text, most)
     return found
+
+
+def with_checksum(text: bytes) -> bytes:
+    """A file of `text` that `read_checked` reads."""
+    return text + _end_of(text)
+
+
+def read_checked(path: Path, cls: type[T], most: int = MOST_BYTES) -> T:
+    """What a file made by `with_checksum` says. Raises Malformed if it is none, or any bit of it has changed; OSError."""
+    # Others may put anything there: to open a pipe for reading would wait for its writer.
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(file, "rb") as reader:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise Malformed(f"{path} is no file")
+        content = reader.read(most + 1)
+    text = content[: -len(_end_of(b""))]
+    if content != with_checksum(text):
+        raise Malformed(f"{path} is not as it was written")
+    return decode(text, cls, most)
+
+
+def _end_of(text: bytes) -> bytes:
+    return f"\n{digest_chunk(text)}\n".encode()

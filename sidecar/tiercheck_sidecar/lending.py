@@ -234,7 +234,7 @@ def _chunks(ranges: Iterable[tuple[int, int]], digests: Digests) -> set[int]:
         index
         for begin, end in ranges
         if begin < end
-        for index in range(begin // digests.chunk, min((end - 1) // digests.chunk, last) + 1)
+        for index in range(max(begin, 0) // digests.chunk, min((end - 1) // digests.chunk, last) + 1)
     }
 
 

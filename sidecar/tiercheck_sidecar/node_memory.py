@@ -27,16 +27,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from tiercheck.protocol.encoding import to_json
-from tiercheck_sidecar.decoding import decode
+from tiercheck_sidecar.decoding import Malformed, read_checked, with_checksum
 from tiercheck_sidecar.vault.inventory import SLOT_SUFFIX
 from tiercheck_sidecar.vault.seal import seal_path
 
 log = logging.getLogger(__name__)
 
 OWNER = ".owner"
+_MOST_OWNER = 4096
+"""Bytes of that file."""
 _WATCH_EVERY = 60.0
 _JOB_MODE = 0o1777
 """Of a job's folder: its sidecars run as users that only the pod template knows, and none may remove another's folder."""
@@ -112,7 +112,7 @@ class Claim:
         return True
 
     def _write(self) -> None:
-        content = to_json(self.owner)
+        content = with_checksum(to_json(self.owner))
         os.pwrite(self._file, content, 0)
         os.ftruncate(self._file, len(content))
 
@@ -179,8 +179,8 @@ def _dead(folder: Path) -> Iterator[bool]:
 
 def _read(folder: Path) -> Owner | None:
     try:
-        return decode((folder / OWNER).read_bytes(), Owner)
-    except (OSError, msgspec.DecodeError):
+        return read_checked(folder / OWNER, Owner, _MOST_OWNER)
+    except (OSError, Malformed):
         return None
 
 

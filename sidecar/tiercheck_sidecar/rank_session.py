@@ -54,7 +54,7 @@ class RankSession:
         self._restored.callback(lender.close)
 
     def serve(self, lines: BinaryIO) -> None:
-        """Until the rank hangs up. Raises OSError, msgspec.DecodeError."""
+        """Until the rank hangs up. Raises OSError, Malformed."""
         with self._restored:
             welcome = self._welcome()
             self._send(welcome)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-import msgspec
 from aiohttp import web
 
 from tiercheck_sidecar.api import answer, sentence
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.coordinator import Coordinator, NotNow, StaleReport
-from tiercheck_sidecar.decoding import decode
+from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.tiers import take
 from tiercheck_sidecar.watermark import TierReport, Verdict
 
@@ -21,7 +20,7 @@ def routes(board: Board, coordinator: Coordinator) -> list[web.RouteDef]:
     async def tiers(request: web.Request) -> web.StreamResponse:
         try:
             report = decode(await request.read(), TierReport)
-        except msgspec.DecodeError as error:
+        except Malformed as error:
             return sentence(422, f"not a tier report: {error}")
         if report.job_uid != board.config.job_uid:
             return sentence(403, f"this sidecar belongs to job {board.config.job_uid}")
@@ -35,7 +34,7 @@ def routes(board: Board, coordinator: Coordinator) -> list[web.RouteDef]:
     async def watermarks(request: web.Request) -> web.StreamResponse:
         try:
             verdict = decode(await request.read(), Verdict)
-        except msgspec.DecodeError as error:
+        except Malformed as error:
             return sentence(422, f"not a verdict: {error}")
         reason = take(board, verdict)
         return sentence(409, reason) if reason else answer(board.verdict)

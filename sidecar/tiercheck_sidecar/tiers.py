@@ -6,8 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import DeltaMode, Directive, Tier
 from tiercheck.protocol.encoding import to_json
@@ -16,7 +14,7 @@ from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.cadence import Needs
 from tiercheck_sidecar.control_client import CallFailed, ControlClient
-from tiercheck_sidecar.decoding import decode
+from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.ending import WorkerEnd, is_final, owes_nothing
 from tiercheck_sidecar.offload import Offloader
 from tiercheck_sidecar.span import Span, common
@@ -153,7 +151,7 @@ class TierClient:
             self._client = ControlClient(self._board.config, host)
         try:
             verdict = decode(self._client.call("POST", "/v1/tiers", to_json(report)), Verdict)
-        except (CallFailed, msgspec.DecodeError) as error:
+        except (CallFailed, Malformed) as error:
             log.debug("the coordinator: %s", error)
             self._saw(directive, error.how if isinstance(error, CallFailed) else None)
             return False

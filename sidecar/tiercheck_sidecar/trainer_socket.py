@@ -15,14 +15,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
-import msgspec
-
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.local import Hello, LauncherEvent, Order
 from tiercheck_sidecar.board import Board
-from tiercheck_sidecar.decoding import decode
+from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.rank_session import LONGEST_LINE, RankSession
 from tiercheck_sidecar.restore_sources import RestoreSources
 from tiercheck_sidecar.vault import Vault
@@ -91,7 +89,7 @@ class TrainerSocket:
                     ).serve(lines)
                 else:
                     log.warning("a connection with role %r is closed", hello.role)
-            except (OSError, msgspec.DecodeError) as error:
+            except (OSError, Malformed) as error:
                 log.info("a trainer connection ended: %s", error)
             finally:
                 self._open.discard(connection)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from commands_run import run
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from tests.lives import Lives
 from tiercheck import Checkpointer
@@ -335,3 +337,63 @@ def test_importing_runs_no_code_that_came_along(tmp_path: Path) -> None:
     assert "does not belong there" in run(*words).err
     assert not (tmp_path / "hacked").exists()
     assert not (tmp_path / "seeded").exists()
+
+
+class Crooked:
+    """Pickled as torch's metadata with parts of another kind."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def __reduce__(self) -> Any:
+        return Metadata, (self._state,)
+
+
+@pytest.mark.parametrize(
+    "state", [None, 5, "x", [1], {1: 2}, {"a": None}, {"model.w": TensorStorageMetadata(None, None, [])}]
+)
+def test_metadata_that_is_none_is_a_sentence(tmp_path: Path, state: Any) -> None:
+    (tmp_path / "dcp").mkdir()
+    words = ("import", "--from", str(tmp_path / "dcp"), "--format", "dcp", "--to", str(tmp_path / "seeded"))
+    for content in (pickle.dumps(Crooked(state)), b"\x80\x05K\x01.", b"\x80\x05}K\x01R.", b"", b"\xff" * 100):
+        (tmp_path / "dcp" / ".metadata").write_bytes(content)
+        assert run(*words).status > 0, "and no traceback"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"1234567", struct.pack("<Q", 2**62) + b"{}", struct.pack("<Q", 2**64 - 1), struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 6000) + b"[" * 6000,
+        *(
+            struct.pack("<Q", len(text)) + text + bytes(64)
+            for text in (
+                b'{"w":{"dtype":"F32","shape":[4],"data_offsets":[0,1e400]}}', b'{"w":{"dtype":"F32","shape":[-4],"data_offsets":[0,16]}}',
+                b'{"w":{"dtype":"F32","shape":[4],"data_offsets":[-16,0]}}', b'{"w":{"dtype":"F32","shape":[4],"data_offsets":[]}}', b'{"w":null}',
+                b'{"w":{"dtype":"F32","shape":[4611686018427387904],"data_offsets":[0,16]}}', b'{"w":{"dtype":[],"shape":[4],"data_offsets":[0,16]}}',
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_weights_with_a_header_of_nonsense_are_a_sentence(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors").write_bytes(content)
+    ran = run("import", "--from", str(tmp_path / "hf"), "--format", "safetensors", "--to", str(tmp_path / "seeded"))
+    assert (ran.status, "cannot be read" in ran.err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"", b"[]", b"null", b"[" * 5000, b'{"size":64,"chunk":0,"crc32":[]}', b'{"size":64,"chunk":-1,"crc32":[1]}', b'{"size":-64,"chunk":64,"crc32":[1]}',
+        b'{"size":1e400,"chunk":64,"crc32":[1]}', b'{"size":1000000000000000000,"chunk":1000000000000000000,"crc32":[1]}', b'{"size":64,"chunk":64,"crc32":5}',
+        b'{"size":64,"chunk":64,"crc32":[]}', b'{"size":"64","chunk":"64","crc32":[1]}', b'{"size":64,"chunk":64,"crc32":"x"}', b'{"chunk":"\xff"}',
+    ],
+)  # fmt: skip
+def test_a_record_of_nonsense_is_a_sentence(tmp_path: Path, record: bytes) -> None:
+    rank = tmp_path / "saved" / "rank-0-of-1"
+    rank.mkdir(parents=True)
+    (rank / "000000000005-1.safetensors").write_bytes(bytes(64))
+    (rank / "000000000005-1.json").write_bytes(record)
+    ran = run("export", "--folder", str(tmp_path / "saved"), "--format", "dcp", "--to", str(tmp_path / "new"))
+    assert ran.status == 1
+    assert "rank-0-of-1" in ran.err.replace("\n", "")

@@ -76,7 +76,7 @@ def test_record_survives_being_saved_and_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("{", "run.json"), ("{}", "'steps' is missing"), ("[]", "not a run's record"), ('{"steps": [{}]}', "not a run's")],
+    [("{", "run.json"), ("{}", "title: missing"), ("[]", "not a run's record"), ('{"steps": [{}]}', "not a run's")],
 )
 def test_file_that_is_no_record_is_refused_with_its_name(tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "run.json").write_text(content)

@@ -228,7 +228,14 @@ class World:
     # Controller
 
     def call(
-        self, worker: int, method: str, path: str, body: bytes | None = None, token: str | None = None
+        self,
+        worker: int,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        token: str | None = None,
+        *,
+        headers: dict[str, str] | None = None,
     ) -> tuple[int, bytes]:
         """One call of the control API, as the operator makes it."""
         context = ssl.create_default_context(cafile=str(self.root / "credentials" / "ca.crt"))
@@ -237,7 +244,10 @@ class World:
         try:
             connection.sock = context.wrap_socket(raw, server_hostname=names.TLS_SERVER_NAME)
             connection.request(
-                method, path, body, {"Authorization": f"Bearer {self.token if token is None else token}"}
+                method,
+                path,
+                body,
+                {"Authorization": f"Bearer {self.token if token is None else token}", **(headers or {})},
             )
             response = connection.getresponse()
             return response.status, response.read()

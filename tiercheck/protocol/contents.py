@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tiercheck.protocol.pieces import Box, NotCovered, Part, Piece, cover
-from tiercheck.protocol.slot import PIECES, PROOF, SlotHeader
+from tiercheck.protocol.slot import ITEM_BYTES, PIECES, PROOF, SlotHeader
 
 FORMAT = "format"
 """Key of a slot's metadata that says who wrote it; absent: a `Checkpointer`."""
@@ -91,7 +91,11 @@ def contents(
                     box = Box.whole(place.shape)
                     found[name] = WholeTensor(place.dtype, place.shape, (Chunk(rank, box, place.begin, place.end),))
                 continue
-            size = (place.end - place.begin) // piece.count if piece.count else 0
+            size = ITEM_BYTES[place.dtype]
+            if piece.count * size != place.end - place.begin:
+                raise Incomplete(
+                    f"{name} of rank {rank} has {place.end - place.begin} bytes for {piece.count} elements"
+                )
             chunks = tuple(
                 Chunk(rank, part.box, place.begin + part.at * size, place.begin + (part.at + part.box.count) * size)
                 for part in piece.parts()

@@ -1,7 +1,8 @@
 """JSON for the protocol's dataclasses with the standard library alone.
 
 The trainer's side has nothing installed but torch, so it encodes and decodes here. Operator and sidecar decode the
-same classes with msgspec, which accepts exactly what `to_json` writes (a test holds the two together).
+same classes with msgspec, which accepts exactly what `to_json` writes (a test holds the two together). What may come in at all,
+for both, is said in `plain_json`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import typing
 from enum import Enum
 from typing import Any, TypeVar, Union
 
+from tiercheck.protocol.plain_json import MOST_BYTES, Malformed, parse_json
+
+__all__ = ["Malformed", "from_builtins", "from_json", "to_builtins", "to_json"]
+
 T = TypeVar("T")
-
-
-class Malformed(ValueError):
-    """The text is not of the wanted class; the message names the path of the first fault."""
 
 
 def to_json(value: object) -> bytes:
@@ -38,17 +39,16 @@ def to_builtins(value: Any) -> Any:
     return value
 
 
-def from_json(text: bytes | str, cls: type[T]) -> T:
-    """Decode `text` into `cls`. Unknown fields are ignored (a newer sender may add some). Raises Malformed."""
-    try:
-        raw = json.loads(text)
-    except ValueError as error:
-        raise Malformed(f"not JSON: {error}") from error
-    return typing.cast(T, _decode(raw, cls, "$"))
+def from_json(text: bytes | str, cls: type[T], most: int = MOST_BYTES) -> T:
+    """Decode `text`, of at most `most` bytes, into `cls`. Unknown fields are ignored (a newer sender may add some).
+
+    Raises Malformed, with the path of the first fault.
+    """
+    return from_builtins(parse_json(text, most), cls)
 
 
 def from_builtins(raw: object, cls: type[T]) -> T:
-    """As `from_json`, from what `json.loads` gave. Raises Malformed."""
+    """As `from_json`, from what `parse_json` gave. Raises Malformed."""
     return typing.cast(T, _decode(raw, cls, "$"))
 
 
@@ -57,10 +57,11 @@ def _decode(raw: Any, kind: Any, path: str) -> Any:
     if origin in (Union, types.UnionType):
         return _decode_union(raw, typing.get_args(kind), path)
     if origin is tuple:
-        if not isinstance(raw, list):
-            raise Malformed(f"{path}: expected a list")
-        item = typing.get_args(kind)[0]
-        return tuple(_decode(entry, item, f"{path}[{index}]") for index, entry in enumerate(raw))
+        return _decode_all(raw, kind, path)
+    if origin is list:
+        return list(_decode_all(raw, kind, path))
+    if origin is dict:
+        return _decode_dict(raw, *typing.get_args(kind), path=path)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _decode_dataclass(raw, kind, path)
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -81,6 +82,24 @@ def _decode_union(raw: Any, options: tuple[Any, ...], path: str) -> Any:
             return None
         raise Malformed(f"{path}: must not be null")
     return _decode(raw, next(option for option in options if option is not type(None)), path)
+
+
+def _decode_all(raw: Any, kind: Any, path: str) -> tuple[Any, ...]:
+    if not isinstance(raw, list):
+        raise Malformed(f"{path}: expected a list")
+    item = typing.get_args(kind)[0]
+    return tuple(_decode(entry, item, f"{path}[{index}]") for index, entry in enumerate(raw))
+
+
+def _decode_dict(raw: Any, key: Any, item: Any, *, path: str) -> dict[Any, Any]:
+    """Keys, strings in JSON, may stand for whole numbers."""
+    if not isinstance(raw, dict):
+        raise Malformed(f"{path}: expected an object")
+    try:
+        keys = [key(name) for name in raw]
+    except ValueError as error:
+        raise Malformed(f"{path}: a key is no {key.__name__}") from error
+    return dict(zip(keys, (_decode(entry, item, f"{path}.{name}") for name, entry in raw.items()), strict=True))
 
 
 def _decode_dataclass(raw: Any, kind: Any, path: str) -> Any:

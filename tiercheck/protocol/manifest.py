@@ -9,9 +9,12 @@ Layout under the job's prefix (`<prefix>/<namespace>/<job>/`):
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from tiercheck.protocol.version import Version
+
+_VERSION_NAME = re.compile(r"([0-9]{12})-([0-9]{1,18})")
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def version_name(version: Version) -> str:
 
 def parse_version_name(name: str) -> Version:
     """Raises ValueError if `name` was not made by `version_name`."""
-    step, _, attempt = name.partition("-")
-    if len(step) != 12 or not step.isdigit() or not attempt.isdigit():
-        raise ValueError(f"not a version name: {name!r}")
-    return Version(step=int(step), attempt=int(attempt))
+    match = _VERSION_NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"not a version name: {name[:80]!r}")
+    return Version(step=int(match[1]), attempt=int(match[2]))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tiercheck.protocol.contents import DCP, DCP_BYTES, DCP_PREFIX
+from tiercheck.protocol.plain_json import parse_json
 from tiercheck.trainer.leaves import NotCapturable
 
 Path = tuple[str | int, ...]
@@ -51,7 +52,7 @@ class Note:
     @staticmethod
     def read(text: bytes) -> Note:
         """Raises ValueError, KeyError, TypeError or AttributeError if it is none."""
-        raw = json.loads(text)
+        raw = parse_json(text)
         planner = raw["planner"]
         return Note(
             {str(entry): str(fqn) for entry, fqn in raw["names"].items()},

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tiercheck.protocol.pieces import Piece
 from tiercheck.protocol.pieces_table import pieces_table
+from tiercheck.protocol.plain_json import parse_json
 from tiercheck.protocol.slot import PIECES, SlotLayout
 from tiercheck.trainer.copying import Pending
 from tiercheck.trainer.dtypes import dtype_name
@@ -259,7 +260,7 @@ class StoredDelta:
     @staticmethod
     def read(slot: SlotReader) -> StoredDelta:
         """Raises ValueError or KeyError if the slot is no delta of ours."""
-        about = json.loads(slot.blob(REPLAY_BLOB, REPLAY_BYTES))
+        about = parse_json(slot.blob(REPLAY_BLOB, REPLAY_BYTES))
         events = tuple(
             StoredEvent(event["optimizer"], event["forms"], number) for number, event in enumerate(about["events"])
         )

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tiercheck.protocol.plain_json import parse_json
 from tiercheck.trainer.backend import Skipped, log
 from tiercheck.trainer.leaves import Entry, local_shard
 from tiercheck.trainer.ranks import distributed
@@ -158,7 +159,7 @@ class Equality:
     def _record(self, store: Store, key: str, step: int) -> list[Any] | None:
         if not store.check([key]):  # to get what is not there would wait for it
             return None
-        records: list[list[Any]] = json.loads(store.get(key))
+        records: list[list[Any]] = parse_json(store.get(key))
         return next((record for record in reversed(records) if record[0] == step), None)
 
     def _key(self, ring: str, rank: int) -> str:

@@ -21,6 +21,7 @@ from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.manifest import parse_version_name, version_name
 from tiercheck.protocol.names import ENV_ATTEMPT
+from tiercheck.protocol.plain_json import parse_json
 from tiercheck.protocol.version import Version
 from tiercheck.trainer.backend import Offer, Ranges, Skipped, log
 from tiercheck.trainer.ranks import distributed
@@ -166,7 +167,7 @@ class FolderBackend:
     def _intact(self, rank: int, version: Version, world: int) -> bool:
         path = self._data(rank, version, world)
         try:
-            record = json.loads(self._record(rank, version, world).read_text())
+            record = parse_json(self._record(rank, version, world).read_bytes())
             same_size = path.stat().st_size == record["size"]
             intact = bool(same_size and _checksums(path, record["chunk"]) == record["crc32"])
         except (OSError, ValueError, KeyError, TypeError):

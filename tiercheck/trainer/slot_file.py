@@ -158,13 +158,13 @@ class SlotReader:
         return self.stored
 
     def pieces(self) -> dict[str, Piece]:
-        """What its tensors are of the whole, by name. Raises ValueError, KeyError or TypeError if the table is broken."""
-        place = next((tensor for tensor in self.header.tensors if tensor.name == PIECES), None)
+        """What its tensors are of the whole, by name. Raises ValueError if the table is broken."""
+        place = self.header.tensor(PIECES)
         return {} if place is None else read_pieces(self.buffer[place.begin : place.end])
 
     def proof(self) -> dict[str, int]:
         """A checksum of each tensor as it was at `step`, by name (`proof`); empty: it was saved without one."""
-        place = next((tensor for tensor in self.header.tensors if tensor.name == PROOF), None)
+        place = self.header.tensor(PROOF)
         if place is None:
             return {}
         return dict(zip(self.stored, read_proof(self.buffer[place.begin : place.end]), strict=True))
@@ -173,11 +173,9 @@ class SlotReader:
         return self.blob(USER_BLOB, USER_BYTES)
 
     def blob(self, name: str, length: str) -> bytes:
-        """The bytes stored as `name`, whose number the metadata tells as `length`. Raises KeyError."""
-        place = next((tensor for tensor in self.header.tensors if tensor.name == name), None)
-        if place is None:
-            raise KeyError(name)
-        return self.buffer[place.begin : place.begin + int(self.header.metadata[length])]
+        """The bytes stored as `name`, whose number the metadata tells as `length`. Raises KeyError, ValueError."""
+        begin, end = self.header.blob(name, length)
+        return self.buffer[begin:end]
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int]:

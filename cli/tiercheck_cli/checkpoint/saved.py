@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,10 +13,13 @@ from tiercheck.protocol.contents import DCP, FORMAT, WholeTensor, check_complete
 from tiercheck.protocol.manifest import parse_version_name, version_name
 from tiercheck.protocol.pieces import Piece
 from tiercheck.protocol.pieces_table import read_pieces
+from tiercheck.protocol.plain_json import MOST_BYTES, parse_json
 from tiercheck.protocol.slot import PIECES, SlotHeader, beginning, read_header
 from tiercheck.protocol.version import Version
 from tiercheck_cli.failure import NOT_FOUND, USAGE, CannotDo
 
+_MOST_CHUNK = 1024 * 1024 * 1024
+"""Bytes; more than any writer of ours ever took, and a few of them are held."""
 _KEPT = 8
 """Chunks of a slot that are kept after they were verified, because neighbours are often read next."""
 
@@ -32,6 +34,10 @@ class Slot:
     fetch: Callable[[int, int], bytes | bytearray]
     """Chunk number, bytes of it: verified. Raises CannotDo."""
     _kept: dict[int, bytes | bytearray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.size <= 0 or not 0 < self.chunk <= _MOST_CHUNK:
+            raise CannotDo(f"{self.place} cannot have {self.size} bytes in chunks of {self.chunk}")
 
     def read(self, begin: int, end: int) -> memoryview:
         """Raises CannotDo if the bytes cannot be had as they were written."""
@@ -76,10 +82,11 @@ class Saved:
     def entry(self, rank: int, name: str, length: str) -> bytes:
         """The bytes of an entry that is no tensor; `length` is the key of the metadata that tells how many. Raises CannotDo."""
         header = self.headers[rank]
-        place = next((tensor for tensor in header.tensors if tensor.name == name), None)
-        if place is None or length not in header.metadata:
-            raise CannotDo(f"{self.slots[rank].place} has no {name}")
-        return bytes(self.slots[rank].read(place.begin, place.begin + int(header.metadata[length])))
+        try:
+            begin, end = header.blob(name, length)
+        except (KeyError, ValueError) as error:
+            raise CannotDo(f"{self.slots[rank].place} has no {name}: {error}") from error
+        return bytes(self.slots[rank].read(begin, end))
 
     @staticmethod
     def open(version: Version, slots: tuple[Slot, ...]) -> Saved:
@@ -89,12 +96,12 @@ class Saved:
         notes: list[Mapping[str, Any]] = []
         for rank, slot in enumerate(slots):
             try:
-                end = beginning(slot.read(0, min(slot.size, slot.chunk)))
-                end = beginning(slot.read(0, end))
+                end = beginning(slot.read(0, min(slot.size, slot.chunk)), slot.size)
+                end = beginning(slot.read(0, end), slot.size)
                 header = read_header(bytes(slot.read(0, end)), slot.size)
-                place = next((tensor for tensor in header.tensors if tensor.name == PIECES), None)
+                place = header.tensor(PIECES)
                 table = read_pieces(bytes(slot.read(place.begin, place.end))) if place is not None else {}
-            except (ValueError, KeyError, TypeError) as error:
+            except ValueError as error:
                 raise CannotDo(f"{slot.place} cannot be read: {error}") from error
             if (header.rank, header.version, header.world_size, header.kind) != (
                 rank,
@@ -109,10 +116,11 @@ class Saved:
         names: list[Mapping[str, str]] = []
         if found.writer == DCP:
             for rank, header in enumerate(headers):
-                note = json.loads(found.entry(rank, DCP, "dcp_length"))
+                note = _note(slots[rank].place, found.entry(rank, DCP, "dcp_length"))
                 notes.append(note)
+                called = note["names"]
                 names.append(
-                    {each.name: note["names"].get(each.name, each.name.removeprefix("dcp/")) for each in header.tensors}
+                    {each.name: called.get(each.name, each.name.removeprefix("dcp/")) for each in header.tensors}
                 )
         try:
             tensors = contents(list(zip(headers, pieces, strict=True)), names)
@@ -120,6 +128,22 @@ class Saved:
         except ValueError as error:
             raise CannotDo(f"{version} is not whole: {error}") from error
         return Saved(version, slots, tuple(headers), tensors, tuple(notes))
+
+
+def _note(place: str, text: bytes) -> Mapping[str, Any]:
+    """As `tiercheck.trainer.dcp_note` writes it. Raises CannotDo."""
+    try:
+        note = parse_json(text)
+        names, items, planner = note["names"], note["bytes"], note["planner"]
+        words = [*names.values(), *(fqn for fqn, _ in planner or ())]
+        steps = [step for _, path in planner or () for step in path]
+        if not all(type(word) is str for word in words) or not all(type(step) in (str, int) for step in steps):
+            raise ValueError("its names are no words")
+        if not all(0 <= begin <= end for begin, end in items.values()):
+            raise ValueError("its items have no places")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CannotDo(f"the note in {place} cannot be read: {error}") from error
+    return dict(note)
 
 
 def open_folder(folder: Path, step: int | None) -> Saved:
@@ -145,8 +169,13 @@ def open_folder(folder: Path, step: int | None) -> Saved:
 def _file(folder: Path, rank: int, world: int, version: Version) -> Slot:
     path = folder / f"rank-{rank}-of-{world}" / f"{version_name(version)}.safetensors"
     try:
-        record = json.loads(path.with_suffix(".json").read_text())
-        size, chunk, sums = int(record["size"]), int(record["chunk"]), list(record["crc32"])
+        with open(path.with_suffix(".json"), "rb") as file:
+            record = parse_json(file.read(MOST_BYTES + 1))
+        size, chunk, sums = record["size"], record["chunk"], record["crc32"]
+        if not all(type(each) is int and each > 0 for each in (size, chunk)) or len(sums) != -(-size // chunk):
+            raise ValueError("sizes and checksums do not belong together")
+        if path.stat().st_size < size:
+            raise CannotDo(f"{path} is cut off: it has {path.stat().st_size} bytes, {size} are needed")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CannotDo(f"{path.with_suffix('.json')} cannot be read: {error}") from error
 

@@ -6,9 +6,7 @@ Tensors go one by one into a mapped file, so the model does not have to fit into
 from __future__ import annotations
 
 import io
-import json
 import pickle
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +20,8 @@ from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.contents import FORMAT, IMPORT
 from tiercheck.protocol.pieces import Box, Piece
 from tiercheck.protocol.pieces_table import pieces_table
-from tiercheck.protocol.slot import PIECES, SlotLayout
+from tiercheck.protocol.slot import PIECES, SlotLayout, read_tensors
 from tiercheck.protocol.version import Version
-from tiercheck.trainer.backend import Skipped
 from tiercheck.trainer.dtypes import dtype_name, dtype_of
 from tiercheck.trainer.folder_backend import FolderBackend
 from tiercheck.trainer.slot_file import USER_BLOB, USER_BYTES, SlotWriter, bytes_into
@@ -86,7 +83,9 @@ def write(found: Incoming, folder: Path, version: Version, progress: Progress) -
             backend.abandon(path, version.step, Kind.SNAPSHOT)
             raise
         backend.complete(path, version.step, layout.size, Kind.SNAPSHOT)
-    except (Skipped, TypeError, ValueError) as error:
+    except CannotDo:
+        raise
+    except Exception as error:  # what was found may be of any shape, and torch has an error of its own for each
         raise CannotDo(f"it cannot be made a version: {error}") from error
     return backend.path_of(0, version)
 
@@ -100,20 +99,13 @@ def from_safetensors(folder: Path) -> Incoming:
     for path in files:
         try:
             with open(path, "rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                table = json.loads(file.read(length))
-            size = path.stat().st_size
-            for name, entry in table.items():
-                if name == "__metadata__":
-                    continue
-                begin, end = (8 + length + int(each) for each in entry["data_offsets"])
-                if f"model/{name}" in found.tensors:
-                    raise CannotDo(f"{name} is in two files of {folder}")
-                if end > size:
-                    raise CannotDo(f"{path} is cut off: it has {size} bytes, {end} are needed")
-                dtype, shape = dtype_of(entry["dtype"]), tuple(int(extent) for extent in entry["shape"])
-                found.tensors[f"model/{name}"] = (dtype, shape, _from_file(path, begin, end))
-        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+                tensors = read_tensors(file.read, path.stat().st_size)
+            for tensor in tensors:
+                if f"model/{tensor.name}" in found.tensors:
+                    raise CannotDo(f"{tensor.name} is in two files of {folder}")
+                fill = _from_file(path, tensor.begin, tensor.end)
+                found.tensors[f"model/{tensor.name}"] = (dtype_of(tensor.dtype), tensor.shape, fill)
+        except (OSError, ValueError, TypeError) as error:
             raise CannotDo(f"{path} cannot be read: {error}") from error
     return found
 
@@ -160,11 +152,20 @@ def from_dcp(folder: Path, prefix: str) -> Incoming:
     and `state` beside it are taken along as `export` writes them. Raises CannotDo.
     """
     try:
+        return _from_dcp(folder, prefix)
+    except CannotDo:
+        raise
+    except Exception as error:  # the metadata's parts may be of any kind
+        raise CannotDo(f"{folder} cannot be read: {error!r}") from error
+
+
+def _from_dcp(folder: Path, prefix: str) -> Incoming:
+    try:
         with open(folder / ".metadata", "rb") as file:
             metadata: Metadata = _MetadataOnly(file).load()
         if not isinstance(metadata, Metadata):
             raise ValueError("it is no metadata of torch.distributed.checkpoint")
-    except (OSError, pickle.UnpicklingError, ValueError, AttributeError, EOFError, ImportError, IndexError) as error:
+    except Exception as error:  # pickle raises many kinds, all meaning the same here
         raise CannotDo(f"{folder / '.metadata'} cannot be read: {error}") from error
     source = _DcpFolder(folder, metadata)
     found = Incoming()
@@ -240,14 +241,16 @@ class _DcpFolder:
         return described.properties.dtype, shape, fill
 
     def _load(self, fqn: str, offset: tuple[int, ...]) -> Any:
-        place = self._places[fqn, offset]
+        place = self._places.get((fqn, offset))
+        if place is None:
+            raise CannotDo(f"{fqn} has no part at {offset} in {self._folder}")
         path = (self._folder / place.relative_path).resolve()
         if getattr(place, "transform_descriptors", None) or not path.is_relative_to(self._folder.resolve()):
             raise CannotDo(f"{fqn} is stored in a way that is not known here")
         try:
             with open(path, "rb") as file:
                 file.seek(place.offset)
-                content = file.read(place.length)
+                content = file.read(min(place.length, path.stat().st_size))
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except Exception as error:  # pickle raises many kinds, all meaning the same here
             raise CannotDo(f"{fqn} cannot be read from {path}: {error}") from error

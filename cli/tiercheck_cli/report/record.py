@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tiercheck.protocol.encoding import from_builtins
+from tiercheck.protocol.plain_json import MOST_BYTES, Malformed, parse_json
+
 TIERS = ("local", "peer", "remote")
 """Nearest first."""
 
@@ -147,22 +150,15 @@ class RunRecord:
     def read(path: Path) -> RunRecord:
         """Load what `write` saved. Raises RecordError, OSError."""
         try:
-            return RunRecord.from_builtins(json.loads(path.read_text(encoding="utf-8")))
+            with open(path, "rb") as file:
+                return RunRecord.from_builtins(parse_json(file.read(MOST_BYTES + 1)))
         except ValueError as error:
             raise RecordError(f"{path}: {error}") from error
 
     @staticmethod
     def from_builtins(raw: Any) -> RunRecord:
-        """From what `json.loads` gave. Raises RecordError."""
+        """From what `parse_json` gave. Raises RecordError."""
         try:
-            values = dict(raw)
-            values["steps"] = [StepRecord(**entry) for entry in raw["steps"]]
-            values["faults"] = [FaultRecord(**entry) for entry in raw["faults"]]
-            values["samples"] = [WatermarkSample(**entry) for entry in raw.get("samples", ())]
-            for name in ("reference_losses", "run_losses"):
-                values[name] = {int(step): str(loss) for step, loss in raw[name].items()}
-            return RunRecord(**values)
-        except KeyError as error:
-            raise RecordError(f"not a run's record: {error} is missing") from error
-        except (TypeError, ValueError, AttributeError) as error:
+            return from_builtins(raw, RunRecord)
+        except Malformed as error:
             raise RecordError(f"not a run's record: {error}") from error

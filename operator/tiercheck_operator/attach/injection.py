@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiercheck.protocol import names
+from tiercheck.protocol.plain_json import parse_json
 from tiercheck_operator.attach.owners import Owner, Seat, Unattachable
 from tiercheck_operator.controller.observation import JobView
 from tiercheck_operator.controller.parsing import LONGEST_ATTACHMENT, parse_job
@@ -63,17 +64,17 @@ class Attachment:
     @staticmethod
     def from_json(text: str) -> Attachment:
         """Raises ValueError if it was not written by `to_json`."""
-        if len(text) > LONGEST_ATTACHMENT:
-            raise ValueError(f"not an attachment: {len(text)} characters")
         try:
-            raw = json.loads(text)
+            raw = parse_json(text, LONGEST_ATTACHMENT)
             owner = raw["owner"]
-            return Attachment(
-                Owner(*(str(owner[key]) for key in ("apiVersion", "kind", "name", "uid"))),
-                str(raw["policy"]), str(raw["container"]), int(raw["workers"]), int(raw["procsPerWorker"]),
-            )  # fmt: skip
-        except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+            said = (owner["apiVersion"], owner["kind"], owner["name"], owner["uid"], raw["policy"], raw["container"])
+            counts = (raw["workers"], raw["procsPerWorker"])
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"not an attachment: {error}") from error
+        if not all(type(each) is str for each in said) or not all(type(each) is int and each > 0 for each in counts):
+            raise ValueError("not an attachment: it is not of words and counts")
+        api_version, kind, name, uid, policy, container = said
+        return Attachment(Owner(api_version, kind, name, uid), policy, container, *counts)
 
 
 def job_name(owner: Owner) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 
 from aiohttp import web
 
+from tiercheck.protocol.plain_json import parse_json
 from tiercheck_operator.attach.admission import Admission
 from tiercheck_operator.attach.json_patch import difference
 from tiercheck_operator.attach.trust import Bundle, Trust
@@ -93,7 +94,7 @@ class Webhook:
 
     async def _answer(self, request: web.Request) -> web.Response:
         try:
-            review = await request.json()
+            review = parse_json(await request.read(), _LARGEST_REVIEW)
             asked: Mapping[str, Any] = review["request"]
             uid = str(asked["uid"])
         except (ValueError, KeyError, TypeError):

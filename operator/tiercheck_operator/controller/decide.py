@@ -47,6 +47,7 @@ from tiercheck_operator.controller.status import Finding, Findings, derive_statu
 from tiercheck_operator.controller.suspend import resumed, still_ending, suspend
 from tiercheck_operator.controller.suspicion import checks, next_look
 from tiercheck_operator.controller.trigger import find_trigger, update_recovery
+from tiercheck_operator.manifests.pod import unbuildable
 from tiercheck_operator.manifests.resources import resources_problem
 from tiercheck_operator.manifests.template import deadline_problem, pod_problem, template_problem
 from tiercheck_operator.planning.saved_placement import SavedPlacement
@@ -95,9 +96,10 @@ def _refusal(job: JobView) -> Finding | None:
     spec = job.spec
     if spec.attach is not None:
         return None
-    wrong = template_problem(spec.template)
+    wrong = "" if job.status.attempt else unbuildable(job)  # a job that has begun is better looked after than refused
+    wrong = template_problem(spec.template) or wrong
     pod = spec.template.get("spec") or {}
-    if not wrong and not job.status.attempt:  # a job that has begun is better looked after than refused
+    if not wrong and not job.status.attempt:
         wrong = pod_problem(pod, names.TRAINER_CONTAINER) or deadline_problem(spec.template)
     if wrong:
         return Finding(conditions.INVALID_TEMPLATE, wrong)

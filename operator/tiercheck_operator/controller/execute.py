@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterable, Mapping
+from http import HTTPStatus
 from typing import Any
 
 from tiercheck.protocol import names
@@ -30,7 +31,7 @@ from tiercheck_operator.controller.actions import (
 from tiercheck_operator.controller.belongings import Belongings
 from tiercheck_operator.controller.observation import ANNOTATION_GIVEN_UP, JobView
 from tiercheck_operator.kube import CORE, JOBS, ApiFailure, Kube
-from tiercheck_operator.manifests.pod import build_pod, build_spare
+from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
 from tiercheck_operator.manifests.pulling import with_pull_settings
 from tiercheck_operator.sidecars import JobSidecars, SidecarError
 
@@ -71,6 +72,10 @@ class Executor:
                 except ApiFailure as error:
                     refused = refused or error.refused
                     raise
+                except Unbuildable as error:
+                    # Of a job that has begun, whose template was changed: told as what the API server would say of it.
+                    refused = True
+                    raise ApiFailure(HTTPStatus.UNPROCESSABLE_ENTITY, str(error)) from error
 
         own = (EnsureGang, EnsureCredentials, EnsureService, SavePlacement)
         deletions, others = [], []

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.plain_json import parse_json
 from tiercheck.protocol.report import SPARE
 from tiercheck_operator.controller.failure_spec import (
     DEFAULT_RESET_SECONDS,
@@ -244,11 +244,9 @@ def _controlled(metadata: Mapping[str, Any], labels: Mapping[str, str]) -> tuple
 
 def _trainer_name(attached: str) -> str:
     """Of the container that trains; in an attached pod its annotation tells."""
-    if not attached or len(attached) > LONGEST_ATTACHMENT:
-        return names.TRAINER_CONTAINER
     try:
-        return str(json.loads(attached)["container"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return str(parse_json(attached, LONGEST_ATTACHMENT)["container"]) if attached else names.TRAINER_CONTAINER
+    except (ValueError, KeyError, TypeError):
         return names.TRAINER_CONTAINER
 
 

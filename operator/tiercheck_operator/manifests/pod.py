@@ -42,6 +42,10 @@ _RESTRICTED: dict[str, Any] = {
 }
 
 
+class Unbuildable(ValueError):
+    """No pod can be made of the job's template; the message is a sentence."""
+
+
 @dataclass(frozen=True)
 class _Kit:
     """What the operator's settings bring into every pod."""
@@ -61,7 +65,10 @@ def build_pod(
     shun: Sequence[str] = (),
     node_memory: NodeMemory = _NODE_MEMORY,
 ) -> dict[str, Any]:
-    """The pod of `worker`; it is not scheduled onto `avoid_nodes`, and if that is possible onto `prefer` and not onto `shun` (host names)."""
+    """The pod of `worker`; it is not scheduled onto `avoid_nodes`, and if that is possible onto `prefer` and not onto `shun` (host names).
+
+    Raises Unbuildable.
+    """
     labels = {names.LABEL_WORKER: str(worker), names.LABEL_INCARNATION: str(incarnation)}
     name = owned.pod_name(job, worker, incarnation)
     kit = _Kit(sidecar_image, node_memory)
@@ -80,7 +87,7 @@ def build_spare(
     shun: Sequence[str] = (),
     node_memory: NodeMemory = _NODE_MEMORY,
 ) -> dict[str, Any]:
-    """A pod like a worker's, but for the identity, which it is given later."""
+    """A pod like a worker's, but for the identity, which it is given later. Raises Unbuildable."""
     labels = {names.LABEL_SPARE: str(number)}
     name = owned.spare_name(job, number)
     kit = _Kit(sidecar_image, node_memory)
@@ -90,7 +97,26 @@ def build_spare(
     )
 
 
-def _build(
+def unbuildable(job: JobView) -> str:
+    """Why no pod can be made of the template: a sentence, or the empty string. The schema leaves most of a PodSpec to Kubernetes."""
+    try:
+        build_pod(job, 0, 0, ["one"], "sidecar", prefer="another", shun=["a third"])
+    except Unbuildable as error:
+        return str(error)
+    return ""
+
+
+def _build(*arguments: Any, **more: Any) -> dict[str, Any]:
+    try:
+        return _made(*arguments, **more)
+    except Exception as error:  # a field of another type than a Pod's may fail in any way
+        raise Unbuildable(
+            f"spec.template cannot be made a pod ({type(error).__name__}: {str(error)[:200]}); "
+            "compare the types of its fields with those of a Pod (kubectl explain pod.spec)"
+        ) from error
+
+
+def _made(
     job: JobView,
     name: str,
     labels: Mapping[str, str],

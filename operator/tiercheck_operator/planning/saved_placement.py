@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from tiercheck.protocol.plain_json import parse_json
 from tiercheck_operator.planning.code_group import CodeGroup
 from tiercheck_operator.planning.topology import Topology, short_name
 
@@ -135,17 +136,17 @@ def read_placement_data(data: Mapping[str, str]) -> SavedPlacement:
     try:
         members = tuple(
             SavedMember(int(worker), str(pod), str(uid), int(incarnation), str(node), tuple(int(h) for h in holders))
-            for worker, pod, uid, incarnation, node, holders in map(json.loads, data["workers"].splitlines())
+            for worker, pod, uid, incarnation, node, holders in map(parse_json, data["workers"].splitlines())
         )
         groups = tuple(
             CodeGroup(tuple(int(member) for member in inside), tuple(int(holder) for holder in holders))
-            for inside, holders in map(json.loads, (data.get("groups") or "").splitlines())
+            for inside, holders in map(parse_json, (data.get("groups") or "").splitlines())
         )
         leaving = tuple(
             (int(worker), tuple(int(holder) for holder in holders))
-            for worker, holders in map(json.loads, (data.get("leaving") or "").splitlines())
+            for worker, holders in map(parse_json, (data.get("leaving") or "").splitlines())
         )
-        known = json.loads(data.get("replanning") or "{}")
+        known = parse_json(data.get("replanning") or "{}")
         replanning = Replanning(
             str(known.get("checked", "")),
             str(known.get("wish", "")),
@@ -154,14 +155,14 @@ def read_placement_data(data: Mapping[str, str]) -> SavedPlacement:
         )
         domains = _domains(data.get("nodes") or "")
         return SavedPlacement(int(data["attempt"]), members, groups, domains, leaving, replanning)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"not a placement: {error}") from error
 
 
 def _domains(text: str) -> SavedDomains | None:
     if not text:
         return None
-    keys, *rows = map(json.loads, text.splitlines())
+    keys, *rows = map(parse_json, text.splitlines())
     return SavedDomains(
         tuple(str(key) for key in keys),
         tuple((str(node), tuple(str(value) for value in values)) for node, values in rows),

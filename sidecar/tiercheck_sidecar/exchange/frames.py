@@ -16,13 +16,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-import msgspec
-
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.decoding import decode
+from tiercheck_sidecar.decoding import Malformed, decode
 
 T = TypeVar("T")
 
@@ -162,8 +160,8 @@ class Wire:
         if length > longest:
             raise WireBroken(f"a message of {length} bytes is refused")
         try:
-            return decode(self._take(length), cls)
-        except msgspec.DecodeError as error:
+            return decode(self._take(length), cls, longest)
+        except Malformed as error:
             raise WireBroken(f"not a {cls.__name__}: {error}") from error
 
     def send_index(self, index: int) -> None:

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.remote.errors import RemoteConfigError
 
 
@@ -36,14 +37,11 @@ class _Remote(msgspec.Struct, frozen=True):
     directory: DirectorySettings | None = None
 
 
-_REMOTE = msgspec.json.Decoder(_Remote)
-
-
 def parse(remote_json: str) -> S3Settings | DirectorySettings:
     """Decode and check. Raises RemoteConfigError with a sentence."""
     try:
-        remote = _REMOTE.decode(remote_json)
-    except msgspec.DecodeError as error:
+        remote = decode(remote_json, _Remote)
+    except Malformed as error:
         raise RemoteConfigError(f"The remote tier's settings cannot be read: {error}.") from error
     if (remote.s3 is None) == (remote.directory is None):
         raise RemoteConfigError("The remote tier needs exactly one of s3 and directory.")
@@ -62,7 +60,10 @@ def _check_s3(settings: S3Settings) -> None:
         raise RemoteConfigError(f"tiers.remote.s3.bucket is the bucket's bare name, not {settings.bucket!r}.")
     _check_folders("tiers.remote.s3.prefix", settings.prefix)
     if settings.endpoint:
-        url = urlsplit(settings.endpoint)
+        try:
+            url = urlsplit(settings.endpoint)
+        except ValueError as error:
+            raise RemoteConfigError(f"tiers.remote.s3.endpoint is no URL: {error}.") from error
         if url.scheme not in ("http", "https") or not url.netloc:
             raise RemoteConfigError(
                 f"tiers.remote.s3.endpoint must begin with http:// or https://, not {settings.endpoint!r}."

@@ -246,7 +246,7 @@ class RemoteStore:
         if body is None:
             raise RemoteCorrupt(f"{place} is missing.")
         found = _decode(body, RankArtifact, place)
-        if _brief(found) != artifact:
+        if found.digests is None or _brief(found) != artifact:
             raise RemoteCorrupt(f"{place} is not what the manifest of {artifact.version} says.")
         return found
 
@@ -266,6 +266,8 @@ class RemoteStore:
                 f"{self.location} already belongs to job {manifest.job}; give {self.job} another prefix.",
                 retriable=False,
             )
+        if manifest.version != version:
+            raise RemoteCorrupt(f"{self.location}/{key} says that it is of {manifest.version}.")
         return manifest
 
     def _delete_artifacts(self, version: Version) -> None:
@@ -333,6 +335,10 @@ _T = TypeVar("_T")
 
 def _decode(body: bytes, cls: type[_T], place: str) -> _T:
     try:
-        return from_json(body, cls)
+        found = from_json(body, cls)
     except Malformed as error:
         raise RemoteCorrupt(f"{place} cannot be read: {error}.") from error
+    for artifact in found.artifacts if isinstance(found, Manifest) else (found,):
+        if isinstance(artifact, RankArtifact) and artifact.digests is not None:
+            check_shape(artifact.digests, place)
+    return found

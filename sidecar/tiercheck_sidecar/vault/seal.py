@@ -1,6 +1,7 @@
 """The seal: the small file beside a slot that makes its content worth keeping.
 
-It carries the identity and the digests, and appears by rename, so a slot either has a whole seal or none.
+It carries the identity and the digests, and appears by rename, so a slot either has a whole seal or none. A checksum of
+the whole tells a seal from what memory made of it.
 """
 
 from __future__ import annotations
@@ -9,14 +10,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from tiercheck.protocol.artifact import Kind, Share
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.decoding import decode
+from tiercheck_sidecar.decoding import Malformed, read_checked, with_checksum
+from tiercheck_sidecar.digest import is_well_formed
 
 SUFFIX = ".seal"
 
@@ -54,7 +54,7 @@ def write_seal(slot: Path, seal: Seal) -> None:
     target = seal_path(slot)
     temporary = target.with_name(target.name + ".new")
     try:
-        temporary.write_bytes(to_json(seal))
+        temporary.write_bytes(with_checksum(to_json(seal)))
         os.replace(temporary, target)
     except OSError:
         temporary.unlink(missing_ok=True)
@@ -62,11 +62,19 @@ def write_seal(slot: Path, seal: Seal) -> None:
 
 
 def read_seal(slot: Path) -> Seal | None:
-    """None if there is none, or it is not a seal."""
+    """None if there is none, or it is not a seal. Raises nothing."""
     try:
-        return decode(seal_path(slot).read_bytes(), Seal)
-    except (OSError, msgspec.DecodeError):
+        seal = read_checked(seal_path(slot), Seal)
+    except (OSError, Malformed):
         return None
+    return seal if _makes_sense(seal) else None
+
+
+def _makes_sense(seal: Seal) -> bool:
+    """Whoever may write into the volume can make a checksum too."""
+    numbers = (seal.rank, seal.version.step, seal.version.attempt, seal.world_size)
+    named = seal.share is None or (seal.share.index >= 0 and seal.share.ranks[:1] == (seal.rank,))
+    return min(numbers) >= 0 and named and all(map(is_well_formed, (seal.digests, *seal.members)))
 
 
 def break_seal(slot: Path) -> None:

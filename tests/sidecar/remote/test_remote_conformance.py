@@ -239,6 +239,28 @@ def test_missing_object_and_unreadable_manifest_are_corruption(store: RemoteStor
     assert caught.value.reason is Reason.CORRUPT
 
 
+def test_a_manifest_under_another_versions_name_is_refused(store: RemoteStore, slots: Slots, place: Place) -> None:
+    save(store, slots, FIRST)
+    body = place.get(f"{FOLDER}/manifests/{100:012d}-1.json")
+    place.put(f"{FOLDER}/manifests/{200:012d}-1.json", body)
+    with pytest.raises(RemoteCorrupt, match="says that it is of step 100"):
+        store.read_manifest(SECOND)
+    assert store.read_manifest(FIRST).version == FIRST
+
+
+@pytest.mark.parametrize(
+    "digests", [{"size": 9, "chunk": 0, "values": []}, {"size": -1, "chunk": 4, "values": []}, {"size": 9, "chunk": 4, "values": []}, None]
+)  # fmt: skip
+def test_senseless_digests_are_corruption_and_not_a_crash(
+    store: RemoteStore, slots: Slots, place: Place, digests: object
+) -> None:
+    artifact = save(store, slots, FIRST).artifacts[0]
+    key = f"{FOLDER}/{artifact.key.replace('.safetensors', '.json')}"
+    place.put(key, json.dumps({**to_builtins(artifact), "digests": digests}).encode())
+    with pytest.raises(RemoteCorrupt):
+        store.artifact(0, FIRST)
+
+
 def test_manifest_grows_with_ranks_and_not_with_their_size(store: RemoteStore, slots: Slots, place: Place) -> None:
     save(store, slots, FIRST, bytes(64 * 1024))
     save(store, slots, SECOND, bytes(40 * CHUNK))

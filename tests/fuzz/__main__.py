@@ -1,0 +1,97 @@
+"""`python -m tests.fuzz SECONDS [TARGET ...]`: every target for its part of the time, longer than the suite has; `make fuzz` runs it.
+
+With atheris (https://github.com/google/atheris), if it is installed, coverage leads the mutations, and a target runs in a process
+of its own; else they are random. What fails is written into a file, and its name said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from tests.fuzz.mutations import mutate
+from tests.fuzz.targets import TARGETS
+
+_MEMORY = 4 << 30
+"""Bytes of address space beyond which a target fails."""
+_LONGEST = 10.0
+"""Seconds for one text."""
+
+
+def fuzz(name: str, seconds: float, seed: int) -> int:
+    """How many texts were tried. Raises what the target raises, or TimeoutError; the text is in a file."""
+    target, numbers, tried = TARGETS[name], random.Random(seed), 0
+    corpus = list(target.samples)
+    until = time.monotonic() + seconds
+    while (began := time.monotonic()) < until:
+        text = mutate(numbers.choice(corpus), numbers)
+        try:
+            target.run(text)
+            if time.monotonic() - began > _LONGEST:
+                raise TimeoutError(f"{time.monotonic() - began:.0f} s")
+        except BaseException as error:
+            if not isinstance(error, KeyboardInterrupt):
+                path = Path(tempfile.gettempdir()) / f"fuzz-{hashlib.sha256(text).hexdigest()[:12]}"
+                path.write_bytes(text)
+                print(f"{name}: {path} ends in {type(error).__name__}")
+            raise
+        tried += 1
+        if len(corpus) < 500 and tried % 50 == 0 and len(text) < 20_000:
+            corpus.append(text)  # so that mutations add up
+    return tried
+
+
+def fuzz_by_coverage(name: str, seconds: float) -> None:
+    """Ends the process."""
+    import atheris
+
+    atheris.instrument_all()
+    folder = Path(tempfile.mkdtemp(prefix="tiercheck-corpus-"))
+    for number, sample in enumerate(TARGETS[name].samples):
+        (folder / str(number)).write_bytes(sample)
+    atheris.Setup(
+        [sys.argv[0], f"-max_total_time={max(1, int(seconds))}", "-rss_limit_mb=4096", "-timeout=10", str(folder)],
+        TARGETS[name].run,
+    )
+    atheris.Fuzz()
+
+
+def main(arguments: list[str]) -> int:
+    """0; 1 if a target failed; 2 if the command line is wrong."""
+    by_coverage = arguments[:1] == ["--by-coverage"]
+    try:
+        seconds = float(arguments[by_coverage])
+        names = arguments[by_coverage + 1 :] or list(TARGETS)
+        each = seconds / len([TARGETS[name] for name in names])
+    except (IndexError, ValueError, KeyError):
+        print(f"usage: python -m tests.fuzz SECONDS [TARGET ...]\ntargets: {', '.join(TARGETS)}", file=sys.stderr)
+        return 2
+    if by_coverage:
+        fuzz_by_coverage(names[0], each)
+    logging.disable(logging.CRITICAL)
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    failed = 0
+    for name in names:
+        if importlib.util.find_spec("atheris") is not None:
+            command = [sys.executable, "-m", "tests.fuzz", "--by-coverage", str(each), name]
+            failed += subprocess.run(command, check=False).returncode != 0
+            continue
+        try:
+            print(f"{name}: {fuzz(name, each, random.randrange(2**32)):,} texts")
+        except Exception:
+            traceback.print_exc()
+            failed += 1
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,301 @@
+"""What comes from others, and what is done with it: each target takes any bytes, and may end with its declared error only.
+
+A target does not stop at decoding: what was let in is used as the product uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tiercheck.protocol.artifact import Share
+from tiercheck.protocol.contents import Incomplete, check_complete, contents
+from tiercheck.protocol.directive import Directive, Tier
+from tiercheck.protocol.encoding import Malformed, from_json, to_json
+from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Request, Welcome
+from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
+from tiercheck.protocol.pieces import Box, NotCovered, Piece, cover
+from tiercheck.protocol.pieces_table import pieces_table, read_pieces
+from tiercheck.protocol.plain_json import decode_with, parse_json
+from tiercheck.protocol.slot import PIECES, NotASlot, SlotLayout, beginning, read_header, read_tensors
+from tiercheck.protocol.version import Version
+from tiercheck_cli.checkpoint.saved import open_folder
+from tiercheck_cli.failure import CannotDo
+from tiercheck_cli.report.record import RecordError, RunRecord
+from tiercheck_operator.attach.injection import Attachment
+from tiercheck_operator.clock_skew import by_our_clock
+from tiercheck_operator.controller.parsing import parse_job
+from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
+from tiercheck_operator.planning.saved_placement import read_placement_data
+from tiercheck_operator.sidecars import read_report
+from tiercheck_sidecar.decoding import decode, with_checksum
+from tiercheck_sidecar.digest import digest, is_well_formed
+from tiercheck_sidecar.exchange.frames import Ask, Listed, Say, WireBroken, from_bitmap
+from tiercheck_sidecar.exchange.handshake import Challenge, Claim, Proof
+from tiercheck_sidecar.node_memory import Owner
+from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
+from tiercheck_sidecar.remote.config import parse as parse_remote
+from tiercheck_sidecar.remote.errors import RemoteConfigError
+from tiercheck_sidecar.vault.inventory import take_inventory
+from tiercheck_sidecar.vault.seal import Seal, read_seal, seal_path
+from tiercheck_sidecar.watermark import TierReport, Verdict
+
+_FIRST_RELEASE = Path(__file__).parents[1] / "protocol" / "first_release"
+_VERSION = Version(5, 1)
+_DIGESTS = Digests(9000, 4096, ("a" * 32, "b" * 32, "c" * 32))
+_LAYOUT = SlotLayout.plan(
+    [(PIECES, "U8", (60,), 60), ("w", "F32", (4, 4), 64), ("b", "F32", (), 4), ("user", "U8", (32,), 32)]
+)
+_HEADER = _LAYOUT.state_word + _LAYOUT.header(0, _VERSION, 1, {"user_bytes": "10"})
+_TABLE = pieces_table({"w": Piece((8, 4), Box((0, 0), (4, 4)), (3, 15)), "b": Piece.whole(())})
+
+
+@dataclass(frozen=True)
+class Target:
+    """`run` raises nothing, whatever bytes it is given; `samples` are true ones."""
+
+    run: Callable[[bytes], None]
+    samples: tuple[bytes, ...]
+
+
+def _message(cls: type[Any], *samples: object) -> Target:
+    """By the sidecar's decoder, and by the trainer's."""
+
+    def run(text: bytes) -> None:
+        with contextlib.suppress(Malformed):
+            found = decode(text, cls)
+            assert decode(to_json(found), cls) == found, "what was let in can be said again"
+        with contextlib.suppress(Malformed):
+            to_json(from_json(text, cls))
+
+    return Target(run, tuple(map(to_json, samples)))
+
+
+def _report(text: bytes) -> None:
+    with contextlib.suppress(Malformed):
+        to_json(by_our_clock(read_report(text), 3.0))
+
+
+def _exchange(text: bytes) -> None:
+    with contextlib.suppress(Malformed, WireBroken):
+        ask = decode(text, Ask)
+        hash((ask.artifact, ask.digests is not None and is_well_formed(ask.digests)))
+    with contextlib.suppress(Malformed, WireBroken):
+        from_bitmap(decode(text, Say).verified, 40)
+
+
+def _slot(text: bytes) -> None:
+    """`text`: the header's JSON. The bytes behind it are there, and nothing else."""
+    if len(text) > 1 << 20:
+        return
+    view = struct.pack("<Q", len(text)) + text + bytes(_LAYOUT.size - _LAYOUT.data_begin)
+    with contextlib.suppress(NotASlot):
+        assert beginning(view, len(view)) <= len(view)
+        header = read_header(view)
+        assert header.size <= len(view)
+        for tensor in header.tensors:
+            assert 8 + len(text) <= tensor.begin <= tensor.end <= header.size
+        with contextlib.suppress(KeyError, ValueError):
+            begin, end = header.blob("user", "user_bytes")
+            assert begin <= end <= header.size
+        with contextlib.suppress(Incomplete):
+            check_complete(contents([(header, read_pieces(_TABLE))]))
+    with contextlib.suppress(NotASlot):
+        read_tensors(_Reader(view), len(view))
+
+
+class _Reader:
+    def __init__(self, content: bytes) -> None:
+        self._content, self._at = content, 0
+
+    def __call__(self, size: int) -> bytes:
+        self._at += size
+        return self._content[self._at - size : self._at]
+
+
+def _beginning(view: bytes) -> None:
+    with contextlib.suppress(NotASlot):
+        beginning(view, 1 << 20)
+    with contextlib.suppress(NotASlot):
+        read_header(view, 1 << 20)
+
+
+def _pieces(text: bytes) -> None:
+    with contextlib.suppress(Malformed):
+        found = read_pieces(text)
+        header = read_header(_HEADER + bytes(_LAYOUT.size - _LAYOUT.data_begin))
+        with contextlib.suppress(Incomplete):
+            check_complete(contents([(header, found)]))
+        for piece in found.values():
+            assert sum(part.box.count for part in piece.parts()) == piece.count
+            with contextlib.suppress(NotCovered):
+                cover(piece.box, [(0, piece)])
+
+
+_places = threading.local()
+
+
+def _folder() -> Path:
+    """Of this thread, used again and again; gone with the process's memory."""
+    if not hasattr(_places, "folder"):
+        _places.kept = tempfile.TemporaryDirectory(prefix="tiercheck-fuzz-")
+        _places.folder = Path(_places.kept.name)
+    found: Path = _places.folder
+    return found
+
+
+def _seal_file(content: bytes) -> None:
+    slot = _folder() / "own-0.safetensors"
+    slot.write_bytes(bytes(9000))
+    seal_path(slot).write_bytes(content)
+    seal = read_seal(slot)
+    if seal is not None:
+        str(seal)
+        to_json(seal)
+    take_inventory(_folder())
+
+
+def _forged_seal(text: bytes) -> None:
+    """By somebody who can make a checksum."""
+    _seal_file(with_checksum(text))
+
+
+def _manifest(text: bytes) -> None:
+    with contextlib.suppress(Malformed):
+        for artifact in from_json(text, Manifest).artifacts:
+            hash((artifact.bytes, artifact.rank))
+
+
+def _template(text: bytes) -> None:
+    try:
+        template = {"spec": parse_json(text)}
+    except Malformed:
+        return
+    job = replace(_JOB, spec=replace(_JOB.spec, template=template))
+    with contextlib.suppress(Unbuildable):
+        build_pod(job, 0, 0, ["n1"], "image", prefer="n2", shun=["n3"])
+    with contextlib.suppress(Unbuildable):
+        build_spare(job, 0, ["n1"], "image")
+
+
+def _placement(text: bytes) -> None:
+    with contextlib.suppress(ValueError, AttributeError):
+        data = {str(key): str(value) for key, value in parse_json(text).items()}
+        with contextlib.suppress(ValueError):
+            read_placement_data(data).holders()
+
+
+def _attachment(text: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        Attachment.from_json(text.decode(errors="replace")).to_json()
+
+
+def _run_record(text: bytes) -> None:
+    path = _folder() / "run.json"
+    path.write_bytes(text)
+    with contextlib.suppress(RecordError):
+        str((RunRecord.read(path).sentence, RunRecord.read(path).trained_again))
+
+
+def _folder_record(text: bytes) -> None:
+    folder = _folder() / "saved" / "rank-0-of-1"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "000000000005-1.safetensors").write_bytes(_HEADER + bytes(_LAYOUT.size - _LAYOUT.data_begin))
+    (folder / "000000000005-1.json").write_bytes(text)
+    with contextlib.suppress(CannotDo):
+        open_folder(folder.parent, None)
+
+
+def _remote_settings(text: bytes) -> None:
+    with contextlib.suppress(RemoteConfigError):
+        parse_remote(text.decode(errors="replace"))
+
+
+def _plain(text: bytes) -> None:
+    with contextlib.suppress(Malformed):
+        parse_json(text)
+    with contextlib.suppress(Malformed):
+        decode_with(json.loads, text)
+
+
+_POD = {
+    "containers": [
+        {
+            "name": "trainer", "image": "i", "command": ["x"], "args": ["y"], "volumeMounts": [{"name": "v", "mountPath": "/v"}],
+            "env": [{"name": "PYTHONPATH", "value": "/x"}], "resources": {"limits": {"memory": "1Gi", "cpu": "1"}},
+        }
+    ],
+    "initContainers": [{"name": "i", "image": "i"}], "volumes": [{"name": "v", "emptyDir": {}}], "securityContext": {"runAsUser": 0},
+    "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": []}]}}},
+    "terminationGracePeriodSeconds": 30, "hostNetwork": True, "topologySpreadConstraints": [],
+}  # fmt: skip
+_RUN = {
+    "title": "t", "machine": "m", "started": 1.0, "ended": 2.0, "workers": 1, "procs_per_worker": 1, "nodes": {"n": "r"},
+    "steps": [{"time": 1.0, "attempt": 1, "step": 1, "loss": 0.5}], "faults": [], "reference_losses": {"1": "0x1p-1"}, "run_losses": {"1": "0x1p-1"},
+    "digests": {"run": "a"}, "bitwise_equal": False, "first_difference": 1, "samples": [{"time": 1.0, "tier": "peer", "step": 1}],
+}  # fmt: skip
+_PLACEMENT = {
+    "attempt": "1", "workers": '[0,"p","u",0,"n",[1]]\n[1,"q","v",0,"m",[0]]', "groups": "[[0],[1]]", "leaving": "[0,[1]]",
+    "replanning": '{"checked":"a","since":1.5}', "nodes": '["k"]\n["n",["v"]]',
+}  # fmt: skip
+_ATTACHED = {
+    "owner": {"apiVersion": "batch/v1", "kind": "Job", "name": "n", "uid": "u"}, "policy": "p", "container": "c", "workers": 2, "procsPerWorker": 1,
+}  # fmt: skip
+_JOB = parse_job(
+    {
+        "metadata": {"name": "j", "namespace": "n", "uid": "u", "resourceVersion": "1"},
+        "spec": {"workers": 4, "template": {"spec": _POD}},
+    }
+)
+_SEAL = Seal(0, _VERSION, 1, Tier.LOCAL, digest(memoryview(bytes(9000))))
+_BLOCK = replace(_SEAL, tier=Tier.PEER, share=Share(1, (0, 3)), members=(_DIGESTS, _DIGESTS))
+_ARTIFACT = RankArtifact(0, _VERSION, "artifacts/x", _DIGESTS)
+
+
+def _json(value: object) -> tuple[bytes, ...]:
+    return (json.dumps(value).encode(),)
+
+
+TARGETS: dict[str, Target] = {
+        "directive": _message(Directive, from_json((_FIRST_RELEASE / "directive.json").read_bytes(), Directive)),
+        "report": Target(_report, ((_FIRST_RELEASE / "report.json").read_bytes(),)),
+        "exchange": Target(
+            _exchange,
+            (to_json(Ask("offer", 0, _VERSION, 1, _DIGESTS)), to_json(Say("send", verified="7f", damaged=(1,), listed=(Listed(Ask("x", 0, _VERSION).artifact, 3),)))),
+        ),
+        "parity ask": _message(ParityAsk, ParityAsk("offer", Ask("x", 0, _VERSION).artifact, Share(0, (0, 1)))),
+        "parity say": _message(ParitySay, ParitySay("ok")),
+        "handshake claim": _message(Claim, Claim("u", 0, 1, "n")),
+        "handshake challenge": _message(Challenge, Challenge(1, "n", "p")),
+        "handshake proof": _message(Proof, Proof("p")),
+        "tier report": _message(TierReport, TierReport("u", 1, 0, "h", ())),
+        "verdict": _message(Verdict, decode(b'{"attempt":1,"watermarks":{}}', Verdict)),
+        "hello": _message(Hello, Hello("rank", 1)),
+        "request": _message(Request, Request("borrow", ranges=((0, 1),))),
+        "launcher event": _message(LauncherEvent, LauncherEvent("exited", 1, 3)),
+        "order": _message(Order, decode(b'{"attempt":1,"phase":"Hold","worker":0,"workers":1,"procs_per_worker":1,"master_host":"h","master_port":1}', Order)),
+        "reply": _message(Reply, Reply(True, "/x")),
+        "welcome": _message(Welcome, Welcome(1, 2, _VERSION, "/x", ("/y",))),
+        "slot header": Target(_slot, (_HEADER[8:].rstrip(),)),
+        "beginning of a slot": Target(_beginning, (_HEADER,)),
+        "pieces": Target(_pieces, (_TABLE,)),
+        "seal": Target(_seal_file, (with_checksum(to_json(_SEAL)), with_checksum(to_json(_BLOCK)))),
+        "forged seal": Target(_forged_seal, (to_json(_SEAL), to_json(_BLOCK))),
+        "owner": _message(Owner, Owner(1, 2.0)),
+        "manifest": Target(_manifest, (to_json(Manifest("n/j", "u", _VERSION, 1, (_ARTIFACT,), 1.0)),)),
+        "rank artifact": _message(RankArtifact, _ARTIFACT),
+        "template": Target(_template, _json(_POD)),
+        "placement": Target(_placement, _json(_PLACEMENT)),
+        "attachment": Target(_attachment, _json(_ATTACHED)),
+        "run record": Target(_run_record, _json(_RUN)),
+        "folder record": Target(_folder_record, _json({"size": _LAYOUT.size, "chunk": 4096, "crc32": [0, 0]})),
+        "remote settings": Target(_remote_settings, _json({"s3": {"bucket": "b", "prefix": "p", "endpoint": "https://e"}})),
+        "plain JSON": Target(_plain, (b'{"a":[1,2.5,"\\u00e9\\"[",null]}',)),
+}  # fmt: skip

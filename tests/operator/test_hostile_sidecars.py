@@ -1,0 +1,138 @@
+"""Promise: one process serves all teams, so nothing that one team's sidecar answers takes its memory, or ends its listening."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from test_sidecar_client import CREDENTIALS, HOST, StandIn, heard, serve, some_report, until
+
+from tiercheck.protocol.encoding import to_json
+from tiercheck_operator import sidecars
+from tiercheck_operator.sidecars import JobSidecars
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+MIB = 2**20
+
+
+class Hostile(StandIn):
+    """Answers with `answer` as long as there is one."""
+
+    def __init__(self) -> None:
+        super().__init__(some_report())
+        self.answer: Answer | None = None
+        self.answered = self.sent = 0
+
+    async def get(self, request: web.Request) -> web.StreamResponse:  # type: ignore[override]
+        if self.answer is None:
+            return await super().get(request)
+        try:
+            return await self.answer(request)
+        finally:
+            self.answered += 1
+
+
+@pytest.fixture
+async def sidecar(tmp_path: Path) -> AsyncIterator[Hostile]:
+    stand_in = Hostile()
+    runner = await serve(stand_in, CREDENTIALS, tmp_path)
+    yield stand_in
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def listening() -> AsyncIterator[JobSidecars]:
+    client = JobSidecars("job-uid", CREDENTIALS, lambda: None, poll_seconds=0.1, call_seconds=5.0)
+    yield client
+    await client.close()
+
+
+def bomb(size: int) -> bytes:
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    return b"".join([*(packer.compress(b" " * MIB) for _ in range(size // MIB)), packer.flush()])
+
+
+async def a_bomb(request: web.Request) -> web.StreamResponse:
+    return web.Response(body=BOMB, headers={"Content-Encoding": "gzip"})
+
+
+BOMB = bomb(96 * MIB)
+ODD: dict[str, Callable[[Hostile], Answer]] = {}
+
+
+def odd(name: str) -> Callable[[Callable[[Hostile], Answer]], Callable[[Hostile], Answer]]:
+    def add(make: Callable[[Hostile], Answer]) -> Callable[[Hostile], Answer]:
+        ODD[name] = make
+        return make
+
+    return add
+
+
+def plain(**response: object) -> Callable[[Hostile], Answer]:
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.Response(**response)  # type: ignore[arg-type]
+
+    return lambda _: answer
+
+
+ODD |= {
+    "a bomb": lambda _: a_bomb,
+    "no UTF-8": plain(body=b'{"job_uid":"\xff"}'),
+    "deep": plain(body=b'{"more":' * 100_000),
+    "a whole number of any length": plain(body=to_json(some_report()).replace(b'"attempt":', b'"attempt":1' + b"0" * 3000, 1)),
+    "elsewhere": plain(status=302, headers={"Location": "http://127.0.0.1:1/"}),
+    "a date before all dates": plain(body=to_json(some_report()).replace(b"job-uid", b"another"), headers={"Date": f"Mon, 01 Jan {'9' * 40} 00:00:00 GMT"}),
+    "no text that says why": plain(status=500, body=b"\xff" * 1000),
+}  # fmt: skip
+
+
+@odd("without end")
+def _endless(sidecar: Hostile) -> Answer:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b" " * 65536)
+            sidecar.sent += 65536
+            await asyncio.sleep(0)
+
+    return answer
+
+
+@pytest.mark.parametrize("name", ODD)
+async def test_it_is_said_that_it_is_silent_and_it_is_heard_again(
+    sidecar: Hostile, listening: JobSidecars, name: str
+) -> None:
+    uid = sidecar.report.pod_uid
+    sidecar.answer = ODD[name](sidecar)
+    listening.follow({uid: HOST})
+    await until(lambda: sidecar.answered >= 2 and listening.reports[uid].silent_since is not None)
+    assert heard(listening, uid) is None
+    sidecar.answer = None
+    await until(lambda: heard(listening, uid) == sidecar.report)
+
+
+async def test_what_is_compressed_is_never_unpacked(sidecar: Hostile, listening: JobSidecars) -> None:
+    sidecar.answer = a_bomb
+    tracemalloc.start()
+    try:
+        listening.follow({sidecar.report.pod_uid: HOST})
+        await until(lambda: sidecar.answered >= 2)
+        assert tracemalloc.get_traced_memory()[1] < 16 * MIB
+    finally:
+        tracemalloc.stop()
+
+
+async def test_an_answer_without_end_is_read_as_far_as_any_report_goes(
+    sidecar: Hostile, listening: JobSidecars
+) -> None:
+    sidecar.answer = ODD["without end"](sidecar)
+    listening.follow({sidecar.report.pod_uid: HOST})
+    await until(lambda: sidecar.answered >= 1)
+    in_flight = 32 * MIB  # what the kernel and two transports hold between the two ends
+    assert sidecar.sent / sidecar.answered < sidecars._MOST_BODY + in_flight

@@ -1,0 +1,63 @@
+"""What others wrote comes in through one door (`tiercheck.protocol.plain_json`), so that its limits and its error hold everywhere."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PRODUCT = ("tiercheck", "operator/tiercheck_operator", "sidecar/tiercheck_sidecar", "cli/tiercheck_cli")
+"""Not the laptop's cluster, which stands in for Kubernetes while somebody develops, and speaks to nobody else."""
+OTHER_DOORS = {
+    "tiercheck/protocol/plain_json.py": "the door itself",
+    "sidecar/tiercheck_sidecar/decoding.py": "keeps the decoders that go through it",
+    "operator/tiercheck_operator/sidecars.py": "keeps the decoder of reports, which goes through it",
+    "tiercheck/warm/becoming.py": "an order of this process's own parent; its environment may hold what is no Unicode",
+    "operator/tiercheck_operator/controller/parsing.py": "one word of a pod's annotation, read with the rest of the pod",
+    "cli/tiercheck_cli/files.py": "YAML, of a file that the user names",
+}
+DECODERS = {
+    ("json", "loads"), ("json", "load"), ("json", "JSONDecoder"), ("msgspec.json", "decode"), ("msgspec.json", "Decoder"), ("msgspec", "json"),
+    ("msgspec", "convert"), ("msgspec", "yaml"), ("msgspec", "msgpack"), ("pickle", "load"), ("pickle", "loads"), ("marshal", "loads"),
+    ("yaml", "load"), ("yaml", "load_all"), ("yaml", "safe_load"), ("yaml", "safe_load_all"), ("yaml", "full_load"), ("yaml", "unsafe_load"),
+    ("ast", "literal_eval"), ("shelve", "open"),
+}  # fmt: skip
+
+
+def decoders_in(path: Path) -> set[str]:
+    """Names of decoders that a module takes from elsewhere, and `.json()` of HTTP answers."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{name.name}" for name in node.names if (node.module, name.name) in DECODERS}
+        elif isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value)
+            if (owner, node.attr) in DECODERS and (owner, node.attr) != ("msgspec", "json"):
+                found.add(f"{owner}.{node.attr}")
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "json"
+            and not node.args
+        ):
+            found.add(f"{ast.unparse(node.func)}()")
+    return found
+
+
+MODULES = sorted(path for folder in PRODUCT for path in (ROOT / folder).rglob("*.py"))
+
+
+def test_modules_that_decode_by_themselves_are_few_and_say_why() -> None:
+    doors = {str(path.relative_to(ROOT)): decoders_in(path) for path in MODULES}
+    assert {name: found for name, found in doors.items() if found and name not in OTHER_DOORS} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["import json\njson.loads(x)", "from json import loads", "import msgspec\nmsgspec.json.decode(x)", "from msgspec.json import Decoder", "from msgspec import json", "(await request.json())", "import yaml\nyaml.safe_load(x)"],
+)  # fmt: skip
+def test_other_doors_are_seen(tmp_path: Path, text: str) -> None:
+    (tmp_path / "module.py").write_text(text)
+    assert decoders_in(tmp_path / "module.py")

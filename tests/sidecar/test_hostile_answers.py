@@ -1,0 +1,103 @@
+"""Promise: nothing that another sidecar says, of whatever size and with whatever number, ends what this one does."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import socket
+import struct
+from collections.abc import Callable
+
+import pytest
+from stations import Stations
+from world import World, error_of
+
+from tiercheck.protocol.directive import Phase
+from tiercheck.protocol.encoding import to_json
+from tiercheck_sidecar import control_client
+from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.config import SidecarConfig
+from tiercheck_sidecar.control_client import CallFailed, ControlClient
+from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
+from tiercheck_sidecar.exchange.handshake import Challenge, Claim
+
+MakeWorld = Callable[..., World]
+MakeStations = Callable[..., Stations]
+SENSELESS = (
+    b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"worker":1,"nonce":"\xff","proof":""}', b'{"x":' + b"[" * 6000, b'{"worker":' + b"9" * 5000 + b"}",
+    b'{"worker":1e400,"nonce":"","proof":""}', b'{"worker":18446744073709551616,"nonce":"","proof":"","state":"x","op":"x","rank":99999999999999999999}',
+)  # fmt: skip
+
+
+@pytest.fixture
+def board(stations: MakeStations) -> Board:
+    return stations(workers=2)[0].board
+
+
+@pytest.mark.parametrize("text", SENSELESS, ids=lambda text: repr(text[:20]))
+@pytest.mark.parametrize("cls", [Ask, Say, Claim, Challenge])
+def test_every_senseless_message_breaks_its_connection_and_nothing_else(text: bytes, cls: type) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, socket.create_connection(listener.getsockname()) as theirs:
+        ours, _ = listener.accept()
+        wire = Wire(ours)
+        theirs.sendall(struct.pack("<I", len(text)) + text)
+        with pytest.raises(WireBroken):
+            wire.receive(cls)
+        wire.close()
+
+
+@pytest.mark.parametrize("claimed", [10**4, 10**9, 10**18, 2**63 - 1])
+def test_an_attempt_that_cannot_be_is_not_believed(board: Board, claimed: int) -> None:
+    assert board.attempt == 1
+    board.learn(claimed)
+    assert (board.newest_attempt, board.overtaken) == (1, False)
+    board.learn(3)
+    assert (board.newest_attempt, board.overtaken) == (3, True), "one that can be is believed all the same"
+
+
+def test_what_was_claimed_before_the_first_directive_counts_if_it_can_be_true(board: Board) -> None:
+    for claimed, overtaken in ((7, True), (10**18, False)):
+        fresh = Board(board.config)
+        fresh.learn(claimed)
+        assert board.directive is not None
+        fresh.accept(dataclasses.replace(board.directive, attempt=5, pod_uid=""))
+        assert fresh.overtaken is overtaken
+
+
+def test_step_by_step_nobody_is_led_away_either(board: Board) -> None:
+    for claimed in range(500, 100_000, 500):
+        board.learn(claimed)
+    assert board.newest_attempt <= board.attempt + 1000
+
+
+def test_a_compressed_body_is_no_message(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.new_attempt()
+    body = gzip.compress(to_json(world.directive(0, Phase.HOLD)))
+    status, said = world.call(0, "PUT", "/v1/directive", body, headers={"Content-Encoding": "gzip"})
+    assert (status, "not a directive" in error_of(said)) == (422, True)
+    assert world.report(0).attempt == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/directive", "/v1/tiers", "/v1/watermarks"])
+@pytest.mark.parametrize("body", SENSELESS, ids=lambda text: repr(text[:20]))
+def test_the_control_api_refuses_every_senseless_body_with_a_sentence(
+    make_world: MakeWorld, path: str, body: bytes
+) -> None:
+    world = make_world()
+    world.start()
+    status, said = world.call(0, "POST" if path == "/v1/tiers" else "PUT", path, body)
+    assert (status, error_of(said)[:5]) == (422, "not a")
+
+
+def test_an_answer_without_end_is_not_read_to_its_end(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world()
+    world.start()
+    world.new_attempt()
+    monkeypatch.setattr(control_client, "_MOST_BODY", 100)
+    client = ControlClient(SidecarConfig.from_env(world.env(0)), world.host(0))
+    with pytest.raises(CallFailed, match="more than 100 bytes"):
+        client.call("GET", "/v1/report", b"")
+    client.close()
