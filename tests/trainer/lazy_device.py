@@ -34,6 +34,9 @@ class LazyDevice:
     given: int = 0
     done: int = 0
     holds: int = 0
+    follows: int = 0
+    streams: int = 1
+    """Of training. With more than one, what is held is only one of them, and copies stay late for the others."""
     waits: Counter[str] = field(default_factory=Counter)
     """How often each thread waited, by its name."""
     running: threading.Event = field(default_factory=threading.Event)
@@ -60,9 +63,11 @@ class LazyDevice:
 
     def hold(self, mark: LateMark) -> None:
         self.holds += 1
-        self.advance(mark.position)
+        if self.streams == 1:
+            self.advance(mark.position)
 
     def follow(self, mark: LateMark) -> None:
+        self.follows += 1
         self.advance(mark.position)
 
     def passed(self) -> LateMark:

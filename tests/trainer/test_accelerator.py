@@ -74,7 +74,25 @@ def test_training_waits_for_no_copy_and_its_updates_come_after_them(
         assert checkpointer.wait(DEADLINE)
 
 
-def test_every_snapshot_is_the_state_after_its_step(tmp_path: Path) -> None:
+def test_every_update_waits_for_a_copy_that_is_still_on_its_way_because_each_may_be_in_a_stream_of_its_own(
+    delta_sidecar: ScriptedSidecar, device: LazyDevice
+) -> None:
+    script, checkpointer = started(build)
+    with checkpointer:
+        checkpointer.restore()
+        train(script, checkpointer, 11)
+        assert checkpointer.wait(DEADLINE)
+        device.streams = 2
+        device.running.clear()
+        train(script, checkpointer, 1)
+        for _ in range(3):
+            before = device.holds
+            script.update()
+            assert device.holds > before
+        device.running.set()
+
+
+def test_every_snapshot_is_the_state_after_its_step(tmp_path: Path, device: LazyDevice) -> None:
     script, checkpointer = started(build, folder=tmp_path, every=1, keep=99)
     truth: dict[int, dict[str, Tensor]] = {}
     with checkpointer:
@@ -83,6 +101,7 @@ def test_every_snapshot_is_the_state_after_its_step(tmp_path: Path) -> None:
             truth[step] = {name: value.clone() for name, value in script.model.state_dict().items()}
             checkpointer.step(loss)
     assert (checkpointer.captured, checkpointer.skipped) == (8, 0)
+    assert device.follows == 8, "each was copied after what the training stream had been given before it"
     for step, state in truth.items():
         saved = load_file(tmp_path / "rank-0-of-1" / f"{step:012d}-0.safetensors")
         for name, value in state.items():
