@@ -137,6 +137,8 @@ class Offloader:
         mark = verdict.watermarks.remote if verdict else None
         if self._listed_at is None:
             store.check()
+            if store.weakness:
+                self._board.problem(_NOT_SAFE, store.weakness)
         elif self._board.config.worker != 0:
             if verdict is not None and verdict.stored is not None:
                 self._publish(True, "", verdict.stored)

@@ -61,6 +61,11 @@ class RemoteStore:
                 self.read_manifest(complete[-1])
             self._known_as_ours = True
 
+    @property
+    def weakness(self) -> str:
+        """What the place was found not to do as promised: a sentence. Known after `check`."""
+        return self._objects.weakness
+
     def owner(self) -> Owner | None:
         """Whose the job's folder is; None: nobody has written there, or releases that did not say."""
         return self._ownership.owner()
