@@ -134,6 +134,14 @@ class Cluster:
         """In any namespace."""
         return self._list(f"{_CORE}/pods", labelSelector=selector)
 
+    def uid(self) -> str:
+        """What other clusters know this one by; empty where the user may not read the namespace kube-system."""
+        try:
+            found = self._find(f"{_CORE}/namespaces/kube-system") or {}
+        except Refused:
+            return ""
+        return str((found.get("metadata") or {}).get("uid") or "")
+
     def version(self) -> str:
         return str(self._json("/version").get("gitVersion", "unknown"))
 

@@ -16,6 +16,7 @@ from tiercheck_cli.explain.command import explain
 from tiercheck_cli.export.command import export
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.plan.command import plan
+from tiercheck_cli.remote.command import remote
 from tiercheck_cli.simulate.command import simulate
 from tiercheck_cli.status.command import status
 
@@ -49,6 +50,7 @@ app.command(rich_help_panel=_JOBS)(events)
 app.command(rich_help_panel=_PLANS)(simulate)
 app.command(rich_help_panel=_JOBS)(export)
 app.command("import", rich_help_panel=_JOBS)(import_checkpoint)
+app.add_typer(remote, name="remote", rich_help_panel=_JOBS)
 
 
 @app.command(rich_help_panel=_OTHERS)

@@ -22,6 +22,7 @@ import kubernetes
 
 from tiercheck.protocol import names
 from tiercheck_operator.attach.service import AttachService
+from tiercheck_operator.cluster_identity import ClusterIdentity
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.loop import JobLoop, Surroundings
 from tiercheck_operator.controller.observation import PodView
@@ -66,7 +67,13 @@ class Operator:
         self._watching = asyncio.Event()
         self._beaten = boot_clock()
         self._around = Surroundings(
-            self._view.pods_of, self._view.all_nodes, self._kube, config, self._metrics, gone=self._forget
+            self._view.pods_of,
+            self._view.all_nodes,
+            self._kube,
+            config,
+            self._metrics,
+            gone=self._forget,
+            cluster=ClusterIdentity(self._kube),
         )
         self._attach = AttachService(
             self._kube,

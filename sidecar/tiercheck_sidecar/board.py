@@ -258,10 +258,10 @@ class Board:
             found = next((f"rank {rank}: {why}" for rank, why in sorted(self._lacking.items()) if why), "")
         self.problem(CANNOT_SAVE, found)
 
-    def withdraw(self, prefix: str) -> None:
-        """Withdraw every problem whose reason begins with `prefix`."""
+    def withdraw(self, prefix: str, but: str = "") -> None:
+        """Withdraw every problem whose reason begins with `prefix`, other than `but`."""
         for problem in self.problems:
-            if problem.reason.startswith(prefix):
+            if problem.reason.startswith(prefix) and problem.reason != but:
                 self.problem(problem.reason, "")
 
     def quarantine(self, bad: Quarantined) -> None:

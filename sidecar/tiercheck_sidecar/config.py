@@ -44,6 +44,8 @@ class SidecarConfig:
     remote: str | None
     """JSON of the remote tier's settings; None: no remote tier."""
     token: str
+    cluster: str = ""
+    """UID of the cluster's namespace kube-system; empty: not known."""
     remote_credentials_dir: Path | None = None
     """Where the Secret with the remote tier's credentials is mounted; None: there is none."""
     node_memory_keep: float | None = None
@@ -106,6 +108,7 @@ class SidecarConfig:
             credentials_dir=credentials,
             remote=env.get(names.ENV_REMOTE) or None,
             token=token,
+            cluster=env.get(names.ENV_CLUSTER, ""),
             remote_credentials_dir=Path(text) if (text := env.get(names.ENV_REMOTE_CREDENTIALS_DIR)) else None,
             node_memory_keep=float(_number(env, names.ENV_NODE_MEMORY_KEEP))
             if env.get(names.ENV_NODE_MEMORY_KEEP)

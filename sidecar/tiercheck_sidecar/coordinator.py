@@ -59,7 +59,7 @@ class Coordinator:
         self._standing = Standing()
         self._needs: dict[int, Needs] = {}
         """Sizes are of the job, not of an attempt: so a new attempt knows its cadence before its ranks reserve."""
-        self._stored: tuple[Version, ...] = ()
+        self._stored: tuple[Version, ...] | None = None
         self._artifacts: dict[int, RankArtifact] = {}
         self._verdict: Verdict | None = None
         self._is_dirty = False
@@ -128,7 +128,7 @@ class Coordinator:
                 return None
             world = directive.workers * directive.procs_per_worker
             mine = {rank: each for rank, each in self._artifacts.items() if each.version == verdict.upload}
-            if set(mine) != set(range(world)) or verdict.upload in self._stored:
+            if set(mine) != set(range(world)) or verdict.upload in (self._stored or ()):
                 return None
             return Manifest(
                 job=self._board.config.job,
@@ -217,7 +217,7 @@ class Coordinator:
         world = directive.workers * directive.procs_per_worker
         copies = [copy for each in self._copies.values() for copy in each]
         self._standing, verdict = judge(world, self._ranks, directive.history, self._standing, copies)
-        stored = [version for version in self._stored if directive.history.accepts(version)]
+        stored = [version for version in self._stored or () if directive.history.accepts(version)]
         upload = None
         if self._board.config.remote is not None:
             upload = next_upload(
@@ -237,6 +237,7 @@ class Coordinator:
             upload=upload,
             placement=directive.placement,
             received=received,
+            stored=self._stored,
             cadence=decide(world, self._needs, directive.policy.snapshot_every),
             over=self._is_over(directive, upload),
         )

@@ -32,6 +32,10 @@ log = logging.getLogger(__name__)
 _LIST_EVERY = 30.0
 _LISTED = 3
 """Versions that a restore is told of: the newest, and some to fall back on if that one is damaged."""
+_NOT_SAFE = "RemoteNotSafe"
+"""Reason of the problem that the store does not keep a promise that is relied on. It lasts; other troubles of the store come and go."""
+_EXAMINATIONS = 3
+"""Times that a store is tried out, if it could not be to the end."""
 _BACKOFF = (0.5, 15.0)
 _ISOLATED = 60.0
 """Seconds without a word from the controller or any peer after which nothing more is uploaded: the job has probably moved on."""
@@ -53,6 +57,7 @@ class Offloader:
         self._manifests: dict[Version, Manifest] = {}
         self._worlds: dict[Version, int] = {}
         """By how many ranks each stored version was made, 0 if that cannot be read."""
+        self._examinations = 0
         self._announced = 0
         """The attempt that this worker has made known in the remote tier."""
 
@@ -63,14 +68,13 @@ class Offloader:
         return (artifact,) if artifact and verdict and artifact.version == verdict.upload else ()
 
     def run(self) -> None:
-        from tiercheck_sidecar.remote import RemoteConfigError, RemoteError, open_store
+        from tiercheck_sidecar.remote import RemoteConfigError, RemoteError
 
-        config = self._board.config
-        if config.remote is None:
+        if self._board.config.remote is None:
             return
         try:
             with self._lock:
-                self._store = self._store or open_store(config.remote, config.job)
+                self._store = self._store or self._open(self._board.config.remote)
         except RemoteConfigError as error:
             self._board.problem("RemoteMisconfigured", str(error))
             self._publish(False, str(error))
@@ -94,6 +98,12 @@ class Offloader:
     def close(self) -> None:
         if self._store is not None:
             self._store.close()
+
+    def _open(self, remote: str) -> RemoteStore:
+        from tiercheck_sidecar.remote import Claimant, open_store
+
+        config = self._board.config
+        return open_store(remote, config.job, Claimant(config.cluster, config.job_uid))
 
     def _step(self, store: RemoteStore) -> None:
         with self._board.lock:
@@ -122,20 +132,37 @@ class Offloader:
         return not self._board.overtaken and self._board.attempt == directive.attempt
 
     def _list_when_due(self, store: RemoteStore, verdict: Verdict | None) -> None:
+        """Each sidecar at its start, so that it is known whether its node reaches the store; later only worker 0, who tells the others."""
         now = time.monotonic()
         mark = verdict.watermarks.remote if verdict else None
-        due = self._listed_at is None or mark != self._listed_for
-        if self._board.config.worker == 0:
-            due = due or now - (self._listed_at or 0.0) > _LIST_EVERY
-        if not due:
-            return
         if self._listed_at is None:
             store.check()
+            if store.weakness:
+                self._board.problem(_NOT_SAFE, store.weakness)
+        elif self._board.config.worker != 0:
+            if verdict is not None and verdict.stored is not None:
+                self._publish(True, "", verdict.stored)
+            return
+        elif mark == self._listed_for and now - self._listed_at <= _LIST_EVERY:
+            return
         versions = tuple(store.versions())
         self._board.learn(store.newest_attempt(self._board.config.job_uid))
         self._listed_at, self._listed_for = now, mark
         self._publish(True, "", versions, self._ranks_of(store, versions))
         self._coordinator.stored(versions)
+        if self._board.config.worker == 0 and self._examinations < _EXAMINATIONS:
+            self._examine(store)
+
+    def _examine(self, store: RemoteStore) -> None:
+        """Once, by one worker: what the store does not do as it should is said before it does harm. Nothing is left undone for it."""
+        findings = list(store.examine())
+        for finding in findings:
+            log.log(
+                logging.INFO if finding.ok else logging.WARNING, "remote tier: %s: %s", finding.name, finding.message
+            )
+        lasting = [f"{each.name}: {each.message}" for each in findings if not each.ok and not each.passing]
+        self._board.problem(_NOT_SAFE, " ".join(lasting))
+        self._examinations = self._examinations + 1 if any(each.passing for each in findings) else _EXAMINATIONS
 
     def _ranks_of(self, store: RemoteStore, versions: tuple[Version, ...]) -> tuple[int, ...]:
         """By how many ranks each version was made. Manifests name every rank, so one worker of the job reads them, each once."""
@@ -166,7 +193,7 @@ class Offloader:
                 after = dataclasses.replace(after, versions=versions, ranks=ranks)
             self._board.remote = after
         if reachable:
-            self._board.withdraw("Remote")
+            self._board.withdraw("Remote", but=_NOT_SAFE)
         if after != before:
             self._board.bump()
 
@@ -203,7 +230,7 @@ class Offloader:
         policy = directive.policy
         if not self._is_ours(store, directive):
             return
-        store.retain(policy.remote_keep, {manifest.version}, policy.remote_keep_seconds)
+        store.retain(policy.remote_keep, {manifest.version}, policy.remote_keep_seconds, directive.history)
 
     def listed(self, rank: int, version: Version) -> dict[Artifact, int]:
         """The newest snapshots of `rank` in the remote tier up to `version` that the history accepts, with bytes. Raises SourceFailed."""
@@ -264,16 +291,14 @@ class Offloader:
     @contextlib.contextmanager
     def _opened(self) -> Iterator[RemoteStore]:
         """The store, its errors in the words of a restore."""
-        from tiercheck_sidecar.remote import RemoteConfigError, RemoteCorrupt, RemoteError, open_store
+        from tiercheck_sidecar.remote import RemoteConfigError, RemoteCorrupt, RemoteError
 
         config = self._board.config
         if config.remote is None:
             raise SourceFailed("the job has no remote tier")
         try:
             with self._lock:
-                if self._store is None:
-                    self._store = open_store(config.remote, config.job)
-                store = self._store
+                store = self._store = self._store or self._open(config.remote)
             yield store
         except RemoteCorrupt as error:
             raise SourceCorrupt(str(error)) from error

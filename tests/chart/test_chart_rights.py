@@ -43,8 +43,11 @@ def rights(cluster: LocalCluster, account: str, namespace: str, tmp_path: Path) 
         assert not answer["status"]["incomplete"]
         rules = answer["status"]["resourceRules"]
         named = sorted((rule["resources"], rule["resourceNames"]) for rule in rules if rule.get("resourceNames"))
-        single = [(["deployments"], [ACCOUNT]), (["leases"], [ACCOUNT])]
-        assert named in ([], single), "rights to single objects: only to the lease and the Deployment that owns it"
+        cluster_itself = (["namespaces"], ["kube-system"])
+        single = [(["deployments"], [ACCOUNT]), (["leases"], [ACCOUNT]), cluster_itself]
+        assert named in ([], [cluster_itself], single), (
+            "rights to single objects: only to the lease, the Deployment that owns it, and what names the cluster"
+        )
         return granted([{"rules": rules}])
 
     cluster.apply(
@@ -116,9 +119,9 @@ def test_operator_of_one_namespace_is_refused_nothing_and_granted_nothing_elsewh
         whole_story(cluster, tmp_path, "training")
     assert status(cluster, "ignored", "elsewhere") == {}
     assert record.refused == []
-    nodes = {("", "nodes", "list"), ("", "nodes", "watch")}
-    assert rights(cluster, ACCOUNT, "elsewhere", tmp_path) == nodes
-    assert rights(cluster, ACCOUNT, NAMESPACE, tmp_path) == nodes | LEASE
+    outside = {("", "nodes", "list"), ("", "nodes", "watch"), ("", "namespaces", "get")}
+    assert rights(cluster, ACCOUNT, "elsewhere", tmp_path) == outside
+    assert rights(cluster, ACCOUNT, NAMESPACE, tmp_path) == outside | LEASE
     assert rights(cluster, ACCOUNT, "training", tmp_path) == (record.used - LEASE) | UNSEEN
 
 

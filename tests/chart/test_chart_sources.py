@@ -88,11 +88,14 @@ def test_every_role_is_bound_to_the_operators_account_and_to_nobody_else() -> No
         assert bound == {role["metadata"]["name"] for role in operators_roles(values) + operators_roles(values, "Role")}
 
 
-def test_operator_of_some_namespaces_may_only_look_at_nodes_elsewhere() -> None:
+def test_operator_of_some_namespaces_may_only_look_at_nodes_and_at_what_names_the_cluster_elsewhere() -> None:
     values = {"watchNamespaces": ["training", "research"]}
     roles = {role["metadata"]["name"]: role for role in operators_roles(values)}
     (everywhere,) = [binding["roleRef"]["name"] for binding in of_kind("ClusterRoleBinding", values)]
-    assert granted([roles[everywhere]]) == {("", "nodes", "list"), ("", "nodes", "watch")}
+    nodes = {("", "nodes", "list"), ("", "nodes", "watch")}
+    assert granted([roles[everywhere]]) == nodes | {("", "namespaces", "get")}
+    named = [rule["resourceNames"] for rule in roles[everywhere]["rules"] if rule["resources"] == ["namespaces"]]
+    assert named == [["kube-system"]]
     there = {
         binding["metadata"]["namespace"]: granted([roles[binding["roleRef"]["name"]]])
         for binding in of_kind("RoleBinding", values)

@@ -21,6 +21,7 @@ TYPES = {
     "SparesReady",
     "FullSize",
     "Throttled",
+    "RemoteSafe",
     "Evictable",
     "Restoring",
     "Running",

@@ -229,14 +229,15 @@ async def test_trouble_with_the_api_server_never_stops_a_pod() -> None:
     assert made["spec"] == shapes.job_pod(0)["spec"]
 
 
-async def test_thousand_pods_of_one_job_cost_two_questions() -> None:
+async def test_thousand_pods_of_one_job_cost_three_questions() -> None:
     server = Server(shapes.job(1000), shapes.POLICY)
+    server.objects["/api/v1/namespaces/kube-system"] = {"metadata": {"uid": "uid-of-the-cluster"}}
     admission = Admission(server, Outfit("sidecar:1"), clock=lambda: 0.0)
     server.objects["/apis/tiercheck.io/v1alpha1/namespaces/ml/tiercheckjobs/job-train"] = made_job(1000)
     for index in range(1000):
         pod, _ = await admission.admit("ml", shapes.job_pod(index))
         assert worker_of(dict(pod)) == str(index)
-    assert len(server.asked) == 2, "the Job and its TierCheckJob"
+    assert len(server.asked) == 3, "the Job, its TierCheckJob, and once what the cluster is known by"
 
 
 def made_job(workers: int = 4, **spec: Any) -> Object:

@@ -142,6 +142,25 @@ def test_sidecar_that_the_kernel_holds_back_is_named_until_it_is_not_and_the_job
     assert (throttled.status, throttled.reason) == (False, "NotThrottled")
 
 
+def test_store_that_keeps_a_promise_not_is_named_and_the_job_stays_protected() -> None:
+    world = running_world(remote=REMOTE)
+    assert world.status.condition("RemoteSafe") is None, "nothing is said where it never happened"
+    sidecar = world.live_sidecar(0)
+    assert sidecar is not None
+    sidecar.problems = (Problem("RemoteNotSafe", "it ignores If-None-Match"),)
+    world.tick()
+    safe = world.status.condition("RemoteSafe")
+    assert safe is not None
+    assert (safe.status, safe.reason, safe.message) == (False, "RemoteNotSafe", "it ignores If-None-Match")
+    assert "RemoteNotSafe" in world.notices
+    assert world.status.holds("Protected")
+    sidecar.problems = ()
+    world.tick()
+    safe = world.status.condition("RemoteSafe")
+    assert safe is not None
+    assert (safe.status, safe.reason) == (True, "PromisesKept")
+
+
 def test_optimizer_that_cannot_be_replayed_is_named_and_the_job_stays_protected() -> None:
     world = running_world()
     sidecar = world.live_sidecar(2)

@@ -189,6 +189,17 @@ def test_sidecar_starts_first_is_native_and_owns_the_memory() -> None:
     assert env(sidecar)[names.ENV_REMOTE_CREDENTIALS_DIR] == mount["mountPath"]
 
 
+def test_sidecar_is_told_its_cluster_and_from_whom_it_may_take_the_store() -> None:
+    job = make_job()
+    assert names.ENV_CLUSTER not in env(container(build_pod(job, 1, 3, (), "sidecar:1"), names.SIDECAR_CONTAINER))
+    for where in ({"s3": {"bucket": "b"}}, {"directory": {"volume": {"emptyDir": {}}}}):
+        spec = replace(job.spec, remote={**where, "takeOverFrom": "uid-of-another"})
+        pod = build_pod(replace(job, cluster="uid-of-kube-system", spec=spec), 1, 3, (), "sidecar:1")
+        told = env(container(pod, names.SIDECAR_CONTAINER))
+        assert told[names.ENV_CLUSTER] == "uid-of-kube-system"
+        assert json.loads(told[names.ENV_REMOTE])["takeOverFrom"] == "uid-of-another"
+
+
 def test_trainer_runs_the_users_command_under_the_launcher_and_sees_no_credentials() -> None:
     trainer = container(build_pod(make_job(), 1, 3, (), "sidecar:1"), names.TRAINER_CONTAINER)
     assert trainer["command"] == ["python3", "-m", "tiercheck.launcher", "--", "torchrun", "train.py", "--lr=1"]

@@ -9,6 +9,7 @@ import pytest
 from world_in_memory import REMOTE, World, make_spec
 
 from tiercheck.protocol.directive import Phase
+from tiercheck.protocol.report import Problem
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.actions import DeletePod, Push
 from tiercheck_operator.controller.record import JobRecord
@@ -140,6 +141,46 @@ def test_lost_everything_with_unreachable_remote_waits_and_never_starts_afresh()
     world.until("Running", attempt=2)
     assert world.status.last_recovery is not None
     assert world.status.last_recovery["step"] > 0
+
+
+def owned(world: World, message: str) -> None:
+    """Every sidecar finds that the folder is somebody else's; an empty message: it is not any more."""
+    world.remote_up = not message
+    for sidecar in world.sidecars.values():
+        sidecar.problems = (Problem("RemoteOwned", message),) if message else ()
+
+
+def test_job_whose_folder_is_anothers_waits_and_says_whose_it_is() -> None:
+    world = World(make_spec(remote=REMOTE))
+    for _ in range(30):
+        owned(world, "it belongs to job UID other.")
+        world.tick()
+    assert world.status.attempt == 0, "it must not begin from another job's versions, nor beside them"
+    waiting = world.status.condition("Running")
+    assert waiting is not None
+    assert (waiting.status, waiting.reason) == (False, "RemoteOwned")
+    owned(world, "")
+    world.until("Running")
+
+
+def test_running_job_whose_folder_was_taken_over_trains_on_and_never_goes_back_to_it() -> None:
+    world = running_world(remote=REMOTE)
+    owned(world, "it was taken over by job UID other.")
+    step = world.status.step or 0
+    world.train(20)
+    assert (world.status.step or 0) > step
+    assert world.status.attempt == 1
+    protected = world.status.condition("Protected")
+    assert protected is not None
+    assert (protected.status, protected.reason) == (False, "RemoteOwned")
+    for uid in list(world.pods):
+        world._gone(uid)
+    for _ in range(60):
+        owned(world, "it was taken over by job UID other.")
+        world.tick()
+    restoring = world.status.condition("Restoring")
+    assert restoring is not None
+    assert (world.status.attempt, restoring.reason) == (1, "RemoteOwned")
 
 
 def test_node_loss_behind_a_crash_does_not_spend_the_crash_budget() -> None:

@@ -34,8 +34,8 @@ from tiercheck_operator.controller.recovery_history import remembered
 TYPES = [
     conditions.PLACED, conditions.PROTECTED, conditions.RESTORING, conditions.RUNNING, conditions.SUSPENDED,
     conditions.COMPLETED, conditions.FAILED, conditions.DELTAS_ACTIVE, conditions.SPARES_READY, conditions.EVICTABLE,
-    conditions.THROTTLED,
-    "Gang", "Another",
+    conditions.THROTTLED, conditions.REMOTE_SAFE,
+    "Another",
 ]  # fmt: skip
 BIG = 2**31 - 1
 

@@ -146,3 +146,38 @@ def test_attempts_of_a_job_of_the_same_name_before_ours_stop_nobody(make_world: 
     assert earlier.newest_attempt("uid-of-a-deleted-job") == 0, "forgotten when the new job began"
     assert earlier.newest_attempt(JOB_UID) == 1
     earlier.close()
+
+
+def test_job_of_the_same_name_in_another_cluster_is_told_whose_the_store_is_and_trains_on(
+    make_world: MakeWorld,
+) -> None:
+    dev, prod = make_world(workers=2), make_world()
+    store = with_directory(dev)
+    dev.cluster, prod.cluster = "uid-of-dev", "uid-of-prod"
+    dev.start()
+    dev.begin()
+    save_everywhere(dev, 10)
+    until(lambda: dev.report(0).watermarks.remote == Version(10, 1), "uploaded")
+    until(lambda: dev.report(1).remote.versions == (Version(10, 1),), "worker 1 hears of it from worker 0")
+    before = sorted(path for path in store.rglob("*") if path.is_file())
+
+    prod.remote, prod.policy = dev.remote, dev.policy
+    prod.start()
+    until(lambda: [each.reason for each in prod.report(0).problems] == ["RemoteOwned"], "said before training begins")
+    assert "uid-of-dev" in prod.report(0).problems[0].message
+    assert (prod.report(0).remote.reachable, prod.report(0).remote.versions) == (False, ())
+    prod.begin()
+    with prod.ranks() as (rank,):
+        rank.save(10)
+        rank.save(20)
+        until(lambda: prod.report(0).watermarks.local == Version(20, 1), "its own copies are made")
+    assert sorted(path for path in store.rglob("*") if path.is_file()) == before
+
+    tool = open_store(dev.remote or "", "default/gpt")
+    tool.give_to(JOB_UID, "uid-of-prod")
+    until(lambda: prod.report(0).watermarks.remote == Version(20, 1), "it goes on by itself once it owns the folder")
+    until(lambda: not prod.report(0).problems, "the problem is withdrawn")
+    save_everywhere(dev, 20)
+    until(lambda: "RemoteOwned" in {each.reason for each in dev.report(0).problems}, "the other one is told")
+    assert dev.report(0).watermarks.peer == Version(20, 1), "and goes on training"
+    tool.close()

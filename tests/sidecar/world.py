@@ -92,6 +92,8 @@ class World:
         self.network = f"127.{os.getpid() % 200 + 20}.{next(_HOSTS) % 250}"
         self.token = write_credentials(root / "credentials")
         self.remote: str | None = None
+        self.cluster = ""
+        """UID of the cluster, if it is known."""
         self.spares: set[int] = set()
         """Workers whose sidecar is started as a spare, which learns who it is."""
         self.node_memory = False
@@ -156,6 +158,8 @@ class World:
             env[names.ENV_NODE_MEMORY_KEEP] = "3600"
         if self.remote:
             env[names.ENV_REMOTE] = self.remote
+        if self.cluster:
+            env[names.ENV_CLUSTER] = self.cluster
         return env
 
     def start(self, *workers: int) -> None:

@@ -2,9 +2,12 @@
 
 Layout under the job's prefix (`<prefix>/<namespace>/<job>/`):
 
-    artifacts/<step, 12 digits>-<attempt>/rank-<rank>.safetensors
-    artifacts/<step, 12 digits>-<attempt>/rank-<rank>.json       that rank's digests (RankArtifact)
-    manifests/<step, 12 digits>-<attempt>.json                    written last, with If-None-Match: *; one digest per rank
+    artifacts/<step, 12 digits>-<attempt>/<digest>/rank-<rank>.safetensors
+    artifacts/<step, 12 digits>-<attempt>/<digest>/rank-<rank>.json   that rank's digests (RankArtifact)
+    manifests/<step, 12 digits>-<attempt>.json                        written last, with If-None-Match: *; one digest per rank
+    owner/<number>.json                                               who may write here (tiercheck_sidecar.remote.ownership)
+
+<digest> is that of the rank's digests. Releases that did not write it there are still read: a manifest names its keys.
 """
 
 from __future__ import annotations

@@ -69,6 +69,8 @@ TLS_SERVER_NAME = "sidecar.tiercheck.io"
 ENV_JOB = "TIERCHECK_JOB"
 """The job as "namespace/name"."""
 ENV_JOB_UID = "TIERCHECK_JOB_UID"
+ENV_CLUSTER = "TIERCHECK_CLUSTER"
+"""UID of the cluster's namespace kube-system, by which clusters that share a bucket are told apart; absent: not known."""
 ENV_WORKER = "TIERCHECK_WORKER"
 """The worker's index; `SPARE_WORKER` in the pod of a spare, whose sidecar learns it from its first directive. The launcher
 sets it for the training command in any case."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,7 +14,16 @@ from tiercheck_cli.checkpoint.saved import Saved, Slot
 from tiercheck_cli.failure import NOT_FOUND, USAGE, CannotDo
 
 try:
-    from tiercheck_sidecar.remote import RemoteConfigError, RemoteError, RemoteStore, open_store, put_alone
+    from tiercheck_sidecar.remote import (
+        Finding,
+        Owner,
+        RemoteConfigError,
+        RemoteError,
+        RemoteStore,
+        examine_place,
+        open_store,
+        put_alone,
+    )
 except ModuleNotFoundError as missing:
     raise CannotDo(
         f"{missing.name} is not installed, which remote tiers need; run: pip install 'tiercheck[sidecar]'"
@@ -112,5 +121,29 @@ def put(store: RemoteStore, version: Version, path: Path) -> None:
     """Upload one slot as a version of one rank. Raises CannotDo."""
     try:
         put_alone(store, version, path)
+    except RemoteError as error:
+        raise CannotDo(str(error)) from error
+
+
+def examine(settings: str) -> Iterator[Finding]:
+    """Try the place out, in a folder of its own. Raises CannotDo."""
+    try:
+        yield from examine_place(settings)
+    except RemoteConfigError as error:
+        raise CannotDo(str(error), USAGE) from error
+
+
+def owner_of(store: RemoteStore) -> Owner | None:
+    """Whose the job's folder is. Raises CannotDo."""
+    try:
+        return store.owner()
+    except RemoteError as error:
+        raise CannotDo(str(error)) from error
+
+
+def give_to(store: RemoteStore, job_uid: str, cluster: str) -> Owner | None:
+    """Make the folder a job's; whose it was. Raises CannotDo."""
+    try:
+        return store.give_to(job_uid, cluster)
     except RemoteError as error:
         raise CannotDo(str(error)) from error

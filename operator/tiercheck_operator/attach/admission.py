@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tiercheck.protocol import names
@@ -20,6 +21,7 @@ from tiercheck_operator.attach.injection import (
     refused,
 )
 from tiercheck_operator.attach.owners import Owner, Unattachable, find_owner, find_seat
+from tiercheck_operator.cluster_identity import ClusterIdentity
 from tiercheck_operator.kube import JOBS, ApiFailure, Kube
 from tiercheck_operator.paths import fill
 
@@ -37,6 +39,7 @@ class Admission:
 
     def __init__(self, kube: Kube, outfit: Outfit, clock: Callable[[], float] = time.monotonic) -> None:
         self._kube, self._outfit, self._clock = kube, outfit, clock
+        self._cluster = ClusterIdentity(kube)
         self._known: dict[str, tuple[float, Mapping[str, Any] | None]] = {}
 
     async def admit(self, namespace: str, pod: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
@@ -76,7 +79,10 @@ class Admission:
             attach = job["spec"]["attach"]
             procs, workers = int(job["spec"]["procsPerWorker"]), int(job["spec"]["workers"])
             attachment = Attachment(owner, attach.get("policy") or policy, attach["container"], workers, procs)
-        return inject(pod, attachment, seat, job, self._outfit)
+        outfit = self._outfit
+        if ((job["spec"].get("tiers") or {}).get("remote")) is not None:
+            outfit = replace(outfit, cluster=await self._cluster.uid())
+        return inject(pod, attachment, seat, job, outfit)
 
     async def _job(self, namespace: str, owner: Owner) -> Mapping[str, Any] | None:
         """The owner's job, if it exists; one of an earlier owner of the same name does not count."""

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tiercheck.protocol import names
@@ -38,6 +38,8 @@ class Outfit:
     pull_policy: str = ""
     pull_secrets: tuple[str, ...] = ()
     node_memory: NodeMemory = field(default_factory=NodeMemory)
+    cluster: str = ""
+    """As `JobView.cluster`."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def inject(
 ) -> dict[str, Any]:
     """The pod as a worker of `job`, a TierCheckJob as the API has it. Raises Unattachable."""
     new: dict[str, Any] = copy.deepcopy(dict(pod))
-    view = _view(job, attachment)
+    view = replace(_view(job, attachment), cluster=outfit.cluster)
     spec = new["spec"]
     _check_names(spec)
     if wrong := pod_problem(spec, attachment.container) or resources_problem(view.spec, spec):

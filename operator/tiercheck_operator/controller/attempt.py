@@ -110,7 +110,8 @@ def begin_attempt(
     outcome = _decided(situation, recovery)
     if isinstance(outcome, (Wait, Refuse)):
         said = next((f" {report.remote.message}" for report in reports if report.remote.message), "")
-        reason = conditions.REMOTE_UNREACHABLE if remote.undecided else conditions.NOTHING_TO_RESTORE_FROM
+        refused = conditions.REMOTE_OWNED if _is_owned(reports) else conditions.REMOTE_UNREACHABLE
+        reason = refused if remote.undecided else conditions.NOTHING_TO_RESTORE_FROM
         return Waiting(reason, f"{outcome.reason}.{said}", wake_after=obs.patience.retry)
     return Begun(
         _next_status(
@@ -248,9 +249,16 @@ def _counted(reports: list[Report]) -> bool:
     return any(report.remote.versions and len(report.remote.ranks) == len(report.remote.versions) for report in reports)
 
 
+def _is_owned(reports: list[Report]) -> bool:
+    """Whether the job's folder in the remote tier is somebody else's."""
+    return any(problem.reason == conditions.REMOTE_OWNED for report in reports for problem in report.problems)
+
+
 def _remote_unknown(remote: RemoteInventory, reports: list[Report]) -> Waiting:
     """Before the first attempt: what an earlier job left there decides where we begin and how attempts are counted."""
     said = next((report.remote.message for report in reports if report.remote.message), "")
+    if _is_owned(reports):
+        return Waiting(conditions.REMOTE_OWNED, f"{said} Training has not begun.", wake_after=5.0)
     if remote.reachable is None:
         return Waiting(
             conditions.WAITING_FOR_SIDECARS, "the remote tier is being looked at for the first time", wake_after=1.0

@@ -26,6 +26,9 @@ FULL_SIZE = "FullSize"
 THROTTLED = "Throttled"
 """The kernel holds a sidecar back, because its CPU limit is used up. Of jobs that it has happened to."""
 
+REMOTE_SAFE = "RemoteSafe"
+"""The remote tier keeps the promises that are relied on. Of jobs where it did not."""
+
 EVICTABLE = "Evictable"
 """A worker may be evicted now; while it is False, the job's PodDisruptionBudget holds node drains up."""
 
@@ -95,6 +98,16 @@ REHEARSAL_FAILED = "RehearsalFailed"
 """Something of the newest version would not come back from one tier; the message names the rank, the tier, the artifact and the place."""
 REMOTE_UNREACHABLE = "RemoteUnreachable"
 """The remote tier does not answer or refuses; the message says what to do."""
+
+REMOTE_OWNED = "RemoteOwned"
+"""The job's folder in the remote tier belongs to another job, or to one of the same name in another cluster; the message says to
+which, and how to take it over."""
+
+# RemoteSafe
+REMOTE_NOT_SAFE = "RemoteNotSafe"
+"""The store does not keep a promise that is relied on; the message says which. Uploads go on."""
+PROMISES_KEPT = "PromisesKept"
+"""When it was tried again, it kept them."""
 
 # DeltasActive
 EVERY_STEP = "EveryStep"

@@ -55,7 +55,13 @@ def _resized(before: JobRecord, after: JobRecord) -> list[Notice]:
 
 def _bad(condition: Condition) -> bool:
     unwell = condition.type in _BAD_WHEN_FALSE and not condition.status and condition.reason not in _PASSING
-    told = (conditions.DELTAS_OFF, conditions.NO_ROOM_TO_MOVE, conditions.SIDECAR_THROTTLED, conditions.NODE_NOT_READY)
+    told = (
+        conditions.DELTAS_OFF,
+        conditions.NO_ROOM_TO_MOVE,
+        conditions.SIDECAR_THROTTLED,
+        conditions.NODE_NOT_READY,
+        conditions.REMOTE_NOT_SAFE,
+    )
     return unwell or condition.reason in told
 
 

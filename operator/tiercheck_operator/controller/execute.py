@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
 from tiercheck.protocol import names
+from tiercheck_operator.cluster_identity import ClusterIdentity
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.actions import (
     Action,
@@ -47,8 +49,10 @@ _PODS_STRICTLY = CORE + "/pods?fieldValidation=Strict"
 class Executor:
     """For one job. API failures are raised; a sidecar that cannot be told is told again by the next reconcile."""
 
-    def __init__(self, kube: Kube, config: Config, belongings: Belongings) -> None:
-        self._kube, self._config, self._belongings = kube, config, belongings
+    def __init__(
+        self, kube: Kube, config: Config, belongings: Belongings, cluster: ClusterIdentity | None = None
+    ) -> None:
+        self._kube, self._config, self._belongings, self._cluster = kube, config, belongings, cluster
         self._removed: list[DeletePod] = []
         self._told: set[tuple[str, bool]] = set()
 
@@ -111,11 +115,13 @@ class Executor:
                 await self._belongings.save_placement(job, placement)
             case CreatePod(worker, incarnation, avoid, prefer, shun):
                 image, memory = job.sidecar_image or self._config.sidecar_image, self._config.node_memory
-                pod = build_pod(job, worker, incarnation, avoid, image, prefer=prefer, shun=shun, node_memory=memory)
+                known = await self._with_cluster(job)
+                pod = build_pod(known, worker, incarnation, avoid, image, prefer=prefer, shun=shun, node_memory=memory)
                 await self._create_pod(job, pod)
             case CreateSpare(number, avoid, shun):
                 image, memory = job.sidecar_image or self._config.sidecar_image, self._config.node_memory
-                await self._create_pod(job, build_spare(job, number, avoid, image, shun=shun, node_memory=memory))
+                known = await self._with_cluster(job)
+                await self._create_pod(job, build_spare(known, number, avoid, image, shun=shun, node_memory=memory))
             case Promote():
                 await self._promote(job, action)
             case DeletePod():
@@ -138,6 +144,9 @@ class Executor:
                         log.warning(
                             "%s/%s: directive for worker %s: %s", job.namespace, job.name, directive.worker, error
                         )
+
+    async def _with_cluster(self, job: JobView) -> JobView:
+        return job if self._cluster is None else replace(job, cluster=await self._cluster.uid())
 
     async def _create_pod(self, job: JobView, pod: Mapping[str, Any]) -> None:
         pod = with_pull_settings(pod, self._config.sidecar_pull_policy, self._config.sidecar_pull_secrets)

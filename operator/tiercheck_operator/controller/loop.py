@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tiercheck.protocol import names
+from tiercheck_operator.cluster_identity import ClusterIdentity
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.actions import Decision
 from tiercheck_operator.controller.belongings import Belongings
@@ -63,6 +64,8 @@ class Surroundings:
     sidecars: Callable[..., JobSidecars] = JobSidecars
     gone: Callable[[str], object] = lambda uid: None
     """Told the UID of a job that the API server does not have, whatever the watches say; its loop has ended."""
+    cluster: ClusterIdentity | None = None
+    """None: pods are not told which cluster they are in."""
 
 
 class JobGone(Exception):
@@ -81,7 +84,7 @@ class JobLoop:
         self._known = False
         self._doubted = False
         """An answer of the API server leaves open whether the job is still there, or is as we have it."""
-        self._executor = Executor(around.kube, around.config, self._belongings)
+        self._executor = Executor(around.kube, around.config, self._belongings, around.cluster)
         self._events = EventPoster(around.kube)
         self._object_events = ObjectEvents(around.kube)
         self._strange_at = -1

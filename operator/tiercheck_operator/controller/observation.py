@@ -162,6 +162,8 @@ class JobView:
     queue_annotations: Mapping[str, str] = field(default_factory=dict)
     sidecar_image: str = ""
     """What the sidecars of this job are, see `sidecar_image.pinned`; empty: not known yet."""
+    cluster: str = ""
+    """UID of the cluster's namespace kube-system, for its pods; empty: not known (yet)."""
 
     @property
     def identity(self) -> str:

@@ -81,6 +81,7 @@ def derive_status(
         _ended_protection(record, findings) or _protected(obs, record, reports),
         _deltas_active(record, findings),
         _throttled(obs, {} if idle else reports),
+        _remote_safe(obs, reports),
         _spares_ready(obs, spares),
         _full_size(obs, record),
         *_restoring_and_running(record, findings),
@@ -199,8 +200,8 @@ def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report])
         return Finding(*away)  # it explains what others say of it
     problems = [(worker, problem) for worker in sorted(reports) for problem in reports[worker].problems]
     for worker, problem in problems:
-        if problem.reason in (conditions.DELTAS_OFF, conditions.SIDECAR_THROTTLED, conditions.REHEARSAL_FAILED):
-            continue  # copies are as good as ever; DeltasActive and Throttled tell it. What was rehearsed comes last
+        if problem.reason in _TOLD_ELSEWHERE:
+            continue  # copies are as good as ever; conditions of their own tell it. What was rehearsed comes last
         return Finding(problem.reason, f"worker {worker}: {problem.message}")
     ended = sidecar_ended(obs, record, reports)
     if ended:
@@ -235,6 +236,12 @@ def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report])
     return None if _copies_made(obs, record) else _COPIES_LACK
 
 
+_TOLD_ELSEWHERE = (
+    conditions.DELTAS_OFF,
+    conditions.SIDECAR_THROTTLED,
+    conditions.REMOTE_NOT_SAFE,
+    conditions.REHEARSAL_FAILED,
+)
 _COPIES_LACK = Finding(
     conditions.WAITING_FOR_FIRST_VERSION, "copies are lacking: a pod was lost, or others are to hold them now"
 )
@@ -287,6 +294,20 @@ def _throttled(obs: Observation, reports: Mapping[int, Report]) -> Condition | N
     if obs.job.status.condition(conditions.THROTTLED) is None:
         return None
     return _condition(conditions.THROTTLED, False, Finding(conditions.NOT_THROTTLED, "no sidecar is held back"))
+
+
+def _remote_safe(obs: Observation, reports: Mapping[int, Report]) -> Condition | None:
+    """Once there was something to say. Only worker 0 tries the store; without its word the last one stands."""
+    known = obs.job.status.condition(conditions.REMOTE_SAFE)
+    if 0 not in reports or not reports[0].remote.configured:
+        return known
+    for problem in reports[0].problems:
+        if problem.reason == conditions.REMOTE_NOT_SAFE:
+            return _condition(conditions.REMOTE_SAFE, False, Finding(problem.reason, problem.message))
+    if known is None or reports[0].remote.reachable is not True:
+        return known
+    kept = Finding(conditions.PROMISES_KEPT, "the store kept what is relied on when it was tried")
+    return _condition(conditions.REMOTE_SAFE, True, kept)
 
 
 def _spares_ready(obs: Observation, standing: SparesStanding | None) -> Condition | None:

@@ -221,6 +221,7 @@ def _sidecar(
     remote = remote_settings.remote_environment(job)
     if remote is not None:
         env.append({"name": names.ENV_REMOTE, "value": remote})
+        env += [{"name": names.ENV_CLUSTER, "value": job.cluster}] if job.cluster else []
     if remote_settings.remote_volume(job) is not None:
         mounts.append({"name": remote_settings.REMOTE_VOLUME, "mountPath": remote_settings.REMOTE_DIR})
     container: dict[str, Any] = {

@@ -16,15 +16,17 @@ def remote_environment(job: JobView) -> str | None:
     remote = job.spec.remote
     if not remote:
         return None
+    former = {"takeOverFrom": remote["takeOverFrom"]} if remote.get("takeOverFrom") else {}
     if remote.get("s3"):
         s3 = {
             key: remote["s3"][key]
             for key in ("bucket", "prefix", "region", "endpoint", "caBundle")
             if remote["s3"].get(key)
         }
-        return _compact({"s3": s3})
+        return _compact({"s3": s3, **former})
     if remote.get("directory"):
-        return _compact({"directory": {"path": REMOTE_DIR, "subPath": str(remote["directory"].get("subPath") or "")}})
+        folder = {"path": REMOTE_DIR, "subPath": str(remote["directory"].get("subPath") or "")}
+        return _compact({"directory": folder, **former})
     return None
 
 

@@ -4,8 +4,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
 from tiercheck_sidecar.remote import keys
-from tiercheck_sidecar.remote.config import DirectorySettings, parse
+from tiercheck_sidecar.remote.config import DirectorySettings, S3Settings, parse, take_over_from
 from tiercheck_sidecar.remote.errors import (
     Reason,
     RemoteClosed,
@@ -13,39 +17,71 @@ from tiercheck_sidecar.remote.errors import (
     RemoteCorrupt,
     RemoteError,
     RemoteMissing,
+    RemoteOwned,
 )
+from tiercheck_sidecar.remote.objects import Objects
+from tiercheck_sidecar.remote.ownership import Claimant, Owner
+from tiercheck_sidecar.remote.preflight import Finding, examine
 from tiercheck_sidecar.remote.seeding import put_alone
 from tiercheck_sidecar.remote.store import RemoteStore
 
 __all__ = [
+    "Claimant",
+    "Finding",
+    "Owner",
     "Reason",
     "RemoteClosed",
     "RemoteConfigError",
     "RemoteCorrupt",
     "RemoteError",
     "RemoteMissing",
+    "RemoteOwned",
     "RemoteStore",
+    "examine_place",
     "open_store",
     "put_alone",
 ]
 
 
-def open_store(remote_json: str, job: str) -> RemoteStore:
-    """The store that `TIERCHECK_REMOTE` describes, for `job` ("namespace/name").
+def open_store(remote_json: str, job: str, claimant: Claimant | None = None) -> RemoteStore:
+    """The store that `TIERCHECK_REMOTE` describes, for `job` ("namespace/name"). `claimant`: who wants to write there; None: a tool.
 
     Contacts nothing yet. Raises RemoteConfigError with a sentence.
     """
     settings = parse(remote_json)
     try:
-        prefix = settings.sub_path if isinstance(settings, DirectorySettings) else settings.prefix
-        folder = keys.job_folder(prefix, job)
+        folder = keys.job_folder(_prefix(settings), job)
     except ValueError as error:
         raise RemoteConfigError(f"{error}.") from error
+    if claimant is not None:
+        claimant = dataclasses.replace(claimant, take_over_from=take_over_from(remote_json))
+    return RemoteStore(_objects(settings, folder), job, claimant)
+
+
+def examine_place(remote_json: str) -> Iterator[Finding]:
+    """Try out a place that no job uses yet, in a folder of its own. Raises RemoteConfigError."""
+    settings = parse(remote_json)
+    objects = _objects(
+        settings, "/".join([*(part for part in _prefix(settings).split("/") if part), "tiercheck-check"])
+    )
+    try:
+        yield from examine(objects)
+        with contextlib.suppress(RemoteError):
+            objects.delete([keys.PROBE])
+    finally:
+        objects.close()
+
+
+def _prefix(settings: S3Settings | DirectorySettings) -> str:
+    return settings.sub_path if isinstance(settings, DirectorySettings) else settings.prefix
+
+
+def _objects(settings: S3Settings | DirectorySettings, folder: str) -> Objects:
     # Imported late: start-up time counts at every restart, and only one of them is needed.
     if isinstance(settings, DirectorySettings):
         from tiercheck_sidecar.remote.directory import DirectoryObjects
 
-        return RemoteStore(DirectoryObjects(settings.path, folder), job)
+        return DirectoryObjects(settings.path, folder)
     from tiercheck_sidecar.remote.s3 import S3Objects
 
-    return RemoteStore(S3Objects(settings, folder), job)
+    return S3Objects(settings, folder)

@@ -32,9 +32,15 @@ class DirectorySettings(msgspec.Struct, frozen=True, rename="camel"):
     """Folder in it to use; made if it is missing."""
 
 
-class _Remote(msgspec.Struct, frozen=True):
+class _Remote(msgspec.Struct, frozen=True, rename="camel"):
     s3: S3Settings | None = None
     directory: DirectorySettings | None = None
+    take_over_from: str = ""
+
+
+def take_over_from(remote_json: str) -> str:
+    """UID of the job whose folder this one may take over; empty: of none. Call `parse` before."""
+    return decode(remote_json, _Remote).take_over_from
 
 
 def parse(remote_json: str) -> S3Settings | DirectorySettings:

@@ -1,7 +1,7 @@
 """A shared directory as remote tier, for clusters that have NFS or a parallel file system instead of a bucket.
 
-Nothing is visible before it is complete and on disk: bytes go to a temporary file, are synced, then renamed. The
-manifest is hard-linked into place instead, because a link fails where a rename would silently replace.
+Nothing is visible before it is complete and on disk: bytes go to a temporary file, are synced, then renamed; then every folder
+up to the root is synced. The manifest is hard-linked into place instead, because a link fails where a rename would silently replace.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tiercheck_sidecar.remote.verify import nothing_arrived
 
 PIECE = 4 * 1024 * 1024
 _TEMPORARY = ".tmp-"
+_NOT_SYNCED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.ENOTSUP)
 
 
 class DirectoryObjects(Objects):
@@ -50,13 +51,13 @@ class DirectoryObjects(Objects):
                         _write_all(sink.fileno(), piece)
                 os.fsync(sink.fileno())
             os.rename(temporary, target)
-            _sync_folder(target.parent)
+            self._sync_up(target.parent)
 
     def write(self, key: str, body: bytes) -> None:
         with self._sentences(), self._temporary(key) as (temporary, target):
             _write_synced(temporary, body)
             os.rename(temporary, target)
-            _sync_folder(target.parent)
+            self._sync_up(target.parent)
 
     def create(self, key: str, body: bytes) -> bool:
         with self._sentences(), self._temporary(key) as (temporary, target):
@@ -65,7 +66,7 @@ class DirectoryObjects(Objects):
                 os.link(temporary, target)
             except FileExistsError:
                 return False
-            _sync_folder(target.parent)
+            self._sync_up(target.parent)
             return True
 
     def read(self, key: str) -> bytes | None:
@@ -115,18 +116,32 @@ class DirectoryObjects(Objects):
                 path.unlink(missing_ok=True)
                 folders.add(path.parent)
             for folder in folders:
-                with contextlib.suppress(OSError):  # not empty, or already gone
-                    folder.rmdir()
+                with contextlib.suppress(FileNotFoundError):
+                    _sync_folder(folder)  # a manifest must be gone for good before its artifacts go
+                self._remove_empty(folder)
 
-    def forget_unfinished(self, dead: Callable[[str, float], bool]) -> None:
+    def forget_unfinished(self, dead: Callable[[str], bool]) -> None:
         with self._sentences():
             for path, name in _walk(self._folder / ARTIFACTS):
                 if name.startswith(_TEMPORARY):
                     with contextlib.suppress(FileNotFoundError):
-                        if dead(path.relative_to(self._folder).as_posix(), path.stat().st_mtime):
+                        if dead(path.relative_to(self._folder).as_posix()):
                             path.unlink()
-                            with contextlib.suppress(OSError):
-                                path.parent.rmdir()
+                            self._remove_empty(path.parent)
+
+    def _sync_up(self, folder: Path) -> None:
+        """A folder that was just made is an entry of its parent, and lost with it: so every one up to the root is synced."""
+        while folder != self._root:
+            _sync_folder(folder)
+            folder = folder.parent
+        _sync_folder(folder)
+
+    def _remove_empty(self, folder: Path) -> None:
+        """With its parents, but not those that every job has: others may be writing there."""
+        with contextlib.suppress(OSError):  # not empty, or already gone
+            while self._folder not in (folder, folder.parent):
+                folder.rmdir()
+                folder = folder.parent
 
     def _path(self, key: str) -> Path:
         # Keys of artifacts come out of manifests, that is, from the store: never let one point elsewhere.
@@ -189,11 +204,16 @@ def _write_all(descriptor: int, view: memoryview) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    """Raises OSError, but not where folders may not be opened, or the file system syncs none."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_SYNCED:
+            raise
 
 
 def _walk(folder: Path) -> Iterator[tuple[Path, str]]:

@@ -24,6 +24,8 @@ class Reason(str, Enum):
     """No space is left, or a quota is used up."""
     CORRUPT = "Corrupt"
     """What is stored is not what was written."""
+    OWNED = "Owned"
+    """The folder is another job's, or one of the same name in another cluster."""
     OTHER = "Other"
 
 
@@ -53,6 +55,13 @@ class RemoteMissing(RemoteError):
 
     def __init__(self, message: str) -> None:
         super().__init__(Reason.OTHER, message, retriable=False)
+
+
+class RemoteOwned(RemoteError):
+    """The job's folder belongs to somebody else; nothing in it was touched."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Reason.OWNED, message, retriable=False)
 
 
 class RemoteClosed(RemoteError):

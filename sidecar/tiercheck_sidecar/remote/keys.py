@@ -12,6 +12,10 @@ ARTIFACTS = "artifacts/"
 MANIFESTS = "manifests/"
 ATTEMPTS = "attempts/"
 """An empty object per job and attempt that has begun, so that workers of an older one learn of it even if nobody else reaches them."""
+OWNERS = "owner/"
+"""Who may write here, one small object per owner, numbered: each is created once, and the highest number counts."""
+CHECK = "check/"
+"""What a preflight writes, and deletes again."""
 PROBE = "probe"
 """A tiny object, written to learn whether writing is allowed."""
 
@@ -29,12 +33,14 @@ def artifacts_of(version: Version) -> str:
     return f"{ARTIFACTS}{version_name(version)}/"
 
 
-def artifact_key(version: Version, rank: int) -> str:
-    return f"{artifacts_of(version)}rank-{rank}.safetensors"
+def artifact_key(version: Version, rank: int, digest: str) -> str:
+    """`digest` is that of the artifact's digests: who has other bytes writes another key, so nothing that a manifest names is overwritten."""
+    return f"{artifacts_of(version)}{digest}/rank-{rank}.safetensors"
 
 
-def digests_key(version: Version, rank: int) -> str:
-    return f"{artifacts_of(version)}rank-{rank}.json"
+def digests_key(artifact_key: str, rank: int) -> str:
+    """Of the object beside an artifact. Releases that wrote no digest into the key put both one folder higher."""
+    return f"{artifact_key.rpartition('/')[0]}/rank-{rank}.json"
 
 
 def manifest_key(version: Version) -> str:
@@ -49,6 +55,16 @@ def attempt_of(key: str, job_uid: str) -> int:
     """The attempt of this job that a key announces; 0 for any other key."""
     number = key.removeprefix(f"{ATTEMPTS}{job_uid}/")
     return int(number) if number != key and number.isdigit() else 0
+
+
+def owner_key(number: int) -> str:
+    return f"{OWNERS}{number:010d}.json"
+
+
+def owner_number(key: str) -> int:
+    """Inverse of `owner_key`; 0 for any other key."""
+    number = key.removeprefix(OWNERS).removesuffix(".json")
+    return int(number) if key == f"{OWNERS}{number}.json" and number.isascii() and number.isdigit() else 0
 
 
 def version_of(key: str) -> Version | None:

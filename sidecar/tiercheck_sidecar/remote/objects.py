@@ -31,7 +31,7 @@ class Stored:
     size: int
     """Bytes."""
     modified: float
-    """Unix seconds by the place's own clock; comparable with each other only."""
+    """Unix seconds by the clock of the place, or of whoever wrote it: says nothing about which came first."""
 
 
 class Objects(ABC):
@@ -39,6 +39,8 @@ class Objects(ABC):
 
     location: str
     """How to name it in a sentence, e.g. `s3://bucket/prefix`."""
+    weakness: str = ""
+    """What it was found not to do as promised here, and is done without as far as that goes: a sentence. Known after `check`."""
 
     @abstractmethod
     def check(self) -> None:
@@ -80,11 +82,8 @@ class Objects(ABC):
         """Delete; what is already gone is no error."""
 
     @abstractmethod
-    def forget_unfinished(self, dead: Callable[[str, float], bool]) -> None:
-        """Free what killed uploads left behind invisibly, where `dead(key, began)` says that nobody writes it any more.
-
-        `began` is comparable with `Stored.modified`; some servers report a time long past instead.
-        """
+    def forget_unfinished(self, dead: Callable[[str], bool]) -> None:
+        """Free what killed uploads left behind invisibly, where `dead(key)` says that nobody writes it any more."""
 
     def close(self) -> None:  # noqa: B027  (nothing to release by default)
         """Release connections."""

@@ -34,6 +34,8 @@ class Clients:
     bucket: str
     checksums: bool = True
     """Whether bytes travel with a CRC64NVME."""
+    conditional: bool = True
+    """Whether the server honours `If-None-Match: *`, as far as is known: the probe tells."""
     _trust: int | None = None
     """Descriptor of the authorities' file, which boto3 reads by name at every new connection."""
     _probing: threading.Lock = field(default_factory=threading.Lock)
@@ -97,7 +99,8 @@ class Clients:
         return {CHECKSUM: running.header_value()}
 
     def probe(self, key: str, location: str) -> None:
-        """Once: learn whether writing is allowed and whether the server takes CRC64NVME, with one tiny object."""
+        """Once: learn whether writing is allowed, whether the server takes CRC64NVME, and whether it refuses to write what is there already
+        if asked to, with one tiny object."""
         with self._probing:
             if self._probed:
                 return
@@ -111,6 +114,11 @@ class Clients:
                 answer = self.lines.request("PUT", url, {}, body)
             if answer.status != 200:
                 raise s3_errors.from_body(answer.status, answer.body, location)
+            again = self.lines.request("PUT", url, {**self.guarded(body), "If-None-Match": "*"}, body)
+            # 409: another probe is under way. A server that has never heard of it ignores it, or says that it cannot.
+            self.conditional = again.status in (409, 412)
+            if not self.conditional and again.status not in (200, 400, 501):
+                raise s3_errors.from_body(again.status, again.body, location)
             self._probed = True
 
     def close(self) -> None:

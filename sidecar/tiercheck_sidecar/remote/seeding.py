@@ -24,7 +24,7 @@ def put_alone(store: RemoteStore, version: Version, path: Path) -> None:
         memoryview(pages) as view,
     ):
         digests = digest(view)
-    store.put_artifact(0, version, path, digests, None)
-    manifest = Manifest(store.job, SEEDED, version, 1, store.uploaded(version), time.time())
+    artifact = store.put_artifact(0, version, path, digests, None)
+    manifest = Manifest(store.job, SEEDED, version, 1, (artifact,), time.time())
     if not store.commit(manifest):
         raise RemoteError(Reason.OTHER, f"{version} already exists in {store.location}.", retriable=False)

@@ -18,29 +18,33 @@ from typing import TypeVar
 
 from tiercheck.protocol.encoding import Malformed, from_json, to_json
 from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import History, Version
 from tiercheck_sidecar.pacing import TokenBucket
 from tiercheck_sidecar.remote import keys, retention
 from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteCorrupt, RemoteError, RemoteMissing
 from tiercheck_sidecar.remote.objects import Objects
+from tiercheck_sidecar.remote.ownership import Claimant, Owner, Ownership
+from tiercheck_sidecar.remote.preflight import Finding, examine
 from tiercheck_sidecar.remote.verify import Arriving, check_chunks, check_shape, digest_of, nothing
 
 FETCH_BYTES = 16 * 1024 * 1024
 FETCH_THREADS = 4
 _MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
-SMALL_THREADS = 8
-"""For many small objects, where waiting for answers is what takes the time."""
 
 
 class RemoteStore:
-    """One job's versions in one durable place. All methods block, are thread-safe, and raise RemoteError."""
+    """One job's versions in one durable place. All methods block, are thread-safe, and raise RemoteError.
 
-    def __init__(self, objects: Objects, job: str) -> None:
+    With a `claimant` nothing is written, deleted or listed while the folder is another's: that raises RemoteOwned. Tools have none.
+    """
+
+    def __init__(self, objects: Objects, job: str, claimant: Claimant | None = None) -> None:
         self.job = job
         self._objects = objects
         self._closed = threading.Event()
         self._bucket = TokenBucket(None, wait=self._pause)
         self._known_as_ours = False
+        self._ownership = Ownership(objects, claimant)
 
     @property
     def location(self) -> str:
@@ -48,13 +52,31 @@ class RemoteStore:
         return self._objects.location
 
     def check(self) -> None:
-        """Raise unless the place answers, can be read and written, and belongs to this job."""
+        """Raise unless the place answers, can be read and written, and belongs to this job or to nobody."""
         self._objects.check()
+        self._ownership.check()
         if not self._known_as_ours:
             complete = self.versions()
             if complete:
                 self.read_manifest(complete[-1])
             self._known_as_ours = True
+
+    @property
+    def weakness(self) -> str:
+        """What the place was found not to do as promised: a sentence. Known after `check`."""
+        return self._objects.weakness
+
+    def owner(self) -> Owner | None:
+        """Whose the job's folder is; None: nobody has written there, or releases that did not say."""
+        return self._ownership.owner()
+
+    def give_to(self, job_uid: str, cluster: str = "") -> Owner | None:
+        """Make the folder a job's, whoever had it: a person's word. Returns who had it."""
+        return self._ownership.give_to(job_uid, cluster)
+
+    def examine(self) -> Iterator[Finding]:
+        """Try out all that the remote tier relies on, one thing after the other. Raises nothing."""
+        return examine(self._objects)
 
     def put_artifact(
         self,
@@ -74,12 +96,14 @@ class RemoteStore:
         if self._closed.is_set():
             raise RemoteClosed
         check_shape(digests, str(path))
-        detailed = RankArtifact(rank, version, keys.artifact_key(version, rank), digests)
+        detailed = RankArtifact(rank, version, keys.artifact_key(version, rank, digest_of(digests)), digests)
         artifact = _brief(detailed)
+        self._ownership.claim()
         complete = self._manifest(version)
         if complete is not None:
-            if artifact in map(_brief, complete.artifacts):
-                return artifact
+            for named in map(_brief, complete.artifacts):
+                if dataclasses.replace(named, key=artifact.key) == artifact:  # older releases had other keys
+                    return named
             raise RemoteError(
                 Reason.OTHER,
                 f"{version} already exists in {self.location} with other content, written by job UID {complete.job_uid}. "
@@ -94,19 +118,8 @@ class RemoteStore:
 
         with _mapped(path, digests.size) if mapped is None else _begun(mapped, path, digests.size) as source:
             self._objects.upload(artifact.key, source, digests.chunk, gate)
-        self._objects.write(keys.digests_key(version, rank), to_json(detailed))
+        self._objects.write(keys.digests_key(artifact.key, rank), to_json(detailed))
         return artifact
-
-    def uploaded(self, version: Version) -> tuple[RankArtifact, ...]:
-        """The artifacts of a version that are completely uploaded, by rank; what a manifest is made of."""
-        described = [s.key for s in self._objects.list(keys.artifacts_of(version)) if s.key.endswith(".json")]
-        with ThreadPoolExecutor(SMALL_THREADS, thread_name_prefix="remote-read") as pool:
-            found = [
-                _brief(_decode(body, RankArtifact, f"{self.location}/{key}"))
-                for key, body in zip(described, pool.map(self._objects.read, described), strict=True)
-                if body is not None
-            ]
-        return tuple(sorted(found, key=lambda artifact: artifact.rank))
 
     def commit(self, manifest: Manifest) -> bool:
         """Make a version exist. True if it now exists with this content, False if another writer's came first.
@@ -116,6 +129,7 @@ class RemoteStore:
         """
         if manifest.job != self.job or sorted(a.rank for a in manifest.artifacts) != list(range(manifest.world_size)):
             raise ValueError(f"not a complete manifest of {self.job}: {manifest.job}, {manifest.version}")
+        self._ownership.claim()
         sizes = {stored.key: stored.size for stored in self._objects.list(keys.artifacts_of(manifest.version))}
         for artifact in manifest.artifacts:
             if sizes.get(artifact.key) != artifact.bytes:
@@ -134,6 +148,7 @@ class RemoteStore:
 
     def begin_attempt(self, job_uid: str, attempt: int) -> None:
         """Announce an attempt to whoever still writes here for an older one; what was announced before it is forgotten."""
+        self._ownership.claim()
         key = keys.attempt_key(job_uid, attempt)
         self._objects.create(key, b"")
         known = [stored.key for stored in self._objects.list(keys.ATTEMPTS)]
@@ -146,6 +161,7 @@ class RemoteStore:
 
     def versions(self) -> list[Version]:
         """Complete versions, oldest (lowest step) first."""
+        self._ownership.check()
         return sorted(self._committed())
 
     def read_manifest(self, version: Version) -> Manifest:
@@ -193,33 +209,36 @@ class RemoteStore:
         assert artifact.digests is not None
         self._fetch_range(artifact.key, artifact.digests, begin, into)
 
-    def retain(self, keep: int, protect: AbstractSet[Version] = frozenset(), keep_seconds: float | None = None) -> None:
-        """Delete all but the `keep` versions committed last and, if given, those committed in the last `keep_seconds`; and what
-        interrupted uploads left behind.
+    def retain(
+        self,
+        keep: int,
+        protect: AbstractSet[Version] = frozenset(),
+        keep_seconds: float | None = None,
+        history: History | None = None,
+    ) -> None:
+        """Delete all but the newest `keep` versions, those that `history` accepts before all others, and, if given, those committed in the
+        last `keep_seconds`; and what interrupted uploads left behind.
 
         Never the newest complete version, and nothing of `protect` (complete or still being uploaded).
         """
+        self._ownership.claim()
         committed = self._committed()
-        doomed = retention.to_delete(committed, keep, protect, keep_seconds)
+        doomed = retention.to_delete(committed, keep, protect, keep_seconds, history)
         for version in doomed:
             with contextlib.suppress(RemoteCorrupt):  # unreadable: nobody can restore it, so it may go
                 self._manifest(version)  # raises if the folder is another job's
             self._objects.delete([keys.manifest_key(version)])
             self._delete_artifacts(version)
-        kept = {version: when for version, when in committed.items() if version not in doomed}
-        touched: dict[Version, float] = {}
-        for stored in self._objects.list(keys.ARTIFACTS):
-            owner = keys.version_of(stored.key)
-            if owner is not None and owner not in kept:
-                touched[owner] = max(stored.modified, touched.get(owner, 0.0))
-        for version in retention.orphans(touched, kept, protect):
-            self._delete_artifacts(version)
+        kept = committed.keys() - set(doomed)
 
-        def dead(key: str, began: float) -> bool:
-            owner = keys.version_of(key)
-            return owner is not None and retention.upload_is_dead(owner, began, kept, protect)
+        def abandoned(key: str) -> bool:
+            version = keys.version_of(key)
+            return (
+                version is not None and version not in kept and retention.is_abandoned(version, kept, protect, history)
+            )
 
-        self._objects.forget_unfinished(dead)
+        self._objects.delete([each.key for each in self._objects.list(keys.ARTIFACTS) if abandoned(each.key)])
+        self._objects.forget_unfinished(abandoned)
 
     def close(self) -> None:
         """Interrupt paced uploads and release connections."""
@@ -240,7 +259,7 @@ class RemoteStore:
         """With its digests, from the object beside it."""
         if artifact.digests is not None:
             return artifact
-        key = keys.digests_key(artifact.version, artifact.rank)
+        key = keys.digests_key(artifact.key, artifact.rank)
         place = f"{self.location}/{key}"
         body = self._objects.read(key)
         if body is None:

@@ -42,12 +42,16 @@ class Fault:
     until: threading.Event | None = None
     cut: bool = False
     answer: tuple[int, bytes] | None = None
+    without: str = ""
+    """A header that does not reach the server, in lower case: then it is passed on."""
 
 
 BUSY = Fault(answer=refusal("SlowDown", 503))
 FORBIDDEN = Fault(answer=refusal("AccessDenied", 403))
 FULL = Fault(answer=refusal("InsufficientStorage", 507))
 CUT = Fault(cut=True)
+DEAF = Fault(without="if-none-match")
+"""As a server that does not mind conditions."""
 
 
 @dataclass
@@ -97,7 +101,8 @@ def proxying(endpoint: str) -> Iterator[Proxy]:
                 # The Host header that was signed goes along.
                 onward.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
                 for name, value in self.headers.items():
-                    onward.putheader(name, value)
+                    if name.lower() != fault.without:
+                        onward.putheader(name, value)
                 onward.endheaders(body)
                 response = onward.getresponse()
                 content = response.read()

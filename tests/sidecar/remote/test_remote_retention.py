@@ -1,70 +1,96 @@
-"""What may be deleted: never the version that a restore would choose."""
+"""What may be deleted: never the version that a restore would choose, whatever the clocks say."""
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercheck.protocol.version import Version
-from tiercheck_sidecar.remote.retention import orphans, to_delete, upload_is_dead
+from examples import examples
+from tiercheck.protocol.version import Branch, History, Version
+from tiercheck_sidecar.remote.retention import is_abandoned, to_delete
 
 versions = st.builds(Version, st.integers(1, 20), st.integers(1, 4))
 committed = st.dictionaries(versions, st.floats(0, 100))
+histories = st.dictionaries(st.integers(1, 4), st.integers(0, 20), max_size=4).map(
+    lambda bases: History(tuple(Branch(attempt, bases[attempt]) for attempt in sorted(bases)))
+)
 
 
-@given(committed, st.integers(-1, 5), st.sets(versions))
-def test_newest_and_protected_are_never_deleted(when: dict[Version, float], keep: int, protect: set[Version]) -> None:
-    doomed = set(to_delete(when, keep, protect))
+@settings(max_examples=examples(200))
+@given(committed, st.integers(-1, 5), st.sets(versions), st.none() | histories)
+def test_newest_of_the_history_and_protected_are_never_deleted(
+    when: dict[Version, float], keep: int, protect: set[Version], history: History | None
+) -> None:
+    doomed = set(to_delete(when, keep, protect, None, history))
     left = set(when) - doomed
     assert doomed <= set(when)
     assert not doomed & protect
+    accepted = sorted(version for version in when if history is None or history.accepts(version))
+    if history is not None:
+        assert set(accepted[-max(keep, 1) :]) <= left, "the newest that a restore may choose from"
+        dead = left - protect - set(accepted)
+        assert not dead or set(accepted) <= left, "what is dead never outlives what counts"
     if when:
-        assert max(when) in left
-        assert max(when.values()) in {when[version] for version in left}
         assert len(left) >= min(len(when), max(keep, 1))
-        # No more is kept than was asked for, the highest step, and what is protected.
-        assert len(left - protect - {max(when)}) <= max(keep, 1)
+        assert len(left - protect) <= max(keep, 1)
 
 
-def test_after_a_rollback_the_versions_of_the_new_attempt_are_the_newest() -> None:
-    when = {Version(400, 1): 1.0, Version(500, 1): 2.0, Version(200, 2): 3.0, Version(300, 2): 4.0}
-    assert to_delete(when, 2, set()) == (Version(400, 1),)  # 500 stays too: it has the highest step
-
-
-def test_recreated_job_keeps_its_own_lower_versions() -> None:
-    when = {Version(900, 7): 1.0, Version(1000, 7): 2.0, Version(100, 1): 50.0}
-    assert to_delete(when, 1, set()) == (Version(900, 7),)
-
-
-@given(committed, st.dictionaries(versions, st.floats(0, 100)), st.sets(versions))
-def test_only_artifacts_older_than_every_kept_manifest_are_orphans(
-    touched: dict[Version, float], kept: dict[Version, float], protect: set[Version]
+@settings(max_examples=examples(200))
+@given(committed, st.permutations(range(100)), st.integers(1, 5), st.none() | histories)
+def test_no_clock_decides_what_is_kept(
+    when: dict[Version, float], other: list[int], keep: int, history: History | None
 ) -> None:
-    found = set(orphans(touched, kept, protect))
-    assert not found & protect
-    assert all(touched[version] < when for version in found for when in kept.values())
-    if not kept:
-        assert found == set()
+    shuffled = {version: float(other[index % len(other)]) for index, version in enumerate(when)}
+    assert to_delete(when, keep, set(), None, history) == to_delete(shuffled, keep, set(), None, history)
 
 
-def test_upload_of_the_running_attempt_is_never_taken_for_dead() -> None:
-    kept = {Version(500, 2): 100.0}
-    assert upload_is_dead(Version(400, 2), 50.0, kept, set())
-    assert upload_is_dead(Version(900, 1), 50.0, kept, set())
-    assert not upload_is_dead(Version(400, 2), 50.0, kept, {Version(400, 2)})
-    assert not upload_is_dead(Version(400, 2), 150.0, kept, set())  # begun after the manifest
-    assert not upload_is_dead(Version(600, 2), 50.0, kept, set())  # newer step, whatever time the server reports
-    assert not upload_is_dead(Version(100, 3), 50.0, kept, set())  # newer attempt after a rollback
-    assert not upload_is_dead(Version(400, 2), 50.0, {}, set())
+def test_after_a_rollback_to_a_new_coordinator_with_a_slow_clock_its_versions_stay() -> None:
+    when = {Version(100, 1): 1000.0, Version(200, 1): 2000.0, Version(150, 2): 500.0, Version(160, 2): 600.0}
+    history = History((Branch(1, 0), Branch(2, 100)))
+    assert set(to_delete(when, 2, {Version(160, 2)}, None, history)) == {Version(100, 1), Version(200, 1)}
+    assert to_delete(when, 3, set(), None, history) == (Version(200, 1),), "100 is what attempt 2 began from"
 
 
-@given(committed, st.integers(1, 5), st.floats(0, 100))
+def test_dead_versions_are_kept_only_in_place_of_those_that_are_not_there_yet() -> None:
+    when = {Version(step, 1): float(step) for step in (100, 200, 300)} | {Version(150, 2): 400.0}
+    history = History((Branch(1, 0), Branch(2, 100)))
+    assert to_delete(when, 3, set(), None, history) == (Version(200, 1),)
+
+
+@settings(max_examples=examples(200))
+@given(committed, st.integers(1, 5), st.floats(0, 100), st.none() | histories)
 def test_young_versions_are_kept_however_many_they_are(
-    when: dict[Version, float], keep: int, keep_seconds: float
+    when: dict[Version, float], keep: int, keep_seconds: float, history: History | None
 ) -> None:
-    by_count = set(to_delete(when, keep, set()))
-    doomed = set(to_delete(when, keep, set(), keep_seconds))
+    by_count = set(to_delete(when, keep, set(), None, history))
+    doomed = set(to_delete(when, keep, set(), keep_seconds, history))
     assert doomed <= by_count, "age only ever keeps more"
     for version in by_count:
         young = max(when.values()) - when[version] <= keep_seconds
         assert (version in doomed) is not young
+
+
+@settings(max_examples=examples(200))
+@given(st.sets(versions), st.sets(versions), histories, versions)
+def test_what_may_still_be_completed_is_never_taken_for_abandoned(
+    kept: set[Version], protect: set[Version], history: History, version: Version
+) -> None:
+    abandoned = is_abandoned(version, kept, protect, history)
+    newest = max((each for each in kept if history.accepts(each)), default=None)
+    if version in protect or version.attempt > max([history.attempt, *(each.attempt for each in kept)]):
+        assert not abandoned
+    if history.accepts(version) and (newest is None or version > newest):
+        assert not abandoned, "the next one that the job may complete"
+    if newest is not None and history.accepts(version) and version < newest and version not in protect:
+        assert abandoned
+
+
+def test_uploads_of_a_dead_line_are_abandoned_once_the_new_one_has_a_version() -> None:
+    history = History((Branch(1, 0), Branch(2, 300)))
+    assert is_abandoned(Version(900, 1), {Version(400, 2)}, set(), history)
+    assert not is_abandoned(Version(900, 1), {Version(300, 1)}, {Version(900, 1)}, history)
+    assert not is_abandoned(Version(100, 3), {Version(400, 2)}, set(), history), (
+        "a newer attempt, of which we have not heard"
+    )
+    assert not is_abandoned(Version(500, 2), {Version(400, 2)}, set(), history)
+    assert not is_abandoned(Version(500, 2), set(), set(), history)

@@ -163,6 +163,8 @@ def test_conflicting_manifest_requests_are_repeated_until_one_is_decided() -> No
     answers = [refusal("ConditionalRequestConflict", 409), refusal("ConditionalRequestConflict", 409), (200, b"")]
 
     def busy(method: str, path: str, headers: dict[str, str]) -> Answer:
+        if path.endswith("/probe"):
+            return refusal("PreconditionFailed", 412) if "if-none-match" in headers else (200, b"")
         assert headers.get("if-none-match") == "*"
         return answers.pop(0)
 

@@ -4,6 +4,11 @@
 - apiGroups: [""]
   resources: [nodes]
   verbs: [list, watch]
+# Its UID is what the cluster is known by to others that share a bucket with it.
+- apiGroups: [""]
+  resources: [namespaces]
+  resourceNames: [kube-system]
+  verbs: [get]
 {{- end }}
 {{- define "tiercheck.rules.definitions" }}
 # Only whether our own kind is served, so that the operator may start before it is installed.

@@ -1,0 +1,161 @@
+"""Whose a job's folder in the remote tier is: one job of one cluster at a time, so that two never destroy each other's versions.
+
+Jobs of the same namespace and name find each other there if they share a bucket and a prefix: one after the other in a cluster, which is
+how a job is resumed; but also in a development and a production cluster, or in a copy made for disaster recovery.
+
+Every owner is an object `owner/<number>.json`, created only if there is none; the highest number counts. So of two that want the folder
+one wins, and nobody's claim is overwritten. Kubernetes lets only one job of a name exist at a time in a cluster, so there the next one
+succeeds the last without a question. In another cluster it takes a person's word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from tiercheck.protocol.encoding import Malformed, from_json, to_json
+from tiercheck_sidecar.remote import keys
+from tiercheck_sidecar.remote.errors import Reason, RemoteCorrupt, RemoteError, RemoteOwned
+from tiercheck_sidecar.remote.objects import Objects
+
+_FORMER = 100
+_TRIES = 5
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A job that owns its folder, as written there."""
+
+    cluster: str
+    """UID of its cluster's namespace kube-system; empty: not known."""
+    job_uid: str
+    since: float = 0.0
+    """Unix seconds by its own clock; for people."""
+    former: tuple[str, ...] = ()
+    """UIDs of the jobs that owned the folder before, the last ones."""
+
+
+@dataclass(frozen=True)
+class Claimant:
+    """A job that wants to write."""
+
+    cluster: str
+    """As in `Owner`."""
+    job_uid: str
+    take_over_from: str = ""
+    """UID of the job whose folder it may take, once, wherever that job is."""
+
+
+def owns(owner: Owner | None, claimant: Claimant) -> bool:
+    """Whether the folder is the claimant's."""
+    return owner is not None and owner.job_uid == claimant.job_uid and claimant.cluster in ("", owner.cluster)
+
+
+def may_claim(owner: Owner | None, claimant: Claimant) -> bool:
+    """Whether the claimant may become the next owner without asking anybody."""
+    if owner is None or (owner.job_uid == claimant.job_uid and not owner.cluster):
+        return True  # whom a person named may lack the cluster; then the job writes it down
+    if owner.job_uid == claimant.job_uid or claimant.job_uid in owner.former:
+        # A clone of the claimant, or its successor: what is left of a job that was deleted must not come back by itself.
+        return False
+    if owner.cluster and owner.cluster == claimant.cluster:
+        return True
+    return bool(claimant.take_over_from) and owner.job_uid == claimant.take_over_from
+
+
+def refusal(owner: Owner, claimant: Claimant, location: str) -> str:
+    """What to say to a claimant that may not write: who owns the folder and what to do."""
+    lost = claimant.job_uid in owner.former
+    return (
+        f"{location} {'was taken over by' if lost else 'belongs to'} job UID {owner.job_uid} of cluster "
+        f"{owner.cluster or 'unknown'} since {_day(owner.since)}; this is job UID {claimant.job_uid} of cluster "
+        f"{claimant.cluster or 'unknown'}. Nothing there was touched. Give this job another prefix; or, if that one must not write there "
+        f"any more, run: kubectl tiercheck remote take-over"
+        + ("." if lost else f", or set tiers.remote.takeOverFrom: {owner.job_uid} before this job begins.")
+    )
+
+
+def _day(when: float) -> str:
+    try:
+        return datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (ValueError, OverflowError, OSError):
+        return "an unknown time"
+
+
+class Ownership:
+    """What one process knows of it. Thread-safe: it only remembers what never changes. All methods raise RemoteError."""
+
+    def __init__(self, objects: Objects, claimant: Claimant | None) -> None:
+        self._objects, self._claimant = objects, claimant
+        self._known: tuple[int, Owner] | None = None
+
+    def owner(self) -> Owner | None:
+        """Whose the folder is; None: nobody's yet."""
+        return self._read(self._number())
+
+    def check(self) -> None:
+        """Raises RemoteOwned if the folder is another's, and may not be claimed. Without a claimant nothing is asked."""
+        if self._claimant is not None:
+            self._judge(self.owner(), self._claimant)
+
+    def claim(self) -> None:
+        """Make the folder the claimant's, if it is not. Raises RemoteOwned. Without a claimant nothing is asked."""
+        claimant = self._claimant
+        if claimant is None:
+            return
+        for _ in range(_TRIES):
+            number = self._number()
+            owner = self._read(number)
+            self._judge(owner, claimant)
+            if owns(owner, claimant) or self._succeed(number, owner, Owner(claimant.cluster, claimant.job_uid)):
+                return
+        raise RemoteError(Reason.OWNED, f"{self._objects.location} changes hands all the time.", retriable=True)
+
+    def give_to(self, job_uid: str, cluster: str = "") -> Owner | None:
+        """Make the folder a job's, whoever had it: a person's word. Returns who had it."""
+        while True:
+            number, owner = self._number(), None
+            with contextlib.suppress(RemoteCorrupt):  # this mends it
+                owner = self._read(number)
+            if owner is not None and owner.job_uid == job_uid and cluster in ("", owner.cluster):
+                return owner
+            if self._succeed(number, owner, Owner(cluster, job_uid)):
+                return owner
+
+    def _judge(self, owner: Owner | None, claimant: Claimant) -> None:
+        if owner is not None and not owns(owner, claimant) and not may_claim(owner, claimant):
+            raise RemoteOwned(refusal(owner, claimant, self._objects.location))
+
+    def _succeed(self, number: int, before: Owner | None, owner: Owner) -> bool:
+        former = (
+            () if before is None else tuple(each for each in (*before.former, before.job_uid) if each != owner.job_uid)
+        )
+        owner = replace(owner, since=time.time(), former=former[-_FORMER:])
+        if not self._objects.create(keys.owner_key(number + 1), to_json(owner)):
+            return False
+        with contextlib.suppress(RemoteError):  # only the highest counts
+            self._objects.delete([keys.owner_key(number)] if number else [])
+        return True
+
+    def _number(self) -> int:
+        return max((keys.owner_number(stored.key) for stored in self._objects.list(keys.OWNERS)), default=0)
+
+    def _read(self, number: int) -> Owner | None:
+        if number == 0:
+            return None
+        known = self._known
+        if known is not None and known[0] == number:
+            return known[1]
+        key = keys.owner_key(number)
+        place = f"{self._objects.location}/{key}"
+        body = self._objects.read(key)
+        if body is None:
+            raise RemoteError(Reason.OWNED, f"{place} went while it was being read.", retriable=True)
+        try:
+            owner = from_json(body, Owner)
+        except Malformed as error:
+            raise RemoteCorrupt(f"{place}, which says whose the folder is, cannot be read: {error}.") from error
+        self._known = number, owner
+        return owner

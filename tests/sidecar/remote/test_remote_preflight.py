@@ -1,0 +1,173 @@
+"""What a store does not do as promised is found before a job has to rely on it; and a job goes on with a store that ignores conditions."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_proxy import BUSY, DEAF, FORBIDDEN, Fault, Proxy, Seen, proxying
+from odd_servers import EMPTY_LIST, refusal
+from remote_places import DirectoryPlace, Place, S3Place
+from test_remote_two_jobs import Opener, restored
+from world import World, until
+
+from tiercheck.protocol.manifest import Manifest
+from tiercheck.protocol.version import Version
+from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.config import SidecarConfig
+from tiercheck_sidecar.offload import Offloader
+from tiercheck_sidecar.remote import Finding, examine_place, preflight, s3, s3_lines, s3_multipart
+from tiercheck_sidecar.remote.directory import DirectoryObjects
+from tiercheck_sidecar.remote.objects import Stored
+from tiercheck_sidecar.remote.preflight import CHUNK, examine
+
+ALL = ["access", "conditional create", "upload in parts", "ranged reads", "listing after write", "clock", "delete"]
+VERSION = Version(10, 1)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr(s3_multipart, "PART", 5 * CHUNK)  # the least that S3 allows
+    monkeypatch.setattr(preflight, "SIZE", 6 * CHUNK)
+
+
+@pytest.fixture
+def proxy(s3_endpoint: str) -> Iterator[Proxy]:
+    with proxying(s3_endpoint) as proxy:
+        yield proxy
+
+
+@pytest.mark.parametrize("kind", ["s3", "directory"])
+def test_good_place_passes_and_is_left_as_it_was(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    place: Place = DirectoryPlace(tmp_path / "shared")
+    if kind == "s3":
+        place = S3Place(request.getfixturevalue("s3_endpoint"), request.getfixturevalue("s3_client"))
+    findings = list(examine_place(place.settings()))
+    assert [(each.name, each.ok) for each in findings] == [(name, True) for name in ALL], findings
+    assert place.names() == set()
+    assert place.unfinished() == 0
+
+
+def listing(seen: Seen) -> bool:
+    return seen.method == "GET" and "list-type" in seen.path and "/check" in seen.path.replace("%2F", "/")
+
+
+FAULTS: dict[str, tuple[str, Callable[[Seen], Fault | None]]] = {
+    "ignores conditions": ("conditional create", lambda seen: DEAF),
+    "knows no conditions": (
+        "conditional create",
+        lambda seen: Fault(answer=refusal("NotImplemented", 501)) if "if-none-match" in seen.headers else None,
+    ),
+    "takes no parts": ("upload in parts", lambda seen: FORBIDDEN if "uploads" in seen.path else None),
+    "gives other ranges": (
+        "ranged reads",
+        lambda seen: Fault(answer=(206, b"x" * 10)) if seen.headers.get("range", "bytes=0-").find("=0-") < 0 else None,
+    ),
+    "lists late": (
+        "listing after write",
+        lambda seen: Fault(answer=(200, EMPTY_LIST)) if listing(seen) else None,
+    ),
+    "may not delete": ("delete", lambda seen: FORBIDDEN if seen.method == "DELETE" else None),
+    "does not delete": ("delete", lambda seen: Fault(answer=(204, b"")) if seen.method == "DELETE" else None),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_promise_that_is_not_kept_is_named_with_what_to_do(proxy: Proxy, s3_client: Any, fault: str) -> None:
+    name, proxy.rule = FAULTS[fault]
+    findings = {each.name: each for each in examine_place(S3Place(proxy.url, s3_client).settings())}
+    assert not findings[name].ok
+    assert len(findings[name].message) > 60, "a sentence, and advice"
+    assert not findings[name].passing
+    assert findings["access"].ok
+
+
+def test_place_that_cannot_be_used_at_all_has_one_finding(proxy: Proxy, s3_client: Any) -> None:
+    proxy.rule = lambda seen: FORBIDDEN
+    (finding,) = examine_place(S3Place(proxy.url, s3_client).settings())
+    assert (finding.name, finding.ok, finding.passing) == ("access", False, False)
+    assert "allow these credentials" in finding.message
+
+
+def test_trouble_that_passes_is_told_from_a_broken_promise(
+    proxy: Proxy, s3_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_lines, "_BACKOFF", (0.01, 0.01))
+    proxy.rule = lambda seen: BUSY if "partNumber" in seen.path else None
+    found = {each.name: each for each in examine_place(S3Place(proxy.url, s3_client).settings())}["upload in parts"]
+    assert (found.ok, found.passing) == (False, True)
+    missing = json.dumps({"directory": {"path": str(tmp_path / "not-mounted")}})
+    (finding,) = examine_place(missing)
+    assert (finding.ok, finding.passing) == (False, True)
+
+
+def test_clock_that_is_wrong_is_named(tmp_path: Path) -> None:
+    class Behind(DirectoryObjects):
+        def list(self, prefix: str) -> list[Stored]:
+            return [Stored(each.key, each.size, each.modified - 400) for each in super().list(prefix)]
+
+    findings: dict[str, Finding] = {each.name: each for each in examine(Behind(str(tmp_path), "f"))}
+    assert [name for name, each in findings.items() if not each.ok] == ["clock"]
+    assert re.search("(399|400) s behind this machine", findings["clock"].message)
+
+
+def test_of_two_writers_of_a_manifest_one_wins_where_conditions_are_ignored(
+    proxy: Proxy, s3_client: Any, tmp_path: Path
+) -> None:
+    proxy.rule = lambda seen: DEAF
+    jobs = Opener(S3Place(proxy.url, s3_client), tmp_path)
+    one, other = jobs(None), jobs(None)
+    ours, theirs = jobs.put(one, VERSION, b"ours"), jobs.put(other, VERSION, b"theirs")
+    assert one.commit(Manifest("ml/llama", "uid", VERSION, 1, (ours,), 1.0))
+    assert not other.commit(Manifest("ml/llama", "uid", VERSION, 1, (theirs,), 1.0))
+    assert restored(other, VERSION) == b"ours"
+    jobs.close()
+
+
+def test_job_on_a_store_that_ignores_conditions_says_so_and_goes_on(
+    proxy: Proxy, s3_client: Any, make_world: Callable[..., World]
+) -> None:
+    proxy.rule = lambda seen: DEAF
+    world = make_world()
+    world.remote = S3Place(proxy.url, s3_client).settings()
+    world.start()
+    until(
+        lambda: [each.reason for each in world.report(0).problems] == ["RemoteNotSafe"],
+        "it is said before training begins",
+    )
+    assert "If-None-Match" in world.report(0).problems[0].message
+    world.policy = world.policy.__class__(snapshot_every=1, remote_every=1, remote_keep=2)
+    world.begin()
+    with world.ranks() as (rank,):
+        rank.save(10)
+        until(lambda: world.report(0).watermarks.remote == VERSION, "uploaded nevertheless")
+    assert [each.reason for each in world.report(0).problems] == ["RemoteNotSafe"], "it lasts"
+
+
+def test_examination_that_was_cut_short_is_repeated_and_blames_nobody(tmp_path: Path) -> None:
+    class Store:
+        examined = 0
+
+        def examine(self) -> list[Finding]:
+            self.examined += 1
+            return [Finding("access", True, "well"), Finding("delete", False, "it is busy", passing=self.examined == 1)]
+
+    env = {name: "1" for name in ("PROCS_PER_WORKER", "POD_UID", "MEMORY_LIMIT", "JOB", "JOB_UID", "POD_IP")}
+    (tmp_path / "token").write_text("x")
+    config = SidecarConfig.from_env(
+        {f"TIERCHECK_{name}": value for name, value in env.items()}
+        | {"TIERCHECK_WORKER": "0", "TIERCHECK_CREDENTIALS_DIR": str(tmp_path)}
+    )
+    board, store = Board(config), Store()
+    offloader = Offloader(board, None, None)  # type: ignore[arg-type]
+    offloader._examine(store)  # type: ignore[arg-type]
+    assert board.problems == ()
+    offloader._examine(store)  # type: ignore[arg-type]
+    assert [each.reason for each in board.problems] == ["RemoteNotSafe"]
+    board.withdraw("Remote", but="RemoteNotSafe")
+    assert board.problems, "it lasts, whatever comes and goes"
