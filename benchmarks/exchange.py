@@ -197,7 +197,7 @@ class _Worker:
 
     def _dial(self, worker: int) -> Wire:
         host, port = self._addresses[worker]
-        return dial(self.identity, 1, host, port)
+        return dial(self.identity, 1, Peer(worker, host), port)
 
 
 @contextmanager

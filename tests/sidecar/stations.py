@@ -148,7 +148,7 @@ class Station:
         return seal
 
     def connect(self, worker: int) -> Wire:
-        return dial(self.identity, self.board.attempt, self.job.host(worker), self.job.port)
+        return dial(self.identity, self.board.attempt, self.job.peer(worker), self.job.port)
 
     def line(self, worker: int) -> Line:
         return Line(lambda: self.connect(worker))

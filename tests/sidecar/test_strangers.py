@@ -28,7 +28,7 @@ def identity(world: World, worker: int, token: str | None = None, job_uid: str =
 
 
 def reach(world: World, who: Identity, attempt: int, target: int) -> Wire:
-    return dial(who, attempt, world.host(target), names.EXCHANGE_PORT)
+    return dial(who, attempt, world.peer(target), names.EXCHANGE_PORT)
 
 
 def test_control_api_refuses_without_the_token(make_world: MakeWorld) -> None:

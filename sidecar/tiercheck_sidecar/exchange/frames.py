@@ -12,9 +12,9 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -132,6 +132,16 @@ class Wire:
         """Bytes of chunks, whether or not they arrived."""
         self._deadline = float("inf")
 
+    @property
+    def near_end(self) -> tuple[str, int]:
+        """IP address and port of our end. Raises WireBroken."""
+        return _address(self._socket.getsockname)
+
+    @property
+    def far_end(self) -> tuple[str, int]:
+        """IP address and port of the other end. Raises WireBroken."""
+        return _address(self._socket.getpeername)
+
     def patience(self, seconds: float) -> None:
         """How long one call may wait for progress."""
         value = struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
@@ -228,6 +238,14 @@ class Wire:
             self._socket.sendall(data)
         except OSError as error:
             raise broken(error) from error
+
+
+def _address(of: Callable[[], tuple[Any, ...]]) -> tuple[str, int]:
+    try:
+        host, port, *_ = of()
+    except OSError as error:
+        raise broken(error) from error
+    return str(host), int(port)
 
 
 def bitmap(indices: Iterable[int]) -> str:

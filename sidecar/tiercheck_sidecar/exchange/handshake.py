@@ -1,11 +1,13 @@
 """No strangers on the wire: both ends prove that they know the job's token before anything else is said.
 
-The token itself never travels. Each side answers the other's fresh nonce with an HMAC over everything that was claimed,
-so a recorded proof is worth nothing, and neither is a proof made for the other direction.
+The token itself never travels. Each side answers the other's fresh nonce with an HMAC over everything that was claimed and over the
+address at which the two met, so a recorded proof is worth nothing, and neither is a proof made for the other direction or passed on
+by somebody in between, such as whoever has a dead pod's address now.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import hmac
 import secrets
@@ -14,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiercheck.protocol.address import endpoint
+from tiercheck.protocol.directive import Peer
+from tiercheck.protocol.encoding import to_json
 from tiercheck_sidecar.exchange.frames import IO_TIMEOUT, LONGEST_STRANGER, Say, Wire, broken
 
 CONNECT_TIMEOUT = 3.0
@@ -24,7 +28,7 @@ class PeerRefused(Exception):
     """The other sidecar does not talk to us, or is not one of this job; the message is a sentence."""
 
     def __init__(self, message: str, attempt: int | None = None) -> None:
-        """`attempt`: the one that it follows; None: it did not prove to be of this job."""
+        """`attempt`: the one that it follows; None: it did not prove to be who was meant."""
         super().__init__(message)
         self.attempt = attempt
 
@@ -41,9 +45,12 @@ class Claim:
 
 @dataclass(frozen=True)
 class Challenge:
+    """Who was called, and the attempt that it follows."""
+
     worker: int
     nonce: str
     proof: str
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,8 +70,9 @@ class Identity:
     """Connections start here, so that network rules can tell pods apart."""
 
 
-def dial(identity: Identity, attempt: int, host: str, port: int) -> Wire:
-    """A proven connection to another sidecar. `host`: its address; `port`: the usual one, which that need not name. Raises WireBroken, PeerRefused."""
+def dial(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
+    """A proven connection to `peer`'s sidecar. `port`: the usual one, which its address need not name. Raises WireBroken, PeerRefused."""
+    host = peer.host
     try:
         connection = socket.create_connection(endpoint(host, port), CONNECT_TIMEOUT, (identity.host, 0))
     except OSError as error:
@@ -74,9 +82,15 @@ def dial(identity: Identity, attempt: int, host: str, port: int) -> Wire:
         claim = Claim(identity.job_uid, identity.worker, attempt, secrets.token_hex(16))
         wire.send(claim)
         challenge = wire.receive(Challenge, LONGEST_STRANGER)
-        if not hmac.compare_digest(challenge.proof, _proof(identity.token, "server", claim, challenge)):
-            raise PeerRefused(f"{host} does not know this job's token")
-        wire.send(Proof(_proof(identity.token, "client", claim, challenge)))
+        if not _same(challenge.proof, _proof(identity.token, "server", claim, challenge, wire.far_end)):
+            raise PeerRefused(f"{host} does not know this job's token, or was meant to be reached at another address")
+        if challenge.worker != peer.worker:
+            reason = (
+                f"{host} is the sidecar of worker {challenge.worker}, not {peer.worker}, in attempt {challenge.attempt}"
+            )
+            # Workers are numbered anew between attempts; within one, somebody else has the address now.
+            raise PeerRefused(reason, None if challenge.attempt == attempt else challenge.attempt)
+        wire.send(Proof(_proof(identity.token, "client", claim, challenge, wire.far_end)))
         said = wire.receive(Say, LONGEST_STRANGER)
         if said.state != "ok":
             raise PeerRefused(f"{host}: {said.message}", said.attempt)
@@ -88,22 +102,29 @@ def dial(identity: Identity, attempt: int, host: str, port: int) -> Wire:
 
 
 def admit(
-    wire: Wire, identity: Identity, objection: Callable[[Claim], str], attempt: Callable[[], int] = lambda: 0
+    wire: Wire,
+    identity: Identity,
+    objection: Callable[[Claim], str],
+    attempt: Callable[[], int] = lambda: 0,
+    newest: Callable[[], int] = lambda: 0,
 ) -> Claim:
-    """The other end of `dial`. `objection` gives a sentence if a proven caller is refused, who is told the `attempt` that we follow.
+    """The other end of `dial`. `objection` gives a sentence if a proven caller is refused. It is told the `attempt` that we follow, and
+    the `newest` that we know.
 
     Raises WireBroken, PeerRefused.
     """
     wire.patience(CONNECT_TIMEOUT)
     wire.hurry(CONNECT_TIMEOUT)
     claim = wire.receive(Claim, LONGEST_STRANGER)
-    blank = Challenge(identity.worker, secrets.token_hex(16), "")
-    wire.send(Challenge(blank.worker, blank.nonce, _proof(identity.token, "server", claim, blank)))
-    proof = wire.receive(Proof, LONGEST_STRANGER)
-    if not hmac.compare_digest(proof.proof, _proof(identity.token, "client", claim, blank)):
-        raise PeerRefused("the caller does not know this job's token")
+    follows = attempt()  # first: who is another worker from an attempt on is so before it follows that
+    blank = Challenge(identity.worker, secrets.token_hex(16), "", follows)
+    proof = _proof(identity.token, "server", claim, blank, wire.near_end)
+    wire.send(dataclasses.replace(blank, proof=proof))
+    given = wire.receive(Proof, LONGEST_STRANGER).proof
+    if not _same(given, _proof(identity.token, "client", claim, blank, wire.near_end)):
+        raise PeerRefused("the caller does not know this job's token, or meant another address")
     reason = objection(claim)
-    wire.send(Say("refused" if reason else "ok", reason, attempt=attempt()))
+    wire.send(Say("refused" if reason else "ok", reason, attempt=newest()))
     if reason:
         raise PeerRefused(reason)
     wire.patience(IO_TIMEOUT)
@@ -111,6 +132,12 @@ def admit(
     return claim
 
 
-def _proof(token: str, role: str, claim: Claim, challenge: Challenge) -> str:
-    parts = (role, claim.job_uid, claim.worker, claim.attempt, claim.nonce, challenge.worker, challenge.nonce)
-    return hmac.new(token.encode(), "\n".join(map(str, parts)).encode(), hashlib.sha256).hexdigest()
+def _proof(token: str, role: str, claim: Claim, challenge: Challenge, address: tuple[str, int]) -> str:
+    """`address`: IP address and port of the one who is called, as dialled and as bound: between pods nothing rewrites it."""
+    said = to_json([role, claim, dataclasses.replace(challenge, proof=""), list(address)])
+    return hmac.new(token.encode(), said, hashlib.sha256).hexdigest()
+
+
+def _same(given: str, expected: str) -> bool:
+    """Compared as bytes: `compare_digest` takes no text that is not ASCII, and a stranger may say anything."""
+    return hmac.compare_digest(given.encode(errors="replace"), expected.encode())

@@ -73,7 +73,10 @@ class ExchangeServer:
             with contextlib.closing(connection):
                 try:
                     wire = Wire(connection)
-                    claim = admit(wire, self._identity, self._objection, lambda: self._board.newest_attempt)
+                    board = self._board
+                    claim = admit(
+                        wire, self._identity, self._objection, lambda: board.attempt, lambda: board.newest_attempt
+                    )
                 finally:
                     self._strangers.release()
                 with contextlib.closing(wire), self._place(claim.worker):
