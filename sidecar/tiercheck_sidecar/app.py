@@ -66,7 +66,9 @@ class Sidecar:
         self.vault = Vault(config.vault_dir, config.memory_limit, config.ranks, self.board.bump)
         self.reporter = Reporter(self.board, self.vault)
         self.reclaimer = Reclaimer(self.board, self.vault)
-        self.identity = Identity(config.job_uid, config.worker, config.token, config.pod_ip)
+        self.identity = Identity(
+            config.job_uid, config.worker, config.token, config.pod_ip, lambda: self.board.peers_encrypted
+        )
         self.exchange = ExchangeServer(self.board, self.vault, self.identity, config.exchange_port)
         self.replicator = Replicator(self.board, self.vault, self.identity, names.EXCHANGE_PORT)
         self.coordinator = Coordinator(self.board)

@@ -2,7 +2,8 @@
 
 The token itself never travels. Each side answers the other's fresh nonce with an HMAC over everything that was claimed and over the
 address at which the two met, so a recorded proof is worth nothing, and neither is a proof made for the other direction or passed on
-by somebody in between, such as whoever has a dead pod's address now.
+by somebody in between, such as whoever has a dead pod's address now. What was said so far, and the token, then give the keys for
+everything that follows (`protection`), so that nobody can speak in the place of either end later.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tiercheck.protocol.address import endpoint
 from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.encoding import to_json
 from tiercheck_sidecar.exchange.frames import IO_TIMEOUT, LONGEST_STRANGER, Say, Wire, broken
+from tiercheck_sidecar.exchange.protection import directions
 
 CONNECT_TIMEOUT = 3.0
 """Seconds to connect, and for each step of the handshake."""
@@ -41,6 +43,8 @@ class Claim:
     worker: int
     attempt: int
     nonce: str
+    encrypted: bool = False
+    """Whether it wants the connection to be encrypted."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class Challenge:
     nonce: str
     proof: str
     attempt: int = 0
+    encrypted: bool = False
+    """Whether the connection will be encrypted: if either wants it."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,8 @@ class Identity:
     token: str
     host: str
     """Connections start here, so that network rules can tell pods apart."""
+    encrypts: Callable[[], bool] = lambda: False
+    """Whether nothing may leave or arrive in the clear."""
 
 
 def dial(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
@@ -79,7 +87,7 @@ def dial(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
         raise type(broken(error))(f"{host} cannot be reached: {error}") from error
     wire = Wire(connection, CONNECT_TIMEOUT)
     try:
-        claim = Claim(identity.job_uid, identity.worker, attempt, secrets.token_hex(16))
+        claim = Claim(identity.job_uid, identity.worker, attempt, secrets.token_hex(16), identity.encrypts())
         wire.send(claim)
         challenge = wire.receive(Challenge, LONGEST_STRANGER)
         if not _same(challenge.proof, _proof(identity.token, "server", claim, challenge, wire.far_end)):
@@ -90,7 +98,11 @@ def dial(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
             )
             # Workers are numbered anew between attempts; within one, somebody else has the address now.
             raise PeerRefused(reason, None if challenge.attempt == attempt else challenge.attempt)
+        if claim.encrypted and not challenge.encrypted:
+            raise PeerRefused(f"{host} does not encrypt")
         wire.send(Proof(_proof(identity.token, "client", claim, challenge, wire.far_end)))
+        out, into = directions(identity.token, _said("keys", claim, challenge, wire.far_end), challenge.encrypted)
+        wire.protect(out, into)
         said = wire.receive(Say, LONGEST_STRANGER)
         if said.state != "ok":
             raise PeerRefused(f"{host}: {said.message}", said.attempt)
@@ -117,12 +129,15 @@ def admit(
     wire.hurry(CONNECT_TIMEOUT)
     claim = wire.receive(Claim, LONGEST_STRANGER)
     follows = attempt()  # first: who is another worker from an attempt on is so before it follows that
-    blank = Challenge(identity.worker, secrets.token_hex(16), "", follows)
+    encrypted = claim.encrypted or identity.encrypts()
+    blank = Challenge(identity.worker, secrets.token_hex(16), "", follows, encrypted)
     proof = _proof(identity.token, "server", claim, blank, wire.near_end)
     wire.send(dataclasses.replace(blank, proof=proof))
     given = wire.receive(Proof, LONGEST_STRANGER).proof
     if not _same(given, _proof(identity.token, "client", claim, blank, wire.near_end)):
         raise PeerRefused("the caller does not know this job's token, or meant another address")
+    into, out = directions(identity.token, _said("keys", claim, blank, wire.near_end), encrypted)
+    wire.protect(out, into)
     reason = objection(claim)
     wire.send(Say("refused" if reason else "ok", reason, attempt=newest()))
     if reason:
@@ -133,9 +148,12 @@ def admit(
 
 
 def _proof(token: str, role: str, claim: Claim, challenge: Challenge, address: tuple[str, int]) -> str:
+    return hmac.new(token.encode(), _said(role, claim, challenge, address), hashlib.sha256).hexdigest()
+
+
+def _said(role: str, claim: Claim, challenge: Challenge, address: tuple[str, int]) -> bytes:
     """`address`: IP address and port of the one who is called, as dialled and as bound: between pods nothing rewrites it."""
-    said = to_json([role, claim, dataclasses.replace(challenge, proof=""), list(address)])
-    return hmac.new(token.encode(), said, hashlib.sha256).hexdigest()
+    return to_json([role, claim, dataclasses.replace(challenge, proof=""), list(address)])
 
 
 def _same(given: str, expected: str) -> bool:
