@@ -115,11 +115,18 @@ def test_caller_refuses_the_sidecar_of_another_worker(stations: MakeStations) ->
     assert refused.value.attempt is None, "that worker 1 cannot be reached is told"
 
 
-def test_sidecar_that_is_to_be_another_worker_and_was_not_told_yet_counts_as_there(stations: MakeStations) -> None:
+def test_sidecar_that_is_to_be_another_worker_and_was_not_told_yet_is_talked_to(stations: MakeStations) -> None:
+    """A restore need not wait for it: what it holds it has, whoever it is called."""
     job = stations(workers=3)
-    with pytest.raises(PeerRefused) as refused:
-        dial(job[0].identity, 2, Peer(1, job.host(2)), job.port)
-    assert refused.value.attempt == 1
+    dial(job[0].identity, 2, Peer(1, job.host(2)), job.port).close()
+
+
+def test_caller_that_is_late_learns_of_the_attempt_in_which_workers_have_other_numbers(stations: MakeStations) -> None:
+    job = stations(workers=3)
+    job.next_attempt()
+    with pytest.raises(PeerRefused, match="in attempt 2") as refused:
+        dial(job[0].identity, 1, Peer(1, job.host(2)), job.port)
+    assert refused.value.attempt == 2
 
 
 @contextmanager

@@ -92,12 +92,12 @@ def dial(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
         challenge = wire.receive(Challenge, LONGEST_STRANGER)
         if not _same(challenge.proof, _proof(identity.token, "server", claim, challenge, wire.far_end)):
             raise PeerRefused(f"{host} does not know this job's token, or was meant to be reached at another address")
-        if challenge.worker != peer.worker:
-            reason = (
-                f"{host} is the sidecar of worker {challenge.worker}, not {peer.worker}, in attempt {challenge.attempt}"
+        # Workers are numbered anew between attempts, and not all are told at once. Within one, somebody else has the address now.
+        if challenge.worker != peer.worker and challenge.attempt >= attempt:
+            called = f"worker {challenge.worker}, not {peer.worker}, in attempt {challenge.attempt}"
+            raise PeerRefused(
+                f"{host} is the sidecar of {called}", None if challenge.attempt == attempt else challenge.attempt
             )
-            # Workers are numbered anew between attempts; within one, somebody else has the address now.
-            raise PeerRefused(reason, None if challenge.attempt == attempt else challenge.attempt)
         if claim.encrypted and not challenge.encrypted:
             raise PeerRefused(f"{host} does not encrypt")
         wire.send(Proof(_proof(identity.token, "client", claim, challenge, wire.far_end)))
