@@ -7,6 +7,9 @@ receives into a small buffer that stays in the cache, and looks at no byte, with
 memory volume into another's, checks every byte, seals it and acknowledges. Without iperf3 the limit is the same thing in
 Python, and says so. Each round measures the limit and then ours, because other work on the machine slows both; figures are
 the best of the rounds. GB/s are 10^9 bytes per second.
+
+Each round also goes over plain connections (no tags, `plain_wire`) and over encrypted ones. Beside the rates stand the bytes for each second
+of processor time of both ends together: what a core can do, whatever else the machine does.
 """
 
 from __future__ import annotations
@@ -24,11 +27,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.plain_wire import plain_wires
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, Tier
 from tiercheck.protocol.report import RestoreReport, RestoreState
@@ -57,23 +61,48 @@ def run(mebibytes: int = 512, rounds: int = 5, deltas: int = 50) -> dict[str, An
     token = secrets.token_hex(16)
     limit, carry = _limit()
     try:
-        with _holder(folder, token, 1) as first, _holder(folder, token, 2) as second:
-            owner = _Worker(folder, token, 0, {1: first, 2: second})
+        with (
+            _holder(folder, token, 1) as first,
+            _holder(folder, token, 2) as second,
+            _holder(folder, token, 3, plain=True) as third,
+        ):
+            holders = {1: first, 2: second, 3: third}
+            owner = _Worker(folder, token, 0, {worker: holder.address for worker, holder in holders.items()})
             owner.follow(_HOLDERS)
-            rates: dict[str, list[float]] = {"limit": [], "push": [], "fetch": [], "fetch from two": []}
-            with owner.line(1) as line, owner.line(2) as other:
-                for step in range(1, rounds + 1):
-                    seal = owner.save(Version(step * 1000, 1), mebibytes * MIB)
-                    rates["limit"].append(carry(STREAMS))
-                    rates["push"].append(_rate(seal, lambda seal=seal: _push(owner, seal, line)))
+            rates: dict[str, list[float]] = {"limit": [], "fetch from two": []}
+            per_core: dict[str, list[float]] = {}
+
+            def measure(name: str, seal: Seal, worker: int, work: Callable[[], object]) -> None:
+                used = time.process_time() + holders[worker].ask("cpu")
+                rates.setdefault(name, []).append(_rate(seal, work))
+                used = time.process_time() + holders[worker].ask("cpu") - used
+                per_core.setdefault(name, []).append(seal.digests.size / used / 1e9)
+
+            def both_ways(way: str, seal: Seal, worker: int) -> None:
+                with owner.line(worker) as line:
+                    measure(f"{way}push", seal, worker, lambda: _push(owner, seal, line))
+                owner.forget()
+                measure(f"{way}fetch", seal, worker, lambda: owner.fetch(seal, (worker,)))
+
+            for step in range(1, rounds + 1):
+                seal = owner.save(Version(step * 1000, 1), mebibytes * MIB)
+                rates["limit"].append(carry(STREAMS))
+                with plain_wires():
+                    both_ways("plain ", seal, 3)
+                both_ways("", seal, 1)
+                with owner.line(2) as other:
                     _push(owner, seal, other)
-                    for name, sources in (("fetch", (1,)), ("fetch from two", _HOLDERS)):
-                        owner.forget()
-                        rates[name].append(_rate(seal, lambda seal=seal, to=sources: owner.fetch(seal, to)))
+                owner.forget()
+                rates["fetch from two"].append(_rate(seal, lambda seal=seal: owner.fetch(seal, _HOLDERS)))
+                first.ask("forget")
+                with owner.encrypting():
+                    both_ways("encrypted ", seal, 1)
+            with owner.line(1) as line:
                 milliseconds = [_delta(owner, line, Version(rounds * 1000 + n + 1, 1)) for n in range(deltas)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     best = {name: max(values) for name, values in rates.items()}
+    core = {name: max(values) for name, values in per_core.items()}
     return {
         "mebibytes": mebibytes,
         "cores": len(os.sched_getaffinity(0)),
@@ -81,6 +110,12 @@ def run(mebibytes: int = 512, rounds: int = 5, deltas: int = 50) -> dict[str, An
         "limit is": limit,
         **{f"{name}, GB/s": rate for name, rate in best.items()},
         **{f"{name} / limit": rate / best["limit"] for name, rate in best.items() if name != "limit"},
+        **{f"{name}, GB for a core's second": rate for name, rate in core.items()},
+        **{
+            f"{way}{name} / plain, for a core's second": core[f"{way}{name}"] / core[f"plain {name}"]
+            for way in ("", "encrypted ")
+            for name in ("push", "fetch")
+        },
         "delta of 1 MiB, median ms": statistics.median(milliseconds),
         "delta of 1 MiB, best ms": min(milliseconds),
         "rounds": rates,
@@ -192,43 +227,67 @@ class _Worker:
         fetched = fetch(self.vault, Artifact(seal.rank, seal.version, seal.kind), dials)
         assert fetched.seal.digests == seal.digests
 
+    @contextmanager
+    def encrypting(self) -> Iterator[None]:
+        """New connections are encrypted."""
+        self.identity.encrypts = lambda: True
+        yield
+        self.identity.encrypts = lambda: False
+
     def line(self, worker: int) -> Line:
         return Line(lambda: self._dial(worker))
 
     def _dial(self, worker: int) -> Wire:
         host, port = self._addresses[worker]
-        return dial(self.identity, 1, host, port)
+        return dial(self.identity, 1, Peer(worker, host), port)
+
+
+class _Holder:
+    """Worker 0's holder, in a process of its own."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self.address: tuple[str, int] = pipe.recv()
+
+    def ask(self, what: str) -> float:
+        """ "cpu": seconds of processor time that it has used. "forget": it has nothing any more."""
+        self._pipe.send(what)
+        answer: float = self._pipe.recv()
+        return answer
 
 
 @contextmanager
-def _holder(folder: Path, token: str, worker: int) -> Iterator[tuple[str, int]]:
-    """Worker 0's holder, in a process of its own; gives its address."""
+def _holder(folder: Path, token: str, worker: int, plain: bool = False) -> Iterator[_Holder]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_hold, args=(theirs, folder, token, worker), daemon=True)
+    process = context.Process(target=_hold, args=(theirs, folder, token, worker, plain), daemon=True)
     process.start()
     theirs.close()
     try:
-        yield ours.recv()
+        yield _Holder(ours)
     finally:
         ours.close()
         process.join(30)
         process.kill()
 
 
-def _hold(pipe: Connection, folder: Path, token: str, worker: int) -> None:
+def _hold(pipe: Connection, folder: Path, token: str, worker: int, plain: bool) -> None:
     """Keep the newest artifact of each kind, until the other end of `pipe` is closed."""
-    holder = _Worker(folder, token, worker, {})
-    server = ExchangeServer(holder.board, holder.vault, holder.identity, 0)
-    holder.follow((), hosted=(0,))
-    server.start()
-    threading.Thread(target=_keep_newest, args=(holder,), daemon=True).start()
-    pipe.send(server.address)
-    try:
-        pipe.recv()
-    except EOFError:
-        server.stop()
-        holder.board.stop()
+    with plain_wires() if plain else nullcontext():
+        holder = _Worker(folder, token, worker, {})
+        server = ExchangeServer(holder.board, holder.vault, holder.identity, 0)
+        holder.follow((), hosted=(0,))
+        server.start()
+        threading.Thread(target=_keep_newest, args=(holder,), daemon=True).start()
+        pipe.send(server.address)
+        try:
+            while asked := pipe.recv():
+                if asked == "forget":
+                    holder.forget()
+                pipe.send(time.process_time())
+        except EOFError:
+            server.stop()
+            holder.board.stop()
 
 
 def _keep_newest(holder: _Worker) -> None:

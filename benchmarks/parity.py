@@ -206,7 +206,7 @@ class _Worker:
         server.start()
 
     def dial(self, peer: Peer) -> Wire:
-        return dial(self._identity, 1, peer.host, 8471)
+        return dial(self._identity, 1, peer, 8471)
 
     def capture(self) -> Seal:
         """An artifact of random bytes."""

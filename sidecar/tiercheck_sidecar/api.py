@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import math
 import ssl
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -42,6 +43,8 @@ class ControlApi:
         self._expected = f"Bearer {board.config.token}".encode()
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.on_proof: Callable[[web.Request], None] = lambda _: None
+        """Hears of each request that has the job's token."""
         self._told = -1
         """Serial of the newest report that the controller has."""
 
@@ -68,9 +71,10 @@ class ControlApi:
     async def _authenticate(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode()
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if not hmac.compare_digest(given, self._expected):
             return sentence(401, "the job's token is required")
+        self.on_proof(request)
         return await handler(request)
 
     async def _directive(self, request: web.Request) -> web.StreamResponse:
@@ -90,11 +94,13 @@ class ControlApi:
     async def _report(self, request: web.Request) -> web.StreamResponse:
         try:
             after = int(request.query.get("after", "-1"))
-            wait = min(float(request.query.get("wait", "0")), _MAX_WAIT)
+            wait = float(request.query.get("wait", "0"))
+            if not math.isfinite(wait):
+                raise ValueError(wait)
         except ValueError:
             return sentence(422, "after is a serial, wait is in seconds")
         self._board.controller_at = self._board.clock()
-        deadline = asyncio.get_running_loop().time() + wait
+        deadline = asyncio.get_running_loop().time() + min(wait, _MAX_WAIT)
         while True:
             changed = self._changed
             report = self._reporter.report()

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
@@ -26,6 +26,7 @@ from tiercheck_sidecar.ending import may_go
 from tiercheck_sidecar.exchange.handshake import Identity
 from tiercheck_sidecar.exchange.pulse import Pulse
 from tiercheck_sidecar.exchange.server import ExchangeServer
+from tiercheck_sidecar.guarded_port import GuardedPort
 from tiercheck_sidecar.lending import FOLDER
 from tiercheck_sidecar.node_memory import Claim, sweep_job
 from tiercheck_sidecar.offload import Offloader
@@ -39,6 +40,7 @@ from tiercheck_sidecar.replicate import Replicator
 from tiercheck_sidecar.report import Reporter
 from tiercheck_sidecar.restore import Restorer
 from tiercheck_sidecar.restore_sources import RestoreSources
+from tiercheck_sidecar.strangers import Strangers, named_addresses
 from tiercheck_sidecar.throttling import EVERY, ThrottleWatch, read_cpu_stat
 from tiercheck_sidecar.tier_api import routes
 from tiercheck_sidecar.tiers import TierClient
@@ -51,6 +53,8 @@ _HAND_OVER = 10.0
 """Seconds for the last copies, of the pod's grace."""
 _LAST_WORD = 2.0
 """Seconds for the controller to ask for the last report."""
+_MOST_STRANGERS = 256
+"""Connections to a port for HTTP of addresses that nobody named, and that have proved nothing yet."""
 
 
 class Sidecar:
@@ -62,7 +66,9 @@ class Sidecar:
         self.vault = Vault(config.vault_dir, config.memory_limit, config.ranks, self.board.bump)
         self.reporter = Reporter(self.board, self.vault)
         self.reclaimer = Reclaimer(self.board, self.vault)
-        self.identity = Identity(config.job_uid, config.worker, config.token, config.pod_ip)
+        self.identity = Identity(
+            config.job_uid, config.worker, config.token, config.pod_ip, lambda: self.board.peers_encrypted
+        )
         self.exchange = ExchangeServer(self.board, self.vault, self.identity, config.exchange_port)
         self.replicator = Replicator(self.board, self.vault, self.identity, names.EXCHANGE_PORT)
         self.coordinator = Coordinator(self.board)
@@ -78,14 +84,15 @@ class Sidecar:
         self.reporter.owes = self._owes
         self.reporter.settled = self._settled
         self.tiers = TierClient(self.board, self.vault, self._acknowledged, self.offloader)
-        self._runners: list[web.AppRunner] = []
+        self._ports: list[GuardedPort] = []
         self.board.on_identity = self._identified
 
     async def run(self) -> None:
         """Until SIGTERM or SIGINT, or until new credentials ask for a new process. Raises OSError if an address or the memory volume cannot be used."""
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
-        await self._serve(self._health(), self.config.metrics_port, secure=False)
+        # Whoever watches is not known: a connection is closed once it was answered.
+        await self._serve(GuardedPort(self._health(), Strangers(lambda: _MOST_STRANGERS)), self.config.metrics_port)
         await asyncio.to_thread(self._open_memory)
         # Not before: verifying a large memory takes long, is owed to nobody, and cannot be interrupted.
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -96,7 +103,9 @@ class Sidecar:
             threading.Thread(target=loop_body, name=name, daemon=True).start()
         control = ControlApi(self.board, self.reporter)
         api = control.build(*routes(self.board, self.coordinator))
-        await self._serve(api, self.config.control_port, secure=True)
+        port = GuardedPort(api, Strangers(self._most_strangers, self._named), server_context(self.config))
+        control.on_proof = port.believe
+        await self._serve(port, self.config.control_port)
         self._ready = True
         who = "a spare" if self.board.config.worker == SPARE else f"worker {self.board.config.worker}"
         log.info("sidecar of %s is ready on %s", who, self.config.pod_ip)
@@ -113,8 +122,8 @@ class Sidecar:
         self.socket.stop()
         self.exchange.stop()
         self.offloader.close()
-        for runner in self._runners:
-            await runner.cleanup()
+        for each in self._ports:
+            await each.stop()
         if self._claim is not None and self._over:
             self._claim.discard()
 
@@ -235,16 +244,29 @@ class Sidecar:
                 body=metrics.render(self.reporter), headers={"Content-Type": "text/plain; version=0.0.4"}
             )
 
-        app = web.Application()
+        @web.middleware
+        async def once(
+            request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+        ) -> web.StreamResponse:
+            response = await handler(request)
+            response.force_close()
+            return response
+
+        app = web.Application(middlewares=[once])
         app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", scrape)])
         return app
 
-    async def _serve(self, app: web.Application, port: int, secure: bool) -> None:
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, auto_decompress=False)
-        await runner.setup()
-        self._runners.append(runner)
-        context = server_context(self.config) if secure else None
-        await web.TCPSite(runner, self.config.pod_ip, port, ssl_context=context, reuse_address=True).start()
+    async def _serve(self, port: GuardedPort, number: int) -> None:
+        self._ports.append(port)
+        await port.start(self.config.pod_ip, number)
+
+    def _named(self) -> frozenset[str]:
+        return named_addresses(self.board.directive)
+
+    def _most_strangers(self) -> int:
+        """All workers may call worker 0 at once."""
+        directive = self.board.directive
+        return _MOST_STRANGERS + (directive.workers if directive else 0)
 
 
 def main() -> int:

@@ -227,6 +227,12 @@ class Board:
             return self.distrusted or self.declined.get(rank, "")
 
     @property
+    def peers_encrypted(self) -> bool:
+        """Whether the job wants connections between sidecars to be encrypted."""
+        directive = self.directive
+        return directive is not None and directive.policy.peer_encrypted
+
+    @property
     def every(self) -> int:
         """Steps between snapshots: what the user wants, or else what the coordinator names; 0: not decided yet."""
         directive = self.directive

@@ -95,7 +95,7 @@ class Replicator:
         """One lane."""
         seen = -1
         waits: Backoff[int | None] = Backoff()
-        with Line(lambda: dial(self._identity, era.attempt, holder.host, self._port)) as line:
+        with Line(lambda: dial(self._identity, era.attempt, holder, self._port)) as line:
             while not self._board.stopping and self._era == era:
                 now = time.monotonic()
                 candidates = first_of_each_rank(self._due(holder, kind, era))

@@ -130,7 +130,7 @@ class RestoreSources:
 
     def connect(self, peer: Peer) -> Wire:
         """A proven connection to a worker's sidecar. Raises WireBroken, PeerRefused."""
-        return dial(self._identity, self._board.attempt, peer.host, self._port)
+        return dial(self._identity, self._board.attempt, peer, self._port)
 
 
 def name_of(source: Source) -> str:

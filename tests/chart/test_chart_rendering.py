@@ -83,7 +83,9 @@ def test_every_object_has_the_labels_and_annotations_that_are_asked_for() -> Non
 
 @pytest.mark.parametrize("case", CASES)
 def test_everything_with_a_namespace_is_in_the_releases_or_in_one_that_is_served(case: str) -> None:
-    places = {NAMESPACE, *values_of(case).get("watchNamespaces", ())}
+    values = values_of(case)
+    closed = values.get("networkPolicy", {}).get("jobs", {}).get("namespaces", ())
+    places = {NAMESPACE, *values.get("watchNamespaces", ()), *closed}
     global_kinds = {
         "ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition", "MutatingWebhookConfiguration",
         "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding",

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from chart_under_test import CASES, objects, of_kind, only, values_of
+from chart_under_test import CASES, NAMESPACE, objects, of_kind, only, values_of
+
+from tiercheck.protocol import names
 
 
 def pods(case: str) -> list[dict[str, Any]]:
@@ -100,6 +102,74 @@ def test_names_are_resolved_only_where_that_is_asked_for() -> None:
 
     assert 53 not in ports()
     assert 53 in ports(dns=True)
+
+
+# Who reaches a job's pods, where that is asked for
+
+JOBS = {"networkPolicy": {"jobs": {"namespaces": ["training", "research"]}}}
+MONITORING = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+
+
+def may_reach(spec: dict[str, Any], caller: dict[str, str] | None, namespace: str, port: int, protocol: str) -> bool:
+    """Whether a pod with these labels (None: somebody who is no pod) gets through to a job's pod in `training`."""
+    return any(
+        any(
+            one["protocol"] == protocol and one["port"] <= port <= one.get("endPort", one["port"])
+            for one in rule["ports"]
+        )
+        and (
+            "from" not in rule or (caller is not None and any(is_it(peer, caller, namespace) for peer in rule["from"]))
+        )
+        for rule in spec["ingress"]
+    )
+
+
+def is_it(peer: dict[str, Any], labels: dict[str, str], namespace: str) -> bool:
+    within = peer.get("namespaceSelector")
+    names_of_it = {"kubernetes.io/metadata.name": namespace}
+    if within is None and namespace != "training":
+        return False
+    return selects(within or {}, names_of_it) and selects(peer.get("podSelector", {}), labels)
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    exist = [each["key"] for each in selector.get("matchExpressions", []) if each["operator"] == "Exists"]
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(key in labels for key in exist)
+
+
+def test_sidecars_are_open_to_everybody_unless_asked_for() -> None:
+    assert of_kind("NetworkPolicy", {}) == []
+
+
+@pytest.mark.parametrize("metrics_from", [[], [MONITORING]])
+def test_sidecars_hear_the_operator_each_other_and_monitoring_and_training_hears_whom_it_did(
+    metrics_from: list[dict[str, Any]],
+) -> None:
+    values = {"networkPolicy": {**JOBS["networkPolicy"], "metricsFrom": metrics_from}}
+    policies = of_kind("NetworkPolicy", values)
+    assert [each["metadata"]["namespace"] for each in policies] == ["training", "research"]
+    operator = only("Deployment", values)["spec"]["template"]["metadata"]["labels"]
+    job, other, nobody = {names.LABEL_JOB_UID: "u"}, {"app": "other"}, None
+    control, exchange, metrics = names.CONTROL_PORT, names.EXCHANGE_PORT, names.METRICS_PORT
+    for spec in (each["spec"] for each in policies[:1]):
+        assert spec["policyTypes"] == ["Ingress"]
+        assert selects(spec["podSelector"], job)
+        assert not selects(spec["podSelector"], other), "nobody else is touched"
+        for caller, namespace, allowed in (
+            (operator, NAMESPACE, {control} | (set() if metrics_from else {metrics})),
+            (operator, "elsewhere", set() if metrics_from else {metrics}),
+            (job, "training", {control, exchange} | (set() if metrics_from else {metrics})),
+            (job, "elsewhere", set() if metrics_from else {metrics}),
+            (other, "training", set() if metrics_from else {metrics}),
+            (other, "monitoring", {metrics}),
+            (nobody, "", set()),
+        ):
+            through = {port for port in (control, exchange, metrics) if may_reach(spec, caller, namespace, port, "TCP")}
+            assert through == allowed, (caller, namespace)
+        for port in (1, 22, 8469, 8473, 29500, 65535):
+            assert may_reach(spec, nobody, "", port, "TCP"), "what training listens on is its owner's affair"
+        for port in (1, 4791, 8471, 65535):
+            assert all(may_reach(spec, nobody, "", port, protocol) for protocol in ("UDP", "SCTP"))
 
 
 # The janitor of node memory, which only who asks for it gets

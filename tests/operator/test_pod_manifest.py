@@ -335,7 +335,7 @@ def test_settings_of_the_data_plane_reach_the_sidecars() -> None:
             "snapshot": {},
         },
         tiers={
-            "peer": {"parity": {"data": 2, "parity": 1}, "bandwidth": "2Gi"},
+            "peer": {"parity": {"data": 2, "parity": 1}, "bandwidth": "2Gi", "encryption": "Required"},
             "remote": {
                 "directory": {"volume": {"emptyDir": {}}},
                 "everySteps": 100,
@@ -356,6 +356,7 @@ def test_settings_of_the_data_plane_reach_the_sidecars() -> None:
         remote_bandwidth=2**20,
         remote_keep_seconds=259200.0,
         peer_bandwidth=2**31,
+        peer_encrypted=True,
         delta=DeltaMode.REPLAY,
         sanity_gate=False,
         verify_all=True,
@@ -368,6 +369,7 @@ def test_job_that_says_nothing_gets_deltas_a_sanity_gate_and_a_copy() -> None:
     spec = make_job().spec
     assert (spec.copies, spec.parity, spec.delta, spec.sanity_gate) == (1, None, DeltaMode.AUTO, True)
     assert (spec.snapshot_every, spec.state_size, spec.rollback_after, spec.peer_bandwidth) == (None,) * 4
+    assert not spec.peer_encrypted
 
 
 def test_node_that_another_job_suspects_is_shunned_and_not_forbidden() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from stations import Stations
+from stations import Stations, send_bytes
 from world import until
 
 from tiercheck.protocol.artifact import Artifact, Kind
@@ -45,9 +45,7 @@ def send_by_hand(wire: Wire, seal: Seal, content: bytes, transfer: str, *chunks:
     wire.send(Ask("join", transfer=transfer))
     for index in chunks:
         begin, length = index * seal.digests.chunk, length_of(seal.digests, index)
-        wire._socket.sendall(
-            index.to_bytes(4, "little") + length.to_bytes(4, "little") + content[begin : begin + length]
-        )
+        send_bytes(wire, index, content[begin : begin + length])
     wire.send_end()
     return wire.receive(Say)
 

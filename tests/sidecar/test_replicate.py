@@ -179,7 +179,7 @@ def test_stranger_with_a_guessed_token_gets_nothing(stations: MakeStations) -> N
     job = stations()
     stranger = Identity("uid-of-the-job", 0, "guessed", job.host(0))
     with pytest.raises(PeerRefused):
-        dial(stranger, 1, job.host(1), job.port)
+        dial(stranger, 1, job.peer(1), job.port)
 
 
 def test_stranger_that_trickles_is_cut_off(stations: MakeStations, monkeypatch: pytest.MonkeyPatch) -> None:

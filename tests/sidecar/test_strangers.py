@@ -7,6 +7,7 @@ import ssl
 from collections.abc import Callable
 
 import pytest
+from stations import send_bytes
 from test_cluster import save_everywhere
 from world import JOB_UID, World, content, error_of, layout, until
 
@@ -28,7 +29,7 @@ def identity(world: World, worker: int, token: str | None = None, job_uid: str =
 
 
 def reach(world: World, who: Identity, attempt: int, target: int) -> Wire:
-    return dial(who, attempt, world.host(target), names.EXCHANGE_PORT)
+    return dial(who, attempt, world.peer(target), names.EXCHANGE_PORT)
 
 
 def test_control_api_refuses_without_the_token(make_world: MakeWorld) -> None:
@@ -116,7 +117,7 @@ def test_partitioned_old_worker_is_refused_and_nothing_it_sends_is_readable(make
     with pytest.raises(PeerRefused, match="attempt 1 is over"):
         reach(world, identity(world, 1), 1, 0)
     early.send(Ask("join", transfer=offered.transfer))
-    early._socket.sendall((0).to_bytes(4, "little") + len(artifact).to_bytes(4, "little") + artifact)
+    send_bytes(early, 0, artifact)
     early.send_end()
     assert early.receive(Say).damaged == ()
     early.send(Ask("commit", transfer=offered.transfer))
@@ -168,7 +169,7 @@ def test_bytes_that_are_not_the_artifact_they_claim_to_be_are_not_kept(make_worl
     wire.send(Ask("offer", 1, Version(5, 1), 2, digest(memoryview(lie))))
     said = wire.receive(Say)
     wire.send(Ask("join", transfer=said.transfer))
-    wire._socket.sendall((0).to_bytes(4, "little") + len(lie).to_bytes(4, "little") + lie)
+    send_bytes(wire, 0, lie)
     wire.send_end()
     wire.receive(Say)
     wire.send(Ask("commit", transfer=said.transfer))
@@ -188,7 +189,7 @@ def test_damaged_chunk_is_named_and_not_acknowledged_until_it_is_good(make_world
     transfer = wire.receive(Say).transfer
     for sent, damaged, commit in ((bad, (0,), "again"), (good, (), "ok")):
         wire.send(Ask("join", transfer=transfer))
-        wire._socket.sendall((0).to_bytes(4, "little") + len(sent).to_bytes(4, "little") + sent)
+        send_bytes(wire, 0, sent)
         wire.send_end()
         assert wire.receive(Say).damaged == damaged
         wire.send(Ask("commit", transfer=transfer))

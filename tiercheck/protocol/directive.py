@@ -141,6 +141,8 @@ class Policy:
     """Versions younger than this are kept as well, however many they are; None: only the count decides."""
     peer_bandwidth: int | None = None
     """Bytes per second that this worker sends to its holders; None: not limited."""
+    peer_encrypted: bool = False
+    """Whether what sidecars say to each other is enciphered; it is authenticated in any case."""
     delta: DeltaMode = DeltaMode.AUTO
     sanity_gate: bool = True
     """Refuse artifacts of a state or a gradient that is not finite."""

@@ -127,6 +127,8 @@ class JobSpec:
     parity: tuple[int, int] | None = None
     """`spec.tiers.peer.parity` as (data, parity), in place of copies; None: copies."""
     peer_bandwidth: int | None = None
+    peer_encrypted: bool = False
+    """`spec.tiers.peer.encryption` is Required."""
     delta: DeltaMode = DeltaMode.AUTO
     sanity_gate: bool = True
     verify_all: bool = False

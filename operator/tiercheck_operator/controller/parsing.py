@@ -108,6 +108,7 @@ def _spec(raw: Mapping[str, Any]) -> JobSpec:
         sidecar_resources=_resources((raw.get("sidecar") or {}).get("resources") or {}),
         parity=(int(parity["data"]), int(parity["parity"])) if parity else None,
         peer_bandwidth=_bytes(peer.get("bandwidth")),
+        peer_encrypted=peer.get("encryption") == "Required",
         delta=DeltaMode((checkpoint.get("delta") or {}).get("mode") or DeltaMode.AUTO),
         sanity_gate=checkpoint.get("sanityGate") != "Off",
         verify_all=checkpoint.get("verify") == "Full",

@@ -1,7 +1,8 @@
 """What travels on an exchange connection: short JSON messages with a length, and chunks with a small binary header.
 
-Bytes of state go from the page cache to the socket (`sendfile`) and from the socket to their place (`recv_into`); Python never
-holds them. The kernel's own socket timeouts bound every wait, so no call needs a poll around it.
+Once the two ends have proved who they are, everything carries a tag (`protection`). Bytes of state pass through a small buffer that stays
+in the cache on their way out, and go from the socket to their place. The kernel's own socket timeouts bound every wait, so no call
+needs a poll around it.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.decoding import Malformed, decode
+from tiercheck_sidecar.exchange.protection import TAG, Direction, Forged, Frame
 
 T = TypeVar("T")
 
@@ -42,6 +44,10 @@ whenever a busy machine lets a sender wait for its turn (measured on loopback: a
 _NO_WAY = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 _LENGTH = struct.Struct("<I")
 _CHUNK = struct.Struct("<II")
+_MESSAGE, _INDEX, _PART = b"m", b"i", b"c"
+"""Kinds of frames: none is taken for one of another."""
+_PIECE = 256 * 1024
+"""Bytes that are read, tagged and sent at once, from the cache."""
 
 
 class WireBroken(OSError):
@@ -129,6 +135,26 @@ class Wire:
         self.sent = 0
         """Bytes of chunks, whether or not they arrived."""
         self._deadline = float("inf")
+        self._out: Direction | None = None
+        self._in: Direction | None = None
+        self._chunk: Frame | None = None
+        self._left = 0
+        """Bytes of the chunk that is arriving."""
+        self._buffer = memoryview(b"")
+
+    def protect(self, out: Direction, into: Direction) -> None:
+        """From now on, for each direction."""
+        self._out, self._in = out, into
+
+    @property
+    def near_end(self) -> tuple[str, int]:
+        """IP address and port of our end. Raises WireBroken."""
+        return _address(self._socket.getsockname)
+
+    @property
+    def far_end(self) -> tuple[str, int]:
+        """IP address and port of the other end. Raises WireBroken."""
+        return _address(self._socket.getpeername)
 
     def patience(self, seconds: float) -> None:
         """How long one call may wait for progress."""
@@ -151,60 +177,107 @@ class Wire:
 
     def send(self, message: object) -> None:
         """Raises WireBroken."""
-        body = to_json(message)
-        self._send_all(_LENGTH.pack(len(body)) + body)
+        body = bytearray(to_json(message))
+        header = _LENGTH.pack(len(body))
+        tag = b""
+        if self._out is not None:
+            frame = self._out.sending(_MESSAGE + header)
+            frame.work(body)
+            tag = frame.tag()
+        self._send_all(header + body + tag)
 
     def receive(self, cls: type[T], longest: int = LONGEST) -> T:
         """Raises WireBroken."""
-        (length,) = _LENGTH.unpack(self._take(_LENGTH.size))
+        header = self._take(_LENGTH.size)
+        (length,) = _LENGTH.unpack(header)
         if length > longest:
             raise WireBroken(f"a message of {length} bytes is refused")
+        body = self._take(length)
+        if self._in is not None:
+            frame = self._in.receiving(_MESSAGE + header)
+            frame.work(body)
+            self._check(frame)
         try:
-            return decode(self._take(length), cls, longest)
+            return decode(body, cls, longest)
         except Malformed as error:
             raise WireBroken(f"not a {cls.__name__}: {error}") from error
 
     def send_index(self, index: int) -> None:
-        self._send_all(_LENGTH.pack(index))
+        header = _LENGTH.pack(index)
+        self._send_all(header + self._sending(_INDEX + header).tag())
 
     def receive_index(self) -> int:
-        return int(_LENGTH.unpack(self._take(_LENGTH.size))[0])
+        header = self._take(_LENGTH.size)
+        self._check(self._receiving(_INDEX + header))
+        return int(_LENGTH.unpack(header)[0])
 
     def send_end(self) -> None:
-        self._send_all(_CHUNK.pack(END, 0))
+        header = _CHUNK.pack(END, 0)
+        self._send_all(header + self._sending(_PART + header).tag())
 
     def send_chunk(self, file: int, index: int, offset: int, length: int, pace: Pace | None = None) -> None:
-        """From the open file `file`, without copying. Raises WireBroken."""
-        piece = pace.piece if pace else None
+        """From the open file `file`. Raises WireBroken."""
+        if not self._buffer:
+            self._buffer = memoryview(bytearray(_PIECE))
+        header = _CHUNK.pack(index, length)
+        frame = self._sending(_PART + header)
+        granted, end = 0, offset + length
         try:
-            self._socket.sendall(_CHUNK.pack(index, length), socket.MSG_MORE)
-            end = offset + length
+            self._socket.sendall(header, socket.MSG_MORE)
             while offset < end:
-                step = end - offset if piece is None else min(piece, end - offset)
-                if pace:
-                    pace.take(step)
-                self._send_file(file, offset, step)
-                offset += step
+                if pace and not granted:
+                    granted = min(pace.piece or length, end - offset)
+                    pace.take(granted)
+                got = os.preadv(file, [self._buffer[: min(granted or length, end - offset)]], offset)
+                if got == 0:
+                    raise WireBroken("the slot is shorter than its artifact")
+                frame.work(self._buffer[:got])
+                self._socket.sendall(self._buffer[:got], socket.MSG_MORE)
+                self.sent += got
+                offset += got
+                granted = max(0, granted - got)
+            self._socket.sendall(frame.tag())
         except OSError as error:
             raise broken(error) from error
 
-    def _send_file(self, file: int, offset: int, length: int) -> None:
-        out = self._socket.fileno()
-        while length:
-            sent = os.sendfile(out, file, offset, length)
-            if sent == 0:
-                raise WireBroken("the slot is shorter than its artifact")
-            self.sent += sent
-            offset += sent
-            length -= sent
-
     def receive_chunk_header(self) -> tuple[int, int]:
-        """(index, length); index END ends the stream."""
-        index, length = _CHUNK.unpack(self._take(_CHUNK.size))
+        """(index, length); index END ends the stream. The bytes are to be received next, all of them."""
+        header = self._take(_CHUNK.size)
+        index, length = _CHUNK.unpack(header)
+        frame = self._receiving(_PART + header)
+        if index == END or length == 0:
+            self._check(frame)
+        self._chunk, self._left = frame, length
         return index, length
 
     def receive_into(self, view: memoryview) -> None:
-        """Fill `view`. Raises WireBroken."""
+        """Fill `view` with the next bytes of a chunk. They are worth nothing before its last ones were received. Raises WireBroken."""
+        if self._chunk is None or len(view) > self._left:
+            raise WireBroken("the chunk has fewer bytes")
+        self._fill(view)
+        self._chunk.work(view)
+        self._left -= len(view)
+        if self._left == 0:
+            self._check(self._chunk)
+
+    def _sending(self, header: bytes) -> Frame:
+        if self._out is None:
+            raise WireBroken("nothing was proved yet")
+        return self._out.sending(header)
+
+    def _receiving(self, header: bytes) -> Frame:
+        if self._in is None:
+            raise WireBroken("nothing was proved yet")
+        return self._in.receiving(header)
+
+    def _check(self, frame: Frame) -> None:
+        """Receive the tag that ends `frame`. Raises WireBroken."""
+        try:
+            frame.check(self._take(TAG))
+        except Forged as error:
+            raise WireBroken(str(error)) from error
+
+    def _fill(self, view: memoryview) -> None:
         try:
             while view:
                 got = self._socket.recv_into(view, 0, socket.MSG_WAITALL)
@@ -218,7 +291,7 @@ class Wire:
 
     def _take(self, length: int) -> bytearray:
         buffer = bytearray(length)
-        self.receive_into(memoryview(buffer))
+        self._fill(memoryview(buffer))
         return buffer
 
     def _send_all(self, data: bytes) -> None:
@@ -226,6 +299,14 @@ class Wire:
             self._socket.sendall(data)
         except OSError as error:
             raise broken(error) from error
+
+
+def _address(of: Callable[[], tuple[Any, ...]]) -> tuple[str, int]:
+    try:
+        host, port, *_ = of()
+    except OSError as error:
+        raise broken(error) from error
+    return str(host), int(port)
 
 
 def bitmap(indices: Iterable[int]) -> str:

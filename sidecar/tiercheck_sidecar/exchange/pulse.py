@@ -62,7 +62,7 @@ class Pulse:
         while self._wanted(peer, attempt):
             connected = False
             try:
-                with contextlib.closing(dial(self._identity, attempt, peer.host, self._port)) as wire:
+                with contextlib.closing(dial(self._identity, attempt, peer, self._port)) as wire:
                     wire.patience(ANSWER)
                     while self._wanted(peer, attempt):
                         said = _pulse(wire)

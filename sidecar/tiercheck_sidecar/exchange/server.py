@@ -8,18 +8,20 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Claim, Identity, PeerRefused, admit
 from tiercheck_sidecar.exchange.session import Language, Session
 from tiercheck_sidecar.exchange.transfers import Inbox
+from tiercheck_sidecar.strangers import Guest, Strangers, hang_up, named_addresses
 from tiercheck_sidecar.vault import Vault
 
 log = logging.getLogger(__name__)
 
-_MOST_STRANGERS = 64
-"""Connections that have not proved anything yet; each has a few seconds for it."""
+_MOST_STRANGERS = 256
+"""Connections of unknown addresses that have not proved anything yet; each has a few seconds for it."""
 _MOST_CONNECTIONS = 512
 _MOST_PER_WORKER = 64
 _SWEEP_SECONDS = 5.0
@@ -32,7 +34,7 @@ class ExchangeServer:
         self._board, self._vault, self._identity = board, vault, identity
         self._listener = socket.socket(socket.AF_INET6 if ":" in identity.host else socket.AF_INET, socket.SOCK_STREAM)
         self._port = port
-        self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
+        self._strangers = Strangers(lambda: _MOST_STRANGERS, lambda: named_addresses(board.directive))
         self._lock = threading.Lock()
         self._known: Counter[int] = Counter()
         self.inbox = Inbox(vault)
@@ -60,22 +62,23 @@ class ExchangeServer:
     def _accept(self) -> None:
         while not self._board.stopping:
             try:
-                connection, _ = self._listener.accept()
+                connection, (address, *_) = self._listener.accept()
             except OSError:
                 return
-            if not self._strangers.acquire(blocking=False):
-                connection.close()
-                continue
-            threading.Thread(target=self._serve, args=(connection,), name="exchange", daemon=True).start()
+            guest = self._strangers.enter(address, partial(hang_up, connection))
+            threading.Thread(target=self._serve, args=(connection, guest), name="exchange", daemon=True).start()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket, guest: Guest) -> None:
         try:
             with contextlib.closing(connection):
                 try:
                     wire = Wire(connection)
-                    claim = admit(wire, self._identity, self._objection, lambda: self._board.newest_attempt)
+                    board = self._board
+                    claim = admit(
+                        wire, self._identity, self._objection, lambda: board.attempt, lambda: board.newest_attempt
+                    )
                 finally:
-                    self._strangers.release()
+                    self._strangers.leave(guest)
                 with contextlib.closing(wire), self._place(claim.worker):
                     Session(self._board, self._vault, self.inbox, wire, claim, languages=self.languages).serve()
         except PeerRefused as error:

@@ -62,7 +62,7 @@ class ParitySender:
 
     def _link(self, holder: Peer, attempt: int) -> Link:
         def connect() -> Wire:
-            return dial(self._identity, attempt, holder.host, self._port)
+            return dial(self._identity, attempt, holder, self._port)
 
         def tell(kind: Kind, reason: str) -> None:
             with self._lock:

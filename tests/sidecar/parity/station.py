@@ -140,7 +140,7 @@ class Station:
             return slot.path
 
     def connect(self, peer: Peer) -> Wire:
-        return dial(self.identity, self.board.attempt, peer.host, PORT)
+        return dial(self.identity, self.board.attempt, peer, PORT)
 
     def rebuild(
         self, rank: int, version: Version, group: ParityGroup, kind: Kind = Kind.SNAPSHOT, **more: Any

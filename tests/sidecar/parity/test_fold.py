@@ -9,7 +9,7 @@ import pytest
 from station import Job, Station, until
 
 from tiercheck.protocol.artifact import Artifact, Kind, Share
-from tiercheck.protocol.directive import Directive
+from tiercheck.protocol.directive import Directive, Peer
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
@@ -39,7 +39,7 @@ def block_of(holder: Station, share: Share, version: Version = V, kind: Kind = K
 def talk(station: Station, holder: Station, attempt: int | None = None) -> Wire:
     """A connection of a member that says what the test wants."""
     attempt = station.board.attempt if attempt is None else attempt
-    return converse(dial(station.identity, attempt, holder.identity.host, 8471))
+    return converse(dial(station.identity, attempt, Peer(holder.identity.worker, holder.identity.host), 8471))
 
 
 def offer(wire: Wire, seal: Seal) -> ParitySay:

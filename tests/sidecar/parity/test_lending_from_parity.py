@@ -41,7 +41,9 @@ def directive(job: Job, rank: int, group: ParityGroup) -> Directive:
 
 
 def without(job: Job, *lost: int, ranks: tuple[int, ...]) -> ParityGroup:
-    """The group of `ranks` as a controller names it when other workers than theirs are there."""
+    """The group of `ranks` as a controller names it when other workers than theirs are there: all are numbered anew."""
+    for station in job.stations:
+        station.identity.worker = 100 + station.worker
 
     def now(worker: int) -> Peer:
         return NOBODY if worker in lost else Peer(100 + worker, job.host(worker))

@@ -1,0 +1,65 @@
+"""The exchange's wire as it would be without tags: what they cost is measured against it.
+
+Chunks go from the page cache to the socket by `sendfile`, and nobody looks at them on their way.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from tiercheck_sidecar.exchange import handshake, server
+from tiercheck_sidecar.exchange.frames import Pace, Wire
+from tiercheck_sidecar.exchange.protection import TAG, Direction, Frame
+
+_CHUNK = struct.Struct("<II")
+
+
+class PlainWire(Wire):
+    """Takes anything for a tag."""
+
+    def send_chunk(self, file: int, index: int, offset: int, length: int, pace: Pace | None = None) -> None:
+        self._socket.sendall(_CHUNK.pack(index, length), socket.MSG_MORE)
+        self.sent += length
+        while length:
+            sent = os.sendfile(self._socket.fileno(), file, offset, length)
+            offset += sent
+            length -= sent
+        self._socket.sendall(bytes(TAG))
+
+
+class _PlainFrame(Frame):
+    def __init__(self) -> None: ...
+
+    def work(self, view: memoryview | bytearray) -> None: ...
+
+    def tag(self) -> bytes:
+        return bytes(TAG)
+
+    def check(self, tag: bytes | bytearray) -> None: ...
+
+
+class _PlainDirection(Direction):
+    def __init__(self) -> None: ...
+
+    def sending(self, header: bytes) -> Frame:
+        return _PlainFrame()
+
+    def receiving(self, header: bytes) -> Frame:
+        return _PlainFrame()
+
+
+@contextmanager
+def plain_wires() -> Iterator[None]:
+    """Connections of this process that are made meanwhile are plain; those of the other end must be, too."""
+    both = (_PlainDirection(), _PlainDirection())
+    with (
+        patch.object(handshake, "directions", lambda *_: both),
+        patch.object(handshake, "Wire", PlainWire),
+        patch.object(server, "Wire", PlainWire),
+    ):
+        yield

@@ -1,0 +1,93 @@
+"""A port for HTTP on which strangers cannot take the room of others, nor hold a connection without proving who they are.
+
+aiohttp's own sites accept whoever comes, and wait for an hour for the first request. Here each connection, from before its TLS
+handshake on, is a stranger (`strangers`) until a request on it is believed, and has a few seconds for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from tiercheck_sidecar.strangers import Guest, Strangers, hang_up
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 10.0
+"""Seconds from the connection to a believed request."""
+_AGAIN = 0.2
+"""Seconds after which a failed accept is tried again: descriptors may be short for a while."""
+
+
+class GuardedPort:
+    """Used in one event loop."""
+
+    def __init__(self, app: web.Application, strangers: Strangers, context: ssl.SSLContext | None = None) -> None:
+        """`context`: None for plain HTTP."""
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, auto_decompress=False)
+        self._strangers, self._context = strangers, context
+        self._listener: socket.socket | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting: dict[asyncio.Protocol, asyncio.Event] = {}
+
+    async def start(self, host: str, port: int) -> None:
+        """Raises OSError."""
+        await self._runner.setup()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=128)
+        self._listener.setblocking(False)
+        self._run(self._accept(self._listener))
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._listener is not None:
+            self._listener.close()
+        await self._runner.cleanup()
+
+    def believe(self, request: web.Request) -> None:
+        """Who sent `request` has proved to be no stranger."""
+        waiting = self._waiting.get(request.protocol)
+        if waiting is not None:
+            waiting.set()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, (address, *_) = await asyncio.get_running_loop().sock_accept(listener)
+            except OSError as error:
+                log.warning("no connection can be accepted: %s", error)
+                await asyncio.sleep(_AGAIN)
+                continue
+            guest = self._strangers.enter(address, partial(hang_up, connection))
+            self._run(self._watch(connection, guest))
+
+    async def _watch(self, connection: socket.socket, guest: Guest) -> None:
+        server, believed = self._runner.server, asyncio.Event()
+        assert server is not None
+        protocol = server()
+        self._waiting[protocol] = believed
+        try:
+            async with asyncio.timeout(PATIENCE):
+                loop, limit = asyncio.get_running_loop(), PATIENCE if self._context else None
+                await loop.connect_accepted_socket(
+                    lambda: protocol, connection, ssl=self._context, ssl_handshake_timeout=limit
+                )
+                await believed.wait()
+        except (TimeoutError, OSError):  # ssl.SSLError is one
+            hang_up(connection)
+        finally:
+            del self._waiting[protocol]
+            self._strangers.leave(guest)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
