@@ -7,7 +7,6 @@ import logging
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 
@@ -52,6 +51,9 @@ _HAND_OVER = 10.0
 _LAST_WORD = 2.0
 """Seconds for the controller to ask for the last report."""
 
+_BESIDE = {"offload", "sweep", "pulse", "throttling", "rehearse"}
+"""Loops that are worth less than what this process holds and serves: it never ends because of them."""
+
 
 class Sidecar:
     """Everything of one process, wired together."""
@@ -93,7 +95,7 @@ class Sidecar:
         self.socket.start()
         self.exchange.start()
         for name, loop_body in self._loops():
-            threading.Thread(target=loop_body, name=name, daemon=True).start()
+            self.board.threads.loop(name, loop_body, vital=name not in _BESIDE)
         control = ControlApi(self.board, self.reporter)
         api = control.build(*routes(self.board, self.coordinator))
         await self._serve(api, self.config.control_port, secure=True)

@@ -8,12 +8,14 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Claim, Identity, PeerRefused, admit
 from tiercheck_sidecar.exchange.session import Language, Session
 from tiercheck_sidecar.exchange.transfers import Inbox
+from tiercheck_sidecar.listening import incoming
 from tiercheck_sidecar.vault import Vault
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ class ExchangeServer:
         self._board, self._vault, self._identity = board, vault, identity
         self._listener = socket.socket(socket.AF_INET6 if ":" in identity.host else socket.AF_INET, socket.SOCK_STREAM)
         self._port = port
+        self._stopped = False
         self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
         self._lock = threading.Lock()
         self._known: Counter[int] = Counter()
@@ -43,8 +46,8 @@ class ExchangeServer:
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._listener.bind((self._identity.host, self._port))
         self._listener.listen(128)
-        threading.Thread(target=self._accept, name="exchange", daemon=True).start()
-        threading.Thread(target=self._sweep, name="exchange-sweep", daemon=True).start()
+        self._board.threads.loop("exchange", self._accept, vital=True)
+        self._board.threads.loop("exchange-sweep", self._sweep)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -53,20 +56,18 @@ class ExchangeServer:
         return str(host), int(port)
 
     def stop(self) -> None:
+        self._stopped = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def _accept(self) -> None:
-        while not self._board.stopping:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
+        threads = self._board.threads
+        for connection in incoming("exchange", self._listener, threads, lambda: self._stopped or self._board.stopping):
             if not self._strangers.acquire(blocking=False):
                 connection.close()
                 continue
-            threading.Thread(target=self._serve, args=(connection,), name="exchange", daemon=True).start()
+            threads.serve("exchange", connection, partial(self._serve, connection), self._strangers.release)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
