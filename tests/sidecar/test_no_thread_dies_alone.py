@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import ast
-import queue
 import shutil
-import socket
-import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from in_process import Indoors
+from strikes import Strikes
 from test_offload import with_directory
 from world import FakeRank, content, until
 
-from tiercheck import supervised
 from tiercheck.protocol.directive import Source, Tier
 from tiercheck.protocol.slot import read_header
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar import supervision, trainer_socket
-from tiercheck_sidecar.supervision import INTERNAL_ERROR, Threads
-from tiercheck_sidecar.vault import vault
+from tiercheck_sidecar import app
+from tiercheck_sidecar.supervision import INTERNAL_ERROR
 
 ROOT = Path(__file__).parents[2]
 ONLY_PLACE = ROOT / "tiercheck" / "supervised.py"
@@ -34,30 +27,23 @@ BEGINNERS = {"Thread", "Timer", "start_new_thread", "start_joinable_thread"}
 
 
 def begins_threads(path: Path) -> list[int]:
-    """The lines at which a module could begin a thread of its own."""
-    named = {
-        ast.Name: lambda node: node.id,
-        ast.Attribute: lambda node: node.attr,
-        ast.alias: lambda node: node.name,
-    }
-    return [
-        node.lineno
-        for node in ast.walk(ast.parse(path.read_text()))
-        if type(node) in named
-        and named[type(node)](node) in BEGINNERS  # type: ignore[index]
-        and not _is_annotation(node, path)
-    ]
+    """The lines at which a module could begin a thread of its own. `Thread` as the type of something is none of them."""
+    text = path.read_text()
+    if not any(word in text for word in BEGINNERS):
+        return []
+    nodes = list(ast.walk(ast.parse(text)))
+    types = [each.annotation for each in nodes if isinstance(each, (ast.AnnAssign, ast.arg)) and each.annotation]
+    types += [each.returns for each in nodes if isinstance(each, ast.FunctionDef) and each.returns]
+    spoken = {id(part) for each in types for part in ast.walk(each)}
+    return [node.lineno for node in nodes if _name(node) in BEGINNERS and id(node) not in spoken]  # type: ignore[attr-defined]
 
 
-def _is_annotation(node: ast.AST, path: Path) -> bool:
-    """`threading.Thread` as the type of something."""
-    tree = ast.parse(path.read_text())
-    spans = [
-        each.annotation for each in ast.walk(tree) if isinstance(each, (ast.AnnAssign, ast.arg)) and each.annotation
-    ]
-    spans += [each.returns for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and each.returns]
-    place = (node.lineno, node.col_offset)  # type: ignore[attr-defined]
-    return any((s.lineno, s.col_offset) <= place <= (s.end_lineno or 0, s.end_col_offset or 0) for s in spans)
+def _name(node: ast.AST) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.name if isinstance(node, ast.alias) else ""
 
 
 def test_all_threads_are_begun_where_they_are_watched() -> None:
@@ -66,83 +52,14 @@ def test_all_threads_are_begun_where_they_are_watched() -> None:
     assert {str(path): lines for path in MODULES if path != ONLY_PLACE and (lines := begins_threads(path))} == {}
 
 
-class Injected(Exception):
-    """Nobody thought of it."""
-
-
-class Strikes:
-    """Makes every wait of every loop fail once, and each first sealing of every sealer."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun: dict[threading.Thread, str] = {}
-        """The loops."""
-        self.struck: set[tuple[threading.Thread, str]] = set()
-        real_loop, real_wait = Threads.loop, threading.Condition.wait_for
-        real_accept, real_digest = socket.socket.accept, vault.digest
-
-        def loop(threads: Threads, name: str, body: Callable[[], None], *, vital: bool = False) -> threading.Thread:
-            def noted() -> None:
-                self.begun[threading.current_thread()] = name
-                body()
-
-            return real_loop(threads, name, noted, vital=vital)
-
-        def wait_for(condition: threading.Condition, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-            self.strike()
-            return real_wait(condition, predicate, timeout)
-
-        def accept(listener: socket.socket) -> Any:
-            self.strike()
-            return real_accept(listener)
-
-        def digest(view: memoryview) -> Any:
-            self.strike()
-            return real_digest(view)
-
-        class Queue:
-            def __init__(self) -> None:
-                self._inner: queue.SimpleQueue[Any] = queue.SimpleQueue()
-                self.put = self._inner.put
-
-            def get(queue: Queue) -> Any:  # noqa: N805
-                self.strike()
-                return queue._inner.get()
-
-        monkeypatch.setattr(Threads, "loop", loop)
-        monkeypatch.setattr(threading.Condition, "wait_for", wait_for)
-        monkeypatch.setattr(socket.socket, "accept", accept)
-        monkeypatch.setattr(vault, "digest", digest)
-        monkeypatch.setattr(trainer_socket, "queue", SimpleNamespace(SimpleQueue=Queue))
-        monkeypatch.setattr(supervised, "FIRST", 0.01)
-        monkeypatch.setattr(supervised, "LONGEST", 0.1)
-        monkeypatch.setattr(supervision, "MOST_DEATHS", 1000)
-
-    def strike(self) -> None:
-        thread = threading.current_thread()
-        if thread not in self.begun:
-            return
-        frame = sys._getframe(2)
-        while Path(frame.f_code.co_filename).name in ("threading.py", "board.py"):
-            assert frame.f_back is not None
-            frame = frame.f_back
-        place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        if (thread, place) not in self.struck:
-            self.struck.add((thread, place))
-            raise Injected(place)
-
-    def spared(self) -> set[str]:
-        """The loops that have not failed yet."""
-        failed = {thread for thread, _ in list(self.struck)}
-        return {name for thread, name in list(self.begun.items()) if thread not in failed}
-
-
 @pytest.fixture
 def strikes(monkeypatch: pytest.MonkeyPatch) -> Strikes:
     return Strikes(monkeypatch)
 
 
 @pytest.fixture
-def world(memory: Path, strikes: Strikes) -> Iterator[Indoors]:
+def world(memory: Path, strikes: Strikes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Indoors]:
+    monkeypatch.setattr(app, "_HAND_OVER", 0.0)  # all end at once: nobody is there to be handed anything
     root = Path(tempfile.mkdtemp(prefix="tc-"))
     made = Indoors(root, memory, workers=2)
     made.node_memory = True
