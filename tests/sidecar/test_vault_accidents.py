@@ -122,3 +122,13 @@ def test_slot_that_a_trainer_took_away_holds_up_no_other(own: Vault, spoil: Call
     assert own.held() == ()
     for step in (7, 8):
         assert own.seal(save(own, step)) is not None
+
+
+def test_slot_that_could_not_be_made_takes_no_room(own: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = own.used()
+    with monkeypatch.context() as patch:
+        patch.setattr(vault, "create", fail)
+        with pytest.raises(RuntimeError, match="nobody thought"):
+            own.draft(claim(SIZE))
+    assert own.used() == before
+    receive(own)

@@ -388,6 +388,10 @@ class Vault:
             with self._lock:
                 self._slots.pop(slot.path, None)
             return False
+        except BaseException:
+            with self._lock:
+                self._slots.pop(slot.path, None)
+            raise
         with self._lock:
             slot.state = state
         return True
