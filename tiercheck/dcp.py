@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from tiercheck.protocol.names import ENV_RUN_DIR
+from tiercheck.supervised import begin, supervise
 from tiercheck.trainer import gloo_threads, stacks
 from tiercheck.trainer.backend import Backend, Offer, RestoreError, WarnOnce
 from tiercheck.trainer.dcp_reader import TierCheckReader
@@ -91,7 +92,10 @@ class Storage:
             backend.no_deltas("saves by torch.distributed.checkpoint have no deltas")
         self._stop = threading.Event()
         if run_dir:
-            threading.Thread(target=self._deliver, name="tiercheck-progress", daemon=True).start()
+            begin(
+                "tiercheck-progress",
+                lambda: supervise(self._deliver, self._died, lambda pause: not self._stop.wait(pause)),
+            )
         gloo_threads.wait_at_exit()
         atexit.register(self.close)
 
@@ -215,6 +219,9 @@ class Storage:
 
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
         return {"planner": self.planner(), "process_group": self.process_group, **given}
+
+    def _died(self, error: BaseException, _: int) -> None:
+        self._warn(type(error).__name__, f"progress could not be told, and is told again: {error!r}")
 
     def _deliver(self) -> None:
         while not self._stop.wait(_FLUSH_SECONDS):

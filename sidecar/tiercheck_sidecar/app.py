@@ -7,7 +7,6 @@ import logging
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable
 
@@ -56,6 +55,9 @@ _LAST_WORD = 2.0
 _MOST_STRANGERS = 256
 """Connections to a port for HTTP of addresses that nobody named, and that have proved nothing yet."""
 
+_BESIDE = {"offload", "sweep", "pulse", "throttling", "rehearse"}
+"""Loops that are worth less than what this process holds and serves: it never ends because of them."""
+
 
 class Sidecar:
     """Everything of one process, wired together."""
@@ -100,7 +102,7 @@ class Sidecar:
         self.socket.start()
         self.exchange.start()
         for name, loop_body in self._loops():
-            threading.Thread(target=loop_body, name=name, daemon=True).start()
+            self.board.threads.loop(name, loop_body, vital=name not in _BESIDE)
         control = ControlApi(self.board, self.reporter)
         api = control.build(*routes(self.board, self.coordinator))
         port = GuardedPort(api, Strangers(self._most_strangers, self._named), server_context(self.config))

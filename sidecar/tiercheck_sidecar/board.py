@@ -6,6 +6,7 @@ So no message between threads can be lost, and a directive sent twice does nothi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -27,6 +28,7 @@ from tiercheck.protocol.report import (
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.peer_watch import PeerWatch
+from tiercheck_sidecar.supervision import Threads
 from tiercheck_sidecar.trainer_watch import TrainerWatch
 from tiercheck_sidecar.watermark import Verdict
 
@@ -64,6 +66,7 @@ class Board:
         self._changed = threading.Condition(self.lock)
         self._generation = 0
         self._listeners: list[Callable[[], None]] = []
+        self.threads = Threads(self.bump)
         self.stopping = False
         self.ending = False
         """Whether this process was asked to end, which a native sidecar is only when its trainer has ended."""
@@ -107,7 +110,8 @@ class Board:
             self._generation += 1
             self._changed.notify_all()
         for listener in self._listeners:
-            listener()
+            with contextlib.suppress(RuntimeError):  # an event loop that has just been closed
+                listener()
 
     def wait(self, seen: int, timeout: float) -> int:
         """Until something changed after generation `seen`, the sidecar stops, or `timeout` seconds passed."""
@@ -124,6 +128,7 @@ class Board:
 
     def stop(self) -> None:
         self.stopping = True
+        self.threads.stop()
         self.bump()
 
     # Directives
@@ -278,7 +283,8 @@ class Board:
     @property
     def problems(self) -> tuple[Problem, ...]:
         with self.lock:
-            return tuple(self._problems.values())
+            known = tuple(self._problems.values())
+        return (*known, *self.threads.problems())
 
     @property
     def quarantined(self) -> tuple[Quarantined, ...]:

@@ -248,3 +248,5 @@ def _tell(client: ControlClient, verdict: Verdict) -> None:
         client.call("PUT", "/v1/watermarks", to_json(verdict))
     except CallFailed as error:
         log.debug("the verdict did not reach %s", error)  # it is asked for again within a second
+    except Exception:  # of one of them: the others are told all the same
+        log.exception("the verdict did not reach %s", client.host)

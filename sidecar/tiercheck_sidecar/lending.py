@@ -28,11 +28,14 @@ from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.sources import Dial, Opening, Senseless, open_copy
 from tiercheck_sidecar.parity.rebuild import Rebuild
 from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
-from tiercheck_sidecar.vault import MemoryTooSmall, NotHeld, Vault
+from tiercheck_sidecar.vault import MemoryTooSmall, NotHeld, Seal, Vault
+from tiercheck_sidecar.vault.inventory import header_fault
 
 log = logging.getLogger(__name__)
 
 FOLDER = "lent"
+_STATE_WORD = 8
+"""Bytes that say how long the header is."""
 _AHEAD = 2
 """Chunks asked for before the previous one has arrived."""
 
@@ -70,6 +73,8 @@ class _Loan:
     path: Path
     digests: Digests
     here: set[int] = field(default_factory=set)
+    begun: bool = False
+    """Its header is here, and is the right one."""
 
     @property
     def bytes(self) -> int:
@@ -170,15 +175,36 @@ class Lender:
         yield digests, lambda indices, into: self._remote.fetch_chunks(artifact, indices, into)
 
     def _fill(self, artifact: Artifact, digests: Digests, bring: Bring, ranges: Iterable[tuple[int, int]]) -> Path:
+        if digests.size < _STATE_WORD:
+            raise SourceFailed(f"it has {digests.size} bytes")
         loan = self._loans.get(artifact)
         if loan is None or loan.digests != digests:
             loan = self._loans[artifact] = self._open(artifact, digests)
         with open(loan.path, "r+b") as file, mmap.mmap(file.fileno(), digests.size) as pages, memoryview(pages) as view:
-            self._bring(loan, bring, view, _chunks([(0, 1)], digests))
-            while (end := _end_of_beginning(view[: _contiguous(loan)])) > _contiguous(loan):
-                self._bring(loan, bring, view, _chunks([(0, end)], digests))
+            if not loan.begun:
+                self._begin(loan, artifact, bring, view)
+                loan.begun = True
             self._bring(loan, bring, view, _chunks(ranges, digests))
         return loan.path
+
+    def _begin(self, loan: _Loan, artifact: Artifact, bring: Bring, view: memoryview) -> None:
+        """Bring the header, however long it is, and see that it is that of the artifact."""
+        digests, end, here = loan.digests, _STATE_WORD, 0
+        while end > here:
+            if end > digests.size:
+                raise SourceFailed(f"its header reaches to byte {end} of {digests.size}")
+            self._bring(loan, bring, view, _chunks([(0, end)], digests))
+            here = _contiguous(loan)
+            if here < end:
+                raise SourceFailed(f"it has digests of {here} of {digests.size} bytes")
+            with view[:here] as known:
+                end = _end_of_beginning(known)
+        with view[:here] as known:
+            reason = header_fault(
+                known, Seal(artifact.rank, artifact.version, 0, Tier.LOCAL, digests, artifact.kind), len(view)
+            )
+        if reason:
+            raise SourceCorrupt(reason)
 
     def _open(self, artifact: Artifact, digests: Digests) -> _Loan:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -19,9 +19,11 @@ if __name__ == "__main__":  # PID 1 ends by no signal that it does not catch
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 import contextlib
+import errno
 import fcntl
 import logging
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ from pathlib import Path
 from tiercheck.protocol.encoding import to_json
 from tiercheck_sidecar.decoding import Malformed, read_checked, with_checksum
 from tiercheck_sidecar.vault.inventory import SLOT_SUFFIX
-from tiercheck_sidecar.vault.seal import seal_path
+from tiercheck_sidecar.vault.seal import is_plain, seal_path
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,13 @@ class Claim:
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(PermissionError):
             folder.chmod(0o777)  # so that a janitor without capabilities can remove it
-        self._file = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if not is_plain(
+            folder / OWNER
+        ):  # a trainer may put there what it likes, and this process must start all the same
+            _remove(folder / OWNER)
+        self._file = os.open(
+            folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644
+        )
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         known = _read(folder)
         # A process that was restarted in its pod is no later pod.
@@ -88,12 +96,12 @@ class Claim:
                     continue
                 adopted += sum(self._take(slot) for slot in sorted(folder.glob(f"*{SLOT_SUFFIX}")))
                 if dead:
-                    shutil.rmtree(folder, ignore_errors=True)
+                    _remove(folder)
         return adopted
 
     def discard(self) -> None:
         """Nobody will need it: the job is over."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        _remove(self.folder)
 
     def close(self) -> None:
         """Give the lock up, as the end of the process does."""
@@ -123,7 +131,7 @@ def sweep_job(job: Path, keep: float, now: float) -> int:
     for folder in _folders(job):
         with _dead(folder) as dead:
             if dead and now - _newest(folder) > keep:
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
                 removed += not folder.exists()
     return removed
 
@@ -158,7 +166,9 @@ def _folders(parent: Path) -> list[Path]:
 def _dead(folder: Path) -> Iterator[bool]:
     """Whether no process has claimed the folder; none can while this lasts."""
     try:
-        file = os.open(folder / OWNER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        if not stat.S_ISREG((folder / OWNER).lstat().st_mode):
+            raise FileNotFoundError  # nobody's claim: those are plain files
+        file = _open_owner(folder)
     except FileNotFoundError:
         yield True
         return
@@ -184,10 +194,34 @@ def _read(folder: Path) -> Owner | None:
         return None
 
 
+def _open_owner(folder: Path) -> int:
+    """Without waiting: a trainer of any job may have put a FIFO there. Raises OSError."""
+    file = os.open(folder / OWNER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return file
+    os.close(file)
+    raise OSError(errno.EINVAL, "no plain file", str(folder / OWNER))
+
+
+def _remove(path: Path) -> None:
+    """A folder or whatever lies there, as far as it can be. What another job's trainer made of it stops nobody."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    except (OSError, RecursionError) as error:  # folders nested too deep
+        log.warning("%s cannot be removed: %s", path, error)
+
+
 def _newest(folder: Path) -> float:
     """When anything was last written: every snapshot leaves a new seal."""
     times = [0.0]
-    for path in (folder, *folder.iterdir()):
+    try:
+        paths = [folder, *folder.iterdir()]
+    except OSError:  # gone, or not ours to read
+        paths = [folder]
+    for path in paths:
         with contextlib.suppress(OSError):
             times.append(path.lstat().st_mtime)
     return max(times)

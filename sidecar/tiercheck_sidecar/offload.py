@@ -274,7 +274,9 @@ class Offloader:
         """Read one chunk into `into`, which is as long as it, verified; for those who keep nothing of it. Raises SourceFailed, SourceCorrupt."""
         with self._opened() as store:
             named = self._manifest(store, artifact.version).artifacts
-            of_rank = next(each for each in named if each.rank == artifact.rank)
+            of_rank = next((each for each in named if each.rank == artifact.rank), None)
+            if of_rank is None:
+                raise SourceFailed(f"the manifest of {artifact.version} does not name rank {artifact.rank}")
             detailed = dataclasses.replace(of_rank, digests=digests)
             store.fetch_stretch(detailed, index * digests.chunk, into)
 

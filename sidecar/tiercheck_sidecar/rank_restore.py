@@ -16,6 +16,7 @@ from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Directive, Source, Tier
 from tiercheck.protocol.report import Quarantined, RankRestore
 from tiercheck.protocol.slot import NotASlot
+from tiercheck.supervised import describe
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.restore_plan import Need, OutOfReach, Place, Plan, plan
 from tiercheck_sidecar.restore_sources import Brought, RestoreSources, TriedInVain, name_of
@@ -133,6 +134,9 @@ class RankRestorer:
                 self._failures.append(str(error))
             except (SourceFailed, NoFreeSlot, NotASlot, OSError) as error:
                 self._failures.append(f"{', '.join(map(name_of, group))}: {error}")
+            except Exception as error:  # of this place: the next one may have it
+                log.exception("the %s cannot be brought", need.artifact)
+                self._failures.append(f"{', '.join(map(name_of, group))}: {describe(error)}")
             else:
                 self._brought[need.artifact] = brought
                 self._sound.add(need.artifact)

@@ -66,8 +66,8 @@ class Reclaimer:
             return
         hosted = hosted_ranks(directive), hosted_lanes(directive)
         if hosted != self._hosted:
-            self._hosted = hosted
             self._vault.host(*hosted)
+            self._hosted = hosted
 
     def step(self) -> None:
         """Free what may be freed now."""

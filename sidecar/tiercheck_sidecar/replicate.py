@@ -55,6 +55,8 @@ class Replicator:
         self._era: _Era | None = None
         self._acknowledged: dict[Peer, frozenset[Artifact]] = {}
         self._troubles: dict[tuple[Peer, Kind], str] = {}
+        self._lanes: set[tuple[Peer, Kind]] = set()
+        """That have a thread in this era."""
         self.bucket = TokenBucket(None)
         """Everything that this worker sends to its holders takes from here (`Policy.peer_bandwidth`)."""
 
@@ -68,17 +70,21 @@ class Replicator:
             self.bucket.set_rate(directive.policy.peer_bandwidth)
             self._forget()
             era = _Era(directive.attempt, directive.holders)
-            with self._lock:
-                if era == self._era:
-                    continue
-                kept = self._acknowledged if self._era and self._era.attempt == era.attempt else {}
-                self._era, self._troubles = era, {}
-                self._acknowledged = {holder: kept.get(holder, frozenset()) for holder in era.holders}
-            self._board.problem("PeerUnreachable", "")
+            if era != self._era:
+                self._board.problem("PeerUnreachable", "")
+                with self._lock:
+                    kept = self._acknowledged if self._era and self._era.attempt == era.attempt else {}
+                    self._era, self._troubles, self._lanes = era, {}, set()
+                    self._acknowledged = {holder: kept.get(holder, frozenset()) for holder in era.holders}
             for holder in era.holders:
                 for kind in Kind:
-                    name = f"{kind.value}s-to-worker-{holder.worker}"
-                    threading.Thread(target=self._serve, args=(holder, kind, era), name=name, daemon=True).start()
+                    self._begin_lane(holder, kind, era)
+
+    def _begin_lane(self, holder: Peer, kind: Kind, era: _Era) -> None:
+        if (holder, kind) not in self._lanes:
+            name = f"{kind.value}s-to-worker-{holder.worker}"
+            self._board.threads.loop(name, lambda: self._serve(holder, kind, era))
+            self._lanes.add((holder, kind))
 
     def acknowledged(self) -> list[tuple[int, frozenset[Artifact]]]:
         """Each holder's worker, and what it has verified of own ranks in this attempt and has had no reason to free."""

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tiercheck.protocol.directive import Directive, Phase, Restore, Tier
 from tiercheck.protocol.report import RankRestore, RestoreReport, RestoreState
+from tiercheck.supervised import describe
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.lending import lent_artifacts, lent_chain
 from tiercheck_sidecar.rank_restore import RankRestorer
@@ -26,6 +27,8 @@ __all__ = ["Restorer", "SourceCorrupt", "SourceFailed"]
 log = logging.getLogger(__name__)
 
 _PARALLEL_RANKS = 8
+_TRIES = 3
+"""Of one restore, before it is reported as failed."""
 _VERIFIERS = max(2, min(8, os.cpu_count() or 2))
 """Threads that read own memory again, for all ranks together."""
 
@@ -36,6 +39,8 @@ class Restorer:
     def __init__(self, board: Board, vault: Vault, reach: RestoreSources) -> None:
         self._board, self._vault, self._reach = board, vault, reach
         self._done: tuple[int, str] = (0, "")
+        self._tried: tuple[tuple[int, str], int] = ((0, ""), 0)
+        """What was begun last, and how often."""
 
     def run(self) -> None:
         seen = -1
@@ -46,9 +51,24 @@ class Restorer:
                 ready = self._board.restore.state is RestoreState.READY
             if directive is None or (ready and self._done[0] == directive.attempt):
                 continue
-            if self._done != (directive.attempt, directive.revision):
-                self._done = (directive.attempt, directive.revision)
-                self.carry_out(directive)
+            wanted = (directive.attempt, directive.revision)
+            if self._done != wanted:
+                self._tried = (wanted, self._tried[1] + 1 if self._tried[0] == wanted else 1)
+                self._carry_out_or_fail(directive)
+                self._done = wanted
+
+    def _carry_out_or_fail(self, directive: Directive) -> None:
+        """What nobody thought of may pass, so it is tried again. When it does not pass, the controller must hear of it: it waits for an answer."""
+        try:
+            self.carry_out(directive)
+        except Exception as error:
+            if self._tried[1] < _TRIES:
+                raise
+            log.exception("the restore of attempt %d is given up", directive.attempt)
+            why = f"the restore failed {_TRIES} times in a way that nobody thought of: {describe(error)}"
+            version = directive.restore.version if directive.restore else None
+            ranks = tuple(RankRestore(rank, None, None, 0, 0.0, (why,)) for rank in self._vault.ranks)
+            self._publish(directive, RestoreReport(RestoreState.FAILED, version, ranks))
 
     def carry_out(self, directive: Directive) -> None:
         """Restore as `directive` says, and report it."""

@@ -5,6 +5,7 @@ Peers are asked for what they hold, everybody in a parity group for what could b
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from tiercheck.protocol.directive import ParityGroup, Peer, Source, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Version
+from tiercheck.supervised import describe
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.exchange.fetch import Dial, FetchFailed, fetch, holdings
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
@@ -25,6 +27,8 @@ from tiercheck_sidecar.parity.rebuild import rebuild
 from tiercheck_sidecar.restore_plan import Place
 from tiercheck_sidecar.source_errors import SourceFailed
 from tiercheck_sidecar.vault import Seal, Vault
+
+log = logging.getLogger(__name__)
 
 
 class RemoteTier(RemotePart, Protocol):
@@ -74,6 +78,9 @@ class RestoreSources:
                     places.append(Place(source, answer.result()))
                 except SourceFailed as error:
                     failures.append(f"{name_of(source)}: {error}")
+                except Exception as error:  # of this source: the others are asked all the same
+                    log.exception("%s cannot be asked", name_of(source))
+                    failures.append(f"{name_of(source)}: {describe(error)}")
         return places, failures
 
     def bring(self, artifact: Artifact, sources: Sequence[Source]) -> Brought:

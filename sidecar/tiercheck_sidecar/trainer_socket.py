@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import BinaryIO
 
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.local import Hello, LauncherEvent, Order
+from tiercheck.supervised import begin
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.decoding import Malformed, decode
+from tiercheck_sidecar.listening import incoming
 from tiercheck_sidecar.rank_session import LONGEST_LINE, RankSession
 from tiercheck_sidecar.restore_sources import RestoreSources
 from tiercheck_sidecar.vault import Vault
@@ -37,10 +40,11 @@ class TrainerSocket:
     def __init__(self, board: Board, vault: Vault, reach: RestoreSources) -> None:
         self._board, self._vault, self._reach = board, vault, reach
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._sealers = {
-            kind: ThreadPoolExecutor(threads, thread_name_prefix=f"seal-{kind.value}")
-            for kind, threads in _SEALERS.items()
+        self._stopped = False
+        self._written: dict[Kind, queue.SimpleQueue[Callable[[], None] | None]] = {
+            kind: queue.SimpleQueue() for kind in _SEALERS
         }
+        self._sealers: list[threading.Thread] = []
         self._open: set[socket.socket] = set()
         self._launcher: socket.socket | None = None
 
@@ -55,31 +59,47 @@ class TrainerSocket:
         os.chmod(fresh, 0o666)
         self._listener.listen(64)
         os.replace(fresh, path)
-        threading.Thread(target=self._accept, name="trainer-socket", daemon=True).start()
+        threads = self._board.threads
+        for kind, count in _SEALERS.items():
+            for number in range(count):
+                name = f"seal-{kind.value}-{number}"
+                self._sealers.append(threads.loop(name, partial(self._seal, kind), vital=True))
+        threads.loop("trainer-socket", self._accept, vital=True)
 
     def stop(self) -> None:
+        """What was written is sealed first."""
+        self._stopped = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
         for connection in list(self._open):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-        for sealers in self._sealers.values():
-            sealers.shutdown(wait=True)
+        for kind, count in _SEALERS.items():
+            for _ in range(count):
+                self._written[kind].put(None)
+        for sealer in self._sealers:
+            sealer.join()
 
     def _submit(self, kind: Kind, work: Callable[[], None]) -> None:
-        self._sealers[kind].submit(work)
+        self._written[kind].put(work)
+
+    def _seal(self, kind: Kind) -> None:
+        while (work := self._written[kind].get()) is not None:
+            work()
 
     def _accept(self) -> None:
-        while not self._board.stopping:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
+        threads = self._board.threads
+        stopped = lambda: self._stopped or self._board.stopping  # noqa: E731
+        for connection in incoming("trainer-socket", self._listener, threads, stopped):
             self._open.add(connection)
-            threading.Thread(target=self._serve, args=(connection,), name="trainer", daemon=True).start()
+            threads.serve(
+                "trainer", connection, partial(self._serve, connection), partial(self._open.discard, connection)
+            )
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, connection.makefile("rb") as lines:
-            try:
+        try:
+            with connection.makefile("rb") as lines:
                 hello = decode(lines.readline(LONGEST_LINE), Hello)
                 if hello.role == "launcher":
                     self._serve_launcher(connection, lines)
@@ -89,10 +109,10 @@ class TrainerSocket:
                     ).serve(lines)
                 else:
                     log.warning("a connection with role %r is closed", hello.role)
-            except (OSError, Malformed) as error:
-                log.info("a trainer connection ended: %s", error)
-            finally:
-                self._open.discard(connection)
+        except (OSError, Malformed) as error:
+            log.info("a trainer connection ended: %s", error)
+        finally:
+            self._open.discard(connection)
 
     def _serve_launcher(self, connection: socket.socket, lines: BinaryIO) -> None:
         board = self._board
@@ -100,8 +120,8 @@ class TrainerSocket:
             self._launcher = connection
             board.trainer.launcher_connected()
         board.bump()
-        threading.Thread(target=self._send_orders, args=(connection,), name="orders", daemon=True).start()
         try:
+            begin("orders", partial(self._send_orders, connection))
             while line := lines.readline(LONGEST_LINE):
                 event = decode(line, LauncherEvent)
                 log.info("launcher: %s", event)
@@ -116,15 +136,24 @@ class TrainerSocket:
             board.bump()
 
     def _send_orders(self, connection: socket.socket) -> None:
+        """Whatever ends it hangs up: a launcher that gets no orders comes again, and is sent the newest."""
+        try:
+            self._order_about(connection)
+        except OSError as error:
+            log.info("the launcher is gone: %s", error)
+        except BaseException:
+            log.exception("the launcher gets no orders on this connection any more")
+        finally:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _order_about(self, connection: socket.socket) -> None:
         seen, last = -1, None
         while not self._board.stopping and self._launcher is connection:
             with self._board.lock:
                 order = self._order()
             if order is not None and order != last:
-                try:
-                    connection.sendall(to_json(order) + b"\n")
-                except OSError:
-                    return
+                connection.sendall(to_json(order) + b"\n")
                 last = order
             seen = self._board.wait(seen, timeout=1.0)
 

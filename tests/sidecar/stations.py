@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import threading
 from pathlib import Path
 
 from tiercheck.protocol.artifact import Artifact, Kind
@@ -121,7 +120,7 @@ class Station:
 
     def replicate(self) -> None:
         """Begin to bring what is sealed here to the holder."""
-        threading.Thread(target=self.replicator.run, daemon=True).start()
+        self.board.threads.loop("replicate", self.replicator.run)
 
     def name(self, version: Version | None) -> None:
         """The coordinator names the snapshot to copy."""

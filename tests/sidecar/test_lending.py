@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from world import World, layout, until
 
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Directive, RankSources, Restore, Source, Tier
-from tiercheck.protocol.slot import read_header
+from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.slot import SlotLayout, read_header
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.coordinator import Coordinator
+from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.lending import Lender
 from tiercheck_sidecar.offload import Offloader
 from tiercheck_sidecar.source_errors import SourceFailed
@@ -187,3 +190,58 @@ def test_fewer_ranks_come_back_from_memory_which_keeps_the_old_version_until_the
                     lambda w=worker, r=rank, v=version, k=kind: not world.holds(w, r, v, kind=k),
                     f"{worker} gives up rank {rank}",
                 )
+
+
+class Bucket:
+    """A remote tier that gives `body`, described by `digests`."""
+
+    def __init__(self, body: bytes, digests: Digests) -> None:
+        self.body, self.described = body, digests
+
+    def digests(self, artifact: Artifact) -> Digests:
+        return self.described
+
+    def fetch_chunks(self, artifact: Artifact, indices: Sequence[int], into: memoryview) -> None:
+        chunk = self.described.chunk
+        for index in indices:
+            part = self.body[index * chunk : (index + 1) * chunk]
+            into[index * chunk : index * chunk + len(part)] = part
+
+
+def described(body: bytes) -> Digests:
+    return digest(memoryview(body), 4096)
+
+
+def slot_of(rank: int) -> bytes:
+    plan = SlotLayout.plan([("weight", "U8", (20_000,), 20_000)])
+    return plan.state_word + plan.header(rank, Version(5, 1), 2, {}) + bytes(20_000)
+
+
+TOO_LONG = struct.pack("<Q", 1 << 20) + bytes(8192)
+
+
+@pytest.mark.parametrize(
+    ("body", "digests", "reason"),
+    [
+        (TOO_LONG, described(TOO_LONG), "its header reaches to byte 1048584 of 8200"),
+        (b"", described(b""), "it has 0 bytes"),
+        (bytes(8192), described(bytes(8192)), "torn"),
+        (slot_of(0), Digests(20_000, 4096, ()), "it has digests of 0 of 20000 bytes"),
+        (slot_of(1), described(slot_of(1)), "rank 1"),
+    ],
+)
+def test_artifact_that_is_none_is_refused_and_not_read_for_ever(
+    job: Stations, body: bytes, digests: Digests, reason: str
+) -> None:
+    vault, folder = job[3].vault, job[3].board.config.vault_dir / "lent"
+    lender = Lender(vault, folder, lambda peer: job[3].connect(peer.worker), Bucket(body, digests))
+    with pytest.raises(SourceFailed, match=reason):
+        lender.lend(directive(job), Artifact(0, Version(5, 1)), ())
+    lender.close()
+
+
+def test_artifact_of_the_remote_tier_is_lent(job: Stations) -> None:
+    vault, folder, body = job[3].vault, job[3].board.config.vault_dir / "lent", slot_of(0)
+    lender = Lender(vault, folder, lambda peer: job[3].connect(peer.worker), Bucket(body, described(body)))
+    assert lender.lend(directive(job), Artifact(0, Version(5, 1)), [(0, len(body))]).read_bytes() == body
+    lender.close()

@@ -17,6 +17,7 @@ from world import World, until
 from tiercheck.protocol.directive import Phase, Tier
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.node_memory import OWNER, Claim, prepare, sweep, sweep_job
+from tiercheck_sidecar.vault import Vault
 
 MakeWorld = Callable[..., World]
 
@@ -178,3 +179,90 @@ def test_job_that_is_over_leaves_nothing_and_one_that_only_lost_a_pod_does(make_
     world.direct(Phase.FINISH)
     world.terminate(0)
     until(lambda: not (world.memory_dir(0) / "pod-0").exists(), "the folder is gone")
+
+
+def put_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def put_link(path: Path) -> None:
+    path.symlink_to(path.parent)
+
+
+def put_folder(path: Path) -> None:
+    (path / "inner").mkdir(parents=True)
+
+
+ODD = [put_fifo, put_link, put_folder]
+
+
+@pytest.mark.parametrize("put", ODD)
+def test_whatever_a_trainer_puts_in_place_of_the_owner_the_next_pods_of_all_jobs_start(
+    tmp_path: Path, put: Callable[[Path], None]
+) -> None:
+    evil = tmp_path / "job-a" / "x"
+    evil.mkdir(parents=True)
+    put(evil / OWNER)
+    command = [sys.executable, "-m", "tiercheck_sidecar.node_memory", str(tmp_path), "job-b", "3600"]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 0
+    assert Claim(tmp_path / "job-a" / "y", 0, 1.0).adopt() == 0
+
+
+def test_next_pod_reads_no_more_of_an_owners_file_than_an_owner_writes(tmp_path: Path) -> None:
+    evil = left_behind(tmp_path, "x", 0, 1.0)
+    os.truncate(evil / OWNER, 64 << 30)
+    adopt = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30));"
+        "from pathlib import Path; from tiercheck_sidecar.node_memory import Claim;"
+        f"Claim(Path({str(tmp_path / 'y')!r}), 0, 2.0).adopt()"
+    )
+    assert subprocess.run([sys.executable, "-c", adopt], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("put", ODD)
+def test_own_folder_is_claimed_whatever_lies_in_the_place_of_its_owner(
+    tmp_path: Path, put: Callable[[Path], None]
+) -> None:
+    (tmp_path / "pod").mkdir()
+    put(tmp_path / "pod" / OWNER)
+    claim = Claim(tmp_path / "pod", 3, 1.0)
+    assert b'"worker":3' in (tmp_path / "pod" / OWNER).read_bytes()
+    claim.close()
+
+
+@pytest.mark.parametrize("put", ODD)
+def test_folder_that_nobody_can_have_claimed_is_swept_in_time(tmp_path: Path, put: Callable[[Path], None]) -> None:
+    evil = tmp_path / "x"
+    evil.mkdir()
+    put(evil / OWNER)
+    assert sweep_job(tmp_path, 3600, time.time()) == 0, "not at once"
+    assert sweep_job(tmp_path, 3600, time.time() + 7200) == 1
+    assert not evil.exists()
+
+
+def test_folders_nested_too_deep_to_be_removed_stop_no_sweep(tmp_path: Path) -> None:
+    old = [left_behind(tmp_path, name, 1, 1.0) for name in ("a", "z")]
+    before = os.getcwd()
+    try:
+        os.chdir(old[0])
+        for _ in range(sys.getrecursionlimit() + 100):
+            os.mkdir("d")
+            os.chdir("d")
+    finally:
+        os.chdir(before)
+    try:
+        sweep_job(tmp_path, 3600, time.time() + 7200)
+        assert not old[1].exists()
+    finally:
+        subprocess.run(["rm", "-rf", str(old[0])], check=True)
+
+
+@pytest.mark.parametrize("put", ODD)
+def test_inventory_waits_for_nobody_and_starts_whatever_lies_there(tmp_path: Path, put: Callable[[Path], None]) -> None:
+    (tmp_path / "pod").mkdir()
+    for name in ("own-0-a.safetensors", "own-0-a.safetensors.seal", "own-0-b.safetensors.seal"):
+        put(tmp_path / "pod" / name)
+    (tmp_path / "pod" / "own-0-b.safetensors").write_bytes(b"bytes")
+    found = Vault(tmp_path / "pod", 1 << 20, [0])
+    found.open()
+    assert found.held() == ()

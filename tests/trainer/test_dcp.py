@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from scripted_sidecar import ScriptedSidecar
+from scripted_sidecar import ScriptedSidecar, until
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.lives import Lives
@@ -19,11 +20,12 @@ from tiercheck.dcp import Storage, TierCheckReader
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.local import Reply, Welcome
 from tiercheck.protocol.version import Version
-from tiercheck.trainer import dcp_writer
+from tiercheck.trainer import dcp_writer, sidecar_backend
 from tiercheck.trainer.backend import Ranges, RestoreError
 from tiercheck.trainer.dcp_note import Note, planner_paths
 from tiercheck.trainer.dcp_writer import step_of
 from tiercheck.trainer.leaves import NotCapturable
+from tiercheck.trainer.sidecar_backend import SidecarBackend
 
 SCRIPT = Path(__file__).parent / "dcp_script.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_dcp.py"
@@ -230,3 +232,25 @@ def test_the_example_goes_on_after_it_was_killed_as_if_nothing_had_happened(live
     second = losses(tmp_path / "killed")
     assert 1 < min(second) < 14
     assert {**first, **second} == wanted
+
+
+def test_progress_is_told_again_after_what_nobody_thought_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERCHECK_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("TIERCHECK_ATTEMPT", "1")
+    real, left = SidecarBackend.flush, iter(range(2))
+
+    def flush(backend: SidecarBackend) -> bool:
+        if threading.current_thread().name == "tiercheck-progress":
+            for _ in left:
+                raise RuntimeError("nobody thought of it")
+        return real(backend)
+
+    monkeypatch.setattr(SidecarBackend, "flush", flush)
+    monkeypatch.setattr(sidecar_backend, "_PROGRESS_LATE", float("inf"))
+    sidecar = ScriptedSidecar(tmp_path, Welcome(attempt=1, snapshot_every=5))
+    with Storage() as storage:
+        storage.end_step(1)
+        storage.end_step(2)
+        until(lambda: [each.step for each in sidecar.asked("progress")][-1:] == [2], "told after all")
+    assert next(left, None) is None
+    sidecar.stop()

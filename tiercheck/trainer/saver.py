@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tiercheck.protocol.artifact import Kind
+from tiercheck.supervised import begin, supervise
 from tiercheck.trainer.accelerator import Accelerator, Mark
 from tiercheck.trainer.backend import Backend, Skipped, WarnOnce
 from tiercheck.trainer.copying import Pending, Snapshot
@@ -96,11 +97,10 @@ class Saver:
         ]
         self._tasks = queue.SimpleQueue()
         self._later: deque[_SkippedStep | _Reserve | _CannotSave | _NoDeltas | threading.Event | None] = deque()
-        self._thread = threading.Thread(target=self._run, name="tiercheck-saver", daemon=True)
         before, alone = torch.get_num_threads(), threading.Event()
         self._alone = alone
         self._threads = threads
-        self._thread.start()
+        self._thread = begin("tiercheck-saver", lambda: supervise(self._run, self._died, self._rest))
         alone.wait()
         torch.set_num_threads(before)  # the number is the caller's again, and that of threads to come
 
@@ -200,6 +200,14 @@ class Saver:
 
     # The thread.
 
+    def _died(self, error: BaseException, _: int) -> None:
+        self.warn(type(error).__name__, f"saving failed, and goes on: {error!r}")
+
+    def _rest(self, seconds: float) -> bool:
+        """Never long: training may wait for the next copy."""
+        time.sleep(min(seconds, _TICK))
+        return True
+
     def _run(self) -> None:
         torch.get_num_threads()  # makes torch set this thread up, so that the next line is not undone
         torch.set_num_threads(
@@ -275,18 +283,20 @@ class Saver:
         elif isinstance(task, _CannotSave):
             self._lack(task.why)
         elif isinstance(task, threading.Event):
-            self._backend.flush()
-            task.set()
+            try:
+                self._backend.flush()
+            finally:
+                task.set()  # somebody waits for it
 
     def _copy(self, pending: Pending) -> None:
         job: Job
-        if isinstance(pending, Snapshot):
-            job = SnapshotJob(self._desk, pending, self.mutating)
-        else:
-            assert isinstance(pending, Delta)
-            assert self.script is not None
-            job = DeltaJob(self._desk, pending, self.script)
         try:
+            if isinstance(pending, Snapshot):
+                job = SnapshotJob(self._desk, pending, self.mutating)
+            else:
+                assert isinstance(pending, Delta)
+                assert self.script is not None
+                job = DeltaJob(self._desk, pending, self.script)
             job.copy()
         finally:
             pending.end()

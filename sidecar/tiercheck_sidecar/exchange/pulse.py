@@ -39,6 +39,9 @@ class Pulse:
         self._board, self._identity, self._port = board, identity, port
         self._attempt = 0
         self._peers: frozenset[Peer] = frozenset()
+        self._lock = threading.Lock()
+        self._felt: set[tuple[Peer, int]] = set()
+        """Who has a thread, for which attempt."""
 
     def run(self) -> None:
         seen = -1
@@ -48,14 +51,20 @@ class Pulse:
             if directive is None:
                 continue
             peers = neighbours(directive)
-            if (directive.attempt, peers) == (self._attempt, self._peers):
-                continue
-            self._attempt, self._peers = directive.attempt, peers
-            coordinator = {directive.coordinator} if directive.coordinator.worker != directive.worker else set()
-            self._board.peers.only(peers | coordinator)
+            if (directive.attempt, peers) != (self._attempt, self._peers):
+                coordinator = {directive.coordinator} if directive.coordinator.worker != directive.worker else set()
+                self._board.peers.only(peers | coordinator)
+                with self._lock:
+                    self._attempt, self._peers = directive.attempt, peers
             for peer in peers:
-                name = f"pulse-of-worker-{peer.worker}"
-                threading.Thread(target=self._feel, args=(peer, directive.attempt), name=name, daemon=True).start()
+                self._begin(peer, directive.attempt)
+
+    def _begin(self, peer: Peer, attempt: int) -> None:
+        with self._lock:
+            if (peer, attempt) in self._felt:
+                return
+            self._board.threads.loop(f"pulse-of-worker-{peer.worker}", lambda: self._feel(peer, attempt))
+            self._felt.add((peer, attempt))
 
     def _feel(self, peer: Peer, attempt: int) -> None:
         watch = self._board.peers
@@ -82,10 +91,17 @@ class Pulse:
                 if connected:
                     continue  # it may have been started again: look at once
                 watch.broken(peer, Break.REFUSED)
+            except BaseException:
+                watch.broken(peer, Break.REFUSED)  # whatever it says, it is no answer
+                raise
             self._pause(peer)
 
     def _wanted(self, peer: Peer, attempt: int) -> bool:
-        return not self._board.stopping and self._attempt == attempt and peer in self._peers
+        with self._lock:
+            wanted = not self._board.stopping and self._attempt == attempt and peer in self._peers
+            if not wanted:
+                self._felt.discard((peer, attempt))
+            return wanted
 
     def _pause(self, peer: Peer) -> None:
         self._board.wait_until(lambda: self._board.peers.doubted(peer), EVERY)

@@ -15,6 +15,7 @@ from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Claim, Identity, PeerRefused, admit
 from tiercheck_sidecar.exchange.session import Language, Session
 from tiercheck_sidecar.exchange.transfers import Inbox
+from tiercheck_sidecar.listening import incoming
 from tiercheck_sidecar.strangers import Guest, Strangers, hang_up, named_addresses
 from tiercheck_sidecar.vault import Vault
 
@@ -34,6 +35,7 @@ class ExchangeServer:
         self._board, self._vault, self._identity = board, vault, identity
         self._listener = socket.socket(socket.AF_INET6 if ":" in identity.host else socket.AF_INET, socket.SOCK_STREAM)
         self._port = port
+        self._stopped = False
         self._strangers = Strangers(lambda: _MOST_STRANGERS, lambda: named_addresses(board.directive))
         self._lock = threading.Lock()
         self._known: Counter[int] = Counter()
@@ -45,8 +47,8 @@ class ExchangeServer:
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._listener.bind((self._identity.host, self._port))
         self._listener.listen(128)
-        threading.Thread(target=self._accept, name="exchange", daemon=True).start()
-        threading.Thread(target=self._sweep, name="exchange-sweep", daemon=True).start()
+        self._board.threads.loop("exchange", self._accept, vital=True)
+        self._board.threads.loop("exchange-sweep", self._sweep)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -55,18 +57,17 @@ class ExchangeServer:
         return str(host), int(port)
 
     def stop(self) -> None:
+        self._stopped = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def _accept(self) -> None:
-        while not self._board.stopping:
-            try:
-                connection, (address, *_) = self._listener.accept()
-            except OSError:
-                return
-            guest = self._strangers.enter(address, partial(hang_up, connection))
-            threading.Thread(target=self._serve, args=(connection, guest), name="exchange", daemon=True).start()
+        threads = self._board.threads
+        for connection in incoming("exchange", self._listener, threads, lambda: self._stopped or self._board.stopping):
+            guest = self._strangers.enter(_address_of(connection), partial(hang_up, connection))
+            leave = partial(self._strangers.leave, guest)
+            threads.serve("exchange", connection, partial(self._serve, connection, guest), leave)
 
     def _serve(self, connection: socket.socket, guest: Guest) -> None:
         try:
@@ -111,3 +112,10 @@ class ExchangeServer:
     def _sweep(self) -> None:
         while not self._board.wait_until(lambda: False, _SWEEP_SECONDS) and not self._board.stopping:
             self.inbox.sweep()
+
+
+def _address_of(connection: socket.socket) -> str:
+    try:
+        return str(connection.getpeername()[0])
+    except OSError:  # gone already
+        return ""

@@ -56,6 +56,7 @@ class Link:
         self._dial, self._bucket, self._tell = dial, bucket, tell
         self._lock = threading.Lock()
         self._closed = False
+        self._begun: set[str] = set()
         self._wires: weakref.WeakSet[Wire] = weakref.WeakSet()
         self._complete: frozenset[Artifact] = frozenset()
         self._folded: frozenset[Artifact] = frozenset()
@@ -63,13 +64,16 @@ class Link:
         self._late: frozenset[Artifact] = frozenset()
 
     def start(self) -> None:
+        """Begin the threads that are not begun yet. Raises RuntimeError if the system gives none."""
         bodies = {
             "status": self._watch,
             "snapshots": lambda: self._lane(Kind.SNAPSHOT),
             "deltas": lambda: self._lane(Kind.DELTA),
         }
         for name, body in bodies.items():
-            threading.Thread(target=body, name=f"parity-{self.holder.worker}-{name}", daemon=True).start()
+            if name not in self._begun:
+                self._board.threads.loop(f"parity-{self.holder.worker}-{name}", body)
+                self._begun.add(name)
 
     def close(self) -> None:
         with self._lock:

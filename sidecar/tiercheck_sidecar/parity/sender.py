@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from tiercheck.protocol.artifact import Artifact, Kind
-from tiercheck.protocol.directive import ParityGroup, Peer
+from tiercheck.protocol.directive import Directive, ParityGroup, Peer
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import Identity, dial
@@ -33,21 +33,25 @@ class ParitySender:
         while not self._board.stopping:
             seen = self._board.wait(seen, timeout=5.0)
             directive = self._board.directive
-            if directive is None or (directive.attempt, directive.parity) == self._key:
+            if directive is None:
                 continue
-            self._key = (directive.attempt, directive.parity)
-            holders = directive.parity.holders if directive.parity else ()
-            links = tuple(self._link(holder, directive.attempt) for holder in holders)
-            with self._lock:
-                old, self._links, self._troubles = self._links, links, {}
-            for link in old:
-                link.close()
-            if directive.parity or old:
-                self._board.problem("PeerUnreachable", "")
-            for link in links:
+            if (directive.attempt, directive.parity) != self._key:
+                self._relink(directive)
+            for link in self._links:
                 link.start()
         for link in self._links:
             link.close()
+
+    def _relink(self, directive: Directive) -> None:
+        holders = directive.parity.holders if directive.parity else ()
+        links = tuple(self._link(holder, directive.attempt) for holder in holders)
+        with self._lock:
+            old, self._links, self._troubles = self._links, links, {}
+            self._key = (directive.attempt, directive.parity)
+        for link in old:
+            link.close()
+        if directive.parity or old:
+            self._board.problem("PeerUnreachable", "")
 
     def acknowledged(self) -> list[tuple[int, frozenset[Artifact]]]:
         """Per holder: which worker it is, and which own artifacts have their blocks complete there."""

@@ -7,10 +7,18 @@ All methods block, may be called from several threads, and raise RemoteError.
 
 from __future__ import annotations
 
+import functools
+import logging
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+from tiercheck.supervised import describe
+from tiercheck_sidecar.remote.errors import Reason, RemoteError
+
+log = logging.getLogger(__name__)
 
 Arrived = Callable[[int], None]
 """Called with how many bytes of what is read are there; with 0 whenever a try begins, since it writes them all again."""
@@ -34,8 +42,38 @@ class Stored:
     """Unix seconds by the clock of the place, or of whoever wrote it: says nothing about which came first."""
 
 
+_VERBS = {"check", "upload", "write", "create", "read", "read_into", "list", "delete", "forget_unfinished"}
+
+
+def _declared(verb: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(verb)
+    def guarded(place: Objects, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return verb(place, *args, **kwargs)
+        except RemoteError:
+            raise
+        except Exception as error:
+            # Without the error's own words: a header that was refused is named with its content, and that may be a credential.
+            log.warning(
+                "%s failed:\n%s%s", place.location, "".join(traceback.format_tb(error.__traceback__)), type(error)
+            )
+            raise RemoteError(
+                Reason.OTHER,
+                f"{place.location} failed in a way that nobody thought of ({describe(error)}); check spec.tiers.remote and what "
+                "answers there. The log of this sidecar says more.",
+                retriable=True,
+            ) from error
+
+    return guarded
+
+
 class Objects(ABC):
     """A job's folder in a durable place."""
+
+    def __init_subclass__(cls) -> None:
+        """What a place raises beside RemoteError becomes one: here, so that no place can forget it."""
+        for verb in _VERBS & vars(cls).keys():
+            setattr(cls, verb, _declared(getattr(cls, verb)))
 
     location: str
     """How to name it in a sentence, e.g. `s3://bucket/prefix`."""

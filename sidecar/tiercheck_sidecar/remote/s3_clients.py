@@ -54,23 +54,27 @@ class Clients:
             raise s3_errors.credentials_missing(location)
         authorities = _authorities(settings, session, location)
         trust = _as_file(authorities) if authorities else None
-        boto = session.client(
-            "s3",
-            region_name=session.region_name or "us-east-1",
-            endpoint_url=settings.endpoint or None,
-            verify=f"/proc/self/fd/{trust}" if trust is not None else None,
-            config=Config(
-                signature_version="s3v4",
-                connect_timeout=CONNECT_SECONDS,
-                read_timeout=READ_SECONDS,
-                retries={"mode": "standard", "total_max_attempts": TRIES},
-                max_pool_connections=16,
-                s3={"addressing_style": "path" if settings.endpoint else "auto"},
-                # Many S3-compatible servers refuse the checksum trailers that newer clients add on their own.
-                request_checksum_calculation="when_required",
-                response_checksum_validation="when_required",
-            ),
+        config = Config(
+            signature_version="s3v4",
+            connect_timeout=CONNECT_SECONDS,
+            read_timeout=READ_SECONDS,
+            retries={"mode": "standard", "total_max_attempts": TRIES},
+            max_pool_connections=16,
+            s3={"addressing_style": "path" if settings.endpoint else "auto"},
+            # Many S3-compatible servers refuse the checksum trailers that newer clients add on their own.
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
         )
+        try:
+            boto = session.client(
+                "s3",
+                region_name=session.region_name or "us-east-1",
+                endpoint_url=settings.endpoint or None,
+                verify=f"/proc/self/fd/{trust}" if trust is not None else None,
+                config=config,
+            )
+        except ValueError as error:
+            raise RemoteError(Reason.OTHER, _no_client(settings, location), retriable=False) from error
         lines = Lines(
             _signer(credentials, boto.meta.region_name, location),
             location,
@@ -149,6 +153,18 @@ def _signer(credentials: Any, region: str, location: str) -> Any:
         return {"Host": host, **dict(request.headers.items())}
 
     return sign
+
+
+def _no_client(settings: S3Settings, location: str) -> str:
+    if settings.endpoint:
+        return (
+            f"{location} cannot be reached at {settings.endpoint}: that is no URL of a host (names have letters, digits, dots and hyphens); "
+            "correct tiers.remote.s3.endpoint."
+        )
+    return (
+        f"{location} cannot be reached: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or another AWS_ setting has no valid value; correct the Secret "
+        "named in credentialsSecretName."
+    )
 
 
 def _tls(authorities: bytes | None) -> ssl.SSLContext:

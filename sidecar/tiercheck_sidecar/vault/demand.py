@@ -6,14 +6,19 @@ largest of all ranks is taken, so that room for copies is not given to deltas.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from typing import TypeVar
 
 from tiercheck.protocol import sizing
 from tiercheck.protocol.artifact import Kind, Share
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.sizing import LONGEST_CADENCE, Room, Sizing, auto_cadence
+from tiercheck_sidecar.vault.errors import NoFreeSlot
 from tiercheck_sidecar.vault.slots import Pool
+
+Key = TypeVar("Key", int, Share)
 
 
 class Demand:
@@ -84,6 +89,28 @@ class Demand:
             table[key] = after  # type: ignore[index]
         self._plan = None
 
+    @contextlib.contextmanager
+    def learning(self, pool: Pool, size: int) -> Iterator[None]:
+        """As `learn`, while a slot is looked for. If there is none, the claim is forgotten: whoever made it could ask for any size, and stop all
+        saving here.
+        """
+        before = (
+            self.own.get(pool.rank),
+            self._hosted.get(pool.rank),
+            self._lanes.get(pool.share) if pool.share else None,
+        )
+        self.learn(pool, size)
+        try:
+            yield
+        except NoFreeSlot:
+            own, hosted, lane = before
+            _put_back(self.own, pool.rank, own)
+            _put_back(self._hosted, pool.rank, hosted)
+            if pool.share:
+                _put_back(self._lanes, pool.share, lane)
+            self._plan = None
+            raise
+
     def plan(self) -> Sizing:
         if self._plan is None:
             hosted = (*self._hosted.values(), *self._lanes.values())
@@ -124,3 +151,10 @@ class Demand:
         if wanted is None:
             return None
         return wanted.snapshot if pool.kind is Kind.SNAPSHOT else wanted.delta or 0
+
+
+def _put_back(table: dict[Key, Room], key: Key, before: Room | None) -> None:
+    if before is None:
+        table.pop(key, None)
+    else:
+        table[key] = before

@@ -43,7 +43,7 @@ class Draft:
         self._stack.close()
         try:
             self._keep(self._slot, final)
-        except OSError:
+        except BaseException:
             self.discard()
             raise
         self.seal, self._over = final, True

@@ -217,6 +217,9 @@ class Vault:
                 wrong = _unlike(slot, read_header(view), world_size)
         except (OSError, NotASlot) as error:
             wrong = str(error)
+        except BaseException:
+            self._drop(slot)
+            raise
         if wrong:
             self._drop(slot)
             raise NotASlot(wrong)
@@ -237,6 +240,9 @@ class Vault:
             log.warning("%s could not be sealed: %s", path.name, error)
             self._drop(slot)
             return None
+        except BaseException:
+            self._drop(slot)
+            raise
         return seal
 
     def abandon(self, path: Path) -> None:
@@ -258,7 +264,6 @@ class Vault:
         """A slot to receive an artifact into, or to fold a parity block in. Raises NoFreeSlot, OSError."""
         pool = Pool(seal.tier, seal.rank, seal.kind, seal.share)
         with self._lock:
-            self._demand.learn(pool, seal.digests.size)
             if seal.tier is Tier.PEER and any(
                 slot.state is SlotState.WRITING
                 and slot.pool == pool
@@ -266,13 +271,18 @@ class Vault:
                 for slot in self._slots.values()
             ):
                 raise NoFreeSlot("this artifact is being received already")
-            slot = self._obtain(pool, seal.digests.size)
+            with self._demand.learning(pool, seal.digests.size):
+                slot = self._obtain(pool, seal.digests.size)
             if slot.state is SlotState.FREE:
                 slot.state = SlotState.WRITING
             slot.step, slot.attempt = seal.version.step, seal.version.attempt
         if slot.state is SlotState.ALLOCATING and not self._allocate(slot, SlotState.WRITING):
             raise NoFreeSlot("the memory volume is full")
-        return Draft(slot, seal, self._seal, self._drop)
+        try:
+            return Draft(slot, seal, self._seal, self._drop)
+        except BaseException:
+            self._drop(slot)
+            raise
 
     # Freeing
 
@@ -378,6 +388,10 @@ class Vault:
             with self._lock:
                 self._slots.pop(slot.path, None)
             return False
+        except BaseException:
+            with self._lock:
+                self._slots.pop(slot.path, None)
+            raise
         with self._lock:
             slot.state = state
         return True
@@ -431,7 +445,10 @@ class Vault:
                     count[slot.pool] -= 1
             gone = [slot for slot in self._slots.values() if slot.state is SlotState.GONE]
         for slot in gone:
-            remove(slot.path)
+            try:
+                remove(slot.path)
+            except OSError as error:  # a trainer put something else in its place; it holds up no other slot
+                log.warning("%s cannot be removed: %s", slot.path.name, error)
             slot.unmap()
             with self._lock:
                 self._slots.pop(slot.path, None)

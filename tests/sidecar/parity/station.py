@@ -7,7 +7,6 @@ import os
 import random
 import secrets
 import struct
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -80,8 +79,8 @@ class Station:
         self.server.languages["parity"] = serving(self.board, self.vault, self.holder)
         self.server.start()
         self.sender = ParitySender(self.board, self.vault, self.identity, PORT)
-        for body in (self.holder.run, self.sender.run):
-            threading.Thread(target=body, daemon=True).start()
+        for name, body in {"parity-blocks": self.holder.run, "parity": self.sender.run}.items():
+            self.board.threads.loop(name, body)
 
     def follow(self, directive: Directive) -> None:
         self.board.accept(directive)

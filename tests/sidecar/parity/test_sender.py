@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
+import pytest
 from station import Job, until
+from strikes import Strikes
 
+from tiercheck import supervised
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.version import Version
 
@@ -77,3 +81,38 @@ def test_deltas_and_snapshots_share_the_workers_bandwidth(make_job: MakeJob) -> 
     job.save(Version(11, 1), 50_000, kind=Kind.DELTA)
     until(lambda: Version(11, 1) in job.stations[0].copied(0, Kind.DELTA), "the delta is protected")
     assert sum(taken) >= sum(map(len, saved.values())) + 2 * 50_000
+
+
+def test_blocks_are_made_and_counted_although_every_wait_of_every_lane_fails_once(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strikes = Strikes(monkeypatch)
+    job = make_job(data=2, parity=1)
+    job.begin()
+    job.save(V, 100_000)
+    job.name(V)
+    until(lambda: V in job.stations[0].copied(0), "protected")
+    until(lambda: not strikes.spared(), "all fail")
+    assert set(strikes.begun.values()) >= {"parity-2-status", "parity-2-snapshots", "parity-2-deltas"}
+    job.save(Version(11, 1), 100_000)
+    job.name(Version(11, 1))
+    until(lambda: Version(11, 1) in job.stations[0].copied(0), "protected after that")
+
+
+def test_lanes_that_got_no_thread_at_first_are_begun_later(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervised, "FIRST", 0.01)
+    real, refused = threading.Thread.start, set[str]()
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("parity-2-") and thread.name not in refused:
+            refused.add(thread.name)
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    job = make_job(data=2, parity=1)
+    job.begin()
+    job.save(V, 100_000)
+    job.name(V)
+    until(lambda: V in job.stations[0].copied(0), "protected")
+    assert len(refused) == 3

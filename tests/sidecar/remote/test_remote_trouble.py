@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from tiercheck.protocol.version import Version
 from tiercheck_sidecar.remote import Reason, RemoteError, open_store
 from tiercheck_sidecar.remote.directory import DirectoryObjects
 from tiercheck_sidecar.remote.errors import RemoteCorrupt
-from tiercheck_sidecar.remote.objects import Objects
+from tiercheck_sidecar.remote.objects import Objects, Stored
 from tiercheck_sidecar.remote.store import RemoteStore
 
 JOB = "research/gpt"
@@ -269,3 +269,108 @@ def test_error_in_one_range_stops_the_whole_fetch(s3_endpoint: str, s3_client: o
     with pytest.raises(RemoteCorrupt):
         store.fetch(artifact, memoryview(bytearray(1024)))
     store.close()
+
+
+def listing(entry: str) -> bytes:
+    return EMPTY_LIST.replace(b"</ListBucketResult>", f"<Contents>{entry}</Contents></ListBucketResult>".encode())
+
+
+KEY = f"<Key>{JOB}/manifests/000000000001-1.json</Key>"
+DATE, SIZE = "<LastModified>2026-01-01T00:00:00.000Z</LastModified>", "<Size>1</Size>"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        listing(KEY + DATE),
+        listing(KEY + SIZE),
+        listing(DATE + SIZE),
+        listing(KEY + SIZE + "<LastModified>yesterday</LastModified>"),
+        listing(KEY + DATE + "<Size>much</Size>"),
+        b"<html><body><h1>Welcome</h1><br></body>",
+    ],
+)
+def test_senseless_listing_is_trouble_of_the_remote_tier_and_nothing_else(body: bytes) -> None:
+    with serving(lambda *_: (200, body)) as url, opened(url) as store, pytest.raises(RemoteError, match="s3://"):
+        store.versions()
+
+
+def test_endpoint_that_is_no_url_is_named_by_every_operation(tmp_path: Path) -> None:
+    with opened("http://my_minio:9000") as store:
+        for operation in operations(store, tmp_path):
+            with pytest.raises(RemoteError, match=r"my_minio:9000.*correct tiers.remote.s3.endpoint"):
+                operation()
+
+
+def test_endpoint_of_the_secret_that_is_no_url_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "nonsense")
+    store = open_store(json.dumps({"s3": {"bucket": BUCKET}}), JOB)
+    with pytest.raises(RemoteError, match=r"AWS_ENDPOINT_URL_S3.*correct the Secret"):
+        store.versions()
+
+
+class Unforeseen(Objects):
+    """Every verb fails with what is declared nowhere, and says a secret."""
+
+    location = "tape://robot"
+    error: type[Exception] = ValueError
+    words = "Invalid header value b'the-token-itself'"
+
+    def _fail(self) -> None:
+        raise self.error(self.words)
+
+    def check(self) -> None:
+        self._fail()
+
+    def upload(self, key: str, source: memoryview, chunk: int, gate: object) -> None:
+        self._fail()
+
+    def write(self, key: str, body: bytes) -> None:
+        self._fail()
+
+    def create(self, key: str, body: bytes) -> bool:
+        return bool(self._fail())
+
+    def read(self, key: str) -> bytes | None:
+        return self._fail()  # type: ignore[func-returns-value]
+
+    def read_into(self, key: str, offset: int, into: memoryview, arrived: object = None) -> int:
+        return int(bool(self._fail()))
+
+    def list(self, prefix: str) -> list[Stored]:
+        return list(self._fail() or ())  # type: ignore[func-returns-value]
+
+    def delete(self, keys: Iterable[str]) -> None:
+        self._fail()
+
+    def forget_unfinished(self, dead: Callable[[str, float], bool]) -> None:
+        self._fail()
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError, StopIteration]
+)
+def test_what_no_place_declares_is_an_error_of_the_remote_tier_without_its_own_words(
+    error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    place = Unforeseen()
+    place.error = error
+    calls: list[Callable[[], object]] = [
+        place.check,
+        lambda: place.upload("k", memoryview(b""), 1, lambda *_: None),
+        lambda: place.write("k", b""),
+        lambda: place.create("k", b""),
+        lambda: place.read("k"),
+        lambda: place.read_into("k", 0, memoryview(b"")),
+        lambda: place.list("k"),
+        lambda: place.delete(["k"]),
+        lambda: place.forget_unfinished(lambda *_: True),
+    ]
+    assert len(calls) == len(Objects.__abstractmethods__), "every verb"
+    for call in calls:
+        with pytest.raises(
+            RemoteError, match=rf"tape://robot .*\({error.__name__} in test_remote_trouble.py, line"
+        ) as caught:
+            call()
+        assert "token" not in str(caught.value)
+    assert "token" not in caplog.text
