@@ -5,6 +5,7 @@ It is better to lose a harmless word than to give a secret away. The time it tak
 
 from tiercheck.redaction.logs import log_redacted
 from tiercheck.redaction.names import is_secret_name
-from tiercheck.redaction.text import GONE, redacted
+from tiercheck.redaction.shapes import GONE
+from tiercheck.redaction.text import redacted
 
 __all__ = ["GONE", "is_secret_name", "log_redacted", "redacted"]

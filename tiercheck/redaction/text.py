@@ -34,8 +34,8 @@ def redacted(text: str, known: Iterable[str] = ()) -> str:
             continue
         if goes_on == "line" and indent > below and not _MAPPING.match(line):
             line = line[:indent] + GONE
-        if named and (value := _ITS_VALUE.match(line)):
-            line = value[1] + GONE
+        if named and (found := _ITS_VALUE.match(line)):
+            line = found[1] + GONE
         entry = _ENTRY.match(line)
         named = entry is not None and is_secret_name(entry[1])
         line, goes_on = without_named(without_shapes(line))
