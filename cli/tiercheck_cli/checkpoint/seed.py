@@ -166,6 +166,13 @@ def from_dcp(folder: Path, prefix: str) -> Incoming:
             raise ValueError("it is no metadata of torch.distributed.checkpoint")
     except (OSError, pickle.UnpicklingError, ValueError, AttributeError, EOFError, ImportError, IndexError) as error:
         raise CannotDo(f"{folder / '.metadata'} cannot be read: {error}") from error
+    try:
+        return _described(folder, metadata, prefix)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # a pickle may hold anything
+        raise CannotDo(f"{folder / '.metadata'} cannot be understood: {error}") from error
+
+
+def _described(folder: Path, metadata: Metadata, prefix: str) -> Incoming:
     source = _DcpFolder(folder, metadata)
     found = Incoming()
     optimizer: dict[str, Any] = {"class": "", "groups": [], "states": {}}
@@ -228,19 +235,26 @@ class _DcpFolder:
         return self._load(fqn, ())
 
     def tensor(self, fqn: str, described: TensorStorageMetadata) -> tuple[torch.dtype, tuple[int, ...], Fill]:
-        shape = tuple(described.size)
+        shape = tuple(int(extent) for extent in described.size)
+        whole = Box.whole(shape)
+        boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described.chunks]
+        if min(shape, default=0) < 0 or not isinstance(described.properties.dtype, torch.dtype):
+            raise ValueError(f"{fqn} is no tensor")
 
         def fill(view: Tensor) -> None:
-            whole = Box.whole(shape)
-            for chunk in described.chunks:
-                box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            for box in boxes:
                 if box.count:
-                    view[box.within(whole)] = self._load(fqn, box.offset)
+                    target, part = view[box.within(whole)], self._load(fqn, box.offset)
+                    if not isinstance(part, Tensor) or part.shape != target.shape:
+                        raise CannotDo(f"{fqn} is stored in another shape than its metadata says")
+                    target.copy_(part)
 
         return described.properties.dtype, shape, fill
 
     def _load(self, fqn: str, offset: tuple[int, ...]) -> Any:
-        place = self._places[fqn, offset]
+        place = self._places.get((fqn, offset))
+        if place is None:
+            raise CannotDo(f"a part of {fqn} is not there")
         path = (self._folder / place.relative_path).resolve()
         if getattr(place, "transform_descriptors", None) or not path.is_relative_to(self._folder.resolve()):
             raise CannotDo(f"{fqn} is stored in a way that is not known here")
