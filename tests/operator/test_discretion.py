@@ -54,6 +54,12 @@ def test_no_text_of_a_status_holds_a_credential() -> None:
     assert SECRET in str(status), "what decisions go by is left as it is"
 
 
+def test_text_full_of_credentials_is_no_longer_than_the_api_server_lets_it_be() -> None:
+    shown = discreet({"message": "://a@" * 800})
+    assert len(shown["message"]) <= 4000
+    assert discreet(shown) == shown
+
+
 def test_ordinary_status_is_written_as_it_is() -> None:
     world = World()
     world.until("Running")

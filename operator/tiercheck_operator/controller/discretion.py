@@ -10,6 +10,9 @@ from tiercheck.redaction import redacted
 _EXACT = {"members", "sidecarImage", "hash", "node", "nodes", "type", "phase"}
 """Fields that decisions read back as they were."""
 
+_LONGEST = 4000
+"""Characters; what is longer already gets no longer by what stands in place of a credential."""
+
 
 def discreet(status: dict[str, Any]) -> dict[str, Any]:
     """A rendered status with REDACTED in place of credentials. Once more changes nothing."""
@@ -28,4 +31,4 @@ def _without(value: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def _hide(text: str) -> str:
-    return redacted(text)
+    return redacted(text)[: max(len(text), _LONGEST)]
