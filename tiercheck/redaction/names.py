@@ -10,11 +10,17 @@ import re
 from tiercheck.redaction.shapes import GONE, opaque
 
 _KEYWORD = re.compile(
-    r"(?i)passw(?:or)?d|passphrase|passcode|(?<![a-z])(?:pwd|pw|pass(?==))(?![a-z])|secret|token|credential|authorization|cookie"
+    r"(?i)passw(?:or)?d|passphrase|passcode|(?<![a-z])(?:pwd|pw)(?![a-z])|secret|token|credential|authorization|cookie"
+    r"|pass(?=[\"']?\s{0,2}[=:])|(?<![a-z])creds(?![a-z])"
     r"|(?:api|access|account|private|signing|encryption|master|shared|service|auth|license|subscription)[-_. ]?key|key[-_]?data"
-    r"|(?<![a-z])x-auth|(?<![a-z])(?:auth|jwt|otp|sig|signature|session(?:[-_]?id)?|sid|dsn|key)(?![a-z])"
+    r"|(?<![a-z])x-auth|(?<![a-z])(?:auth|jwt|otp|sig|signature|session(?:[-_]?id)?|sid|dsn|key|(?<=[?&])code)(?![a-z])"
 )
-_WEAK = re.compile(r"(?i)(?:auth|jwt|otp|sig|signature|session.*|sid|dsn|key)\Z")
+_HINTS = (
+    "pass", "pw", "secret", "token", "credential", "creds", "authoriz", "auth", "cookie", "key", "jwt", "otp", "sig", "session", "dsn",
+    "sid=", "sid:", "sid\"", "sid'", "sid ", "code=",
+)  # fmt: skip
+"""In lower case: a line without any of them has no keyword, and most of a log is such lines."""
+_WEAK = re.compile(r"(?i)(?:pass|code|auth|jwt|otp|sig|signature|session.*|sid|dsn|key)\Z")
 """Keywords that many harmless things are called by: the value has to look secret as well."""
 _PASSWORD = re.compile(r"(?i)pass|pwd?(?![a-z])")
 _HEADER = re.compile(r"(?i)authorization|cookie|x-auth|-(?:token|key|secret|signature|auth)$")
@@ -31,21 +37,24 @@ _POINTERS = {
 }  # fmt: skip
 """Last words of names whose values only tell where a secret is, or how much of it."""
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_QUOTE = r"(?:\\*[\"'`]|&quot;|&#(?:34|39|x22|x27);|%2[27]|\\+u002[27]|[“”‘’])"
 _SEPARATOR = re.compile(
-    r"(?P<closed>\\*[\"'`]?\]?)(?:"
-    r"(?P<pair>,?\s*\\*[\"']?value\\*[\"']?\s*[:=]\s*)|(?P<assigned>\s*(?:=>|:=|==|[=:])\s*)"
-    r"|(?P<comma>\s*,\s*(?=[bBuUrR]?\\*[\"'`]))|(?P<blank>\s+(?P<verb>(?:is|was|are)\s+)?))"
+    rf"(?P<closed>{_QUOTE}?\]?)(?:\s+[Ii][Dd]\b)?(?:"
+    r"(?P<pair>,?\s*\\*[\"']?value\\*[\"']?\s*[:=]\s*)|(?P<assigned>(?:\s+(?:is|was|are))?\s*(?:=>|:=|==|-+>|[=:>→]|%3[AaDd])\s*)"
+    r"|(?P<comma>\s*,\s*)|(?P<loose>(?:\s+[A-Za-z]{1,12}){1,4}:\s+|\s*\|\s*)|(?P<blank>\s+(?P<verb>(?:is|was|are)\s+)?))"
 )
-_OPENING = re.compile(r"(?P<bracket>[\[(]*)\s*[bBuUrRfF]?(?P<quote>\\*[\"'`])")
+"""`loose`: what follows is a value only if it looks like one, as in `invalid API key provided: x` or in a table."""
+_OPENING = re.compile(rf"(?P<bracket>[\[(]*)\s*[bBuUrRfF]?(?P<quote>{_QUOTE})")
 _WORD = re.compile(r"(?:[^\s\"'`;&,<>]|,(?!\s|$))*")
 _PHRASE = re.compile(r"[^;&\n]*")
 _FLAG_VALUE = re.compile(r"(?!-)[^\s\"'`,;]+")
 _LINE_BEGINS = re.compile(r"[\s#>+-]*(?:(?:export|set|env|setx|ARG|ENV)\s+)?[\"']?\Z")
 _BLOCK = re.compile(r"[|>][+-]?\d?[+-]?\s*\Z")
 _NOTHING = re.compile(
-    r"(?i)(?:null|none|nil|true|false|yes|no|unset|empty|redacted|\*+|<[^<>]*>|\$[({]{0,2}\w+[)}]{0,2})?\Z"
+    r"(?i)(?:null|none|nil|true|false|yes|no|unset|empty|redacted|\*+|<[A-Za-z _.-]*>|\$[({]{0,2}\w+[)}]{0,2})?\Z"
 )
 _NUMBER = re.compile(r"[-+~]?\d[\d.,_]{0,14}(?:e[-+]?\d+)?\s?[kKMGTB]?(?:/s)?%?\Z")
+_DURATION = re.compile(r"[\d.,]+\s?[a-zA-Z%/]{0,3},?\Z")
 _PROSE = {
     "is", "was", "to", "or", "and", "must", "not", "with", "for", "in", "has", "from", "as", "if", "the", "a", "an", "of", "on",
     "flag", "option", "options", "argument", "needs", "requires", "given", "cannot", "can", "should", "may", "takes", "are",
@@ -61,6 +70,9 @@ def is_secret_name(name: str) -> bool:
 
 def without_named(line: str) -> tuple[str, str]:
     """One line, and where the value of its last name goes on: "" nowhere, "line" on the next, "block" on all that are indented more."""
+    lowered = line.lower()
+    if not any(hint in lowered for hint in _HINTS):
+        return line, ""
     parts: list[str] = []
     done = 0
     for found in _KEYWORD.finditer(line):
@@ -106,13 +118,11 @@ def _value(line: str, begin: int, end: int, *, weak: bool) -> tuple[int, int] | 
     between = _SEPARATOR.match(line, end)
     if between is None:
         return None
-    low = between.end()
-    flag = name.startswith("-")
-    password = bool(_PASSWORD.search(name))
-    blank = between["blank"] is not None
-    if (between["comma"] is not None and not between["closed"]) or (flag and between["verb"]):
-        return None
+    low, flag, password = between.end(), name.startswith("-"), bool(_PASSWORD.search(name))
     opening, assigned, closed = _OPENING.match(line, low), between["assigned"] or "", bool(between["closed"])
+    blank = not assigned and between["pair"] is None
+    if (between["comma"] is not None and not (flag or (closed and opening))) or (flag and between["verb"]):
+        return None
     if (
         opening is None
         and assigned.endswith(" ")
@@ -124,34 +134,51 @@ def _value(line: str, begin: int, end: int, *, weak: bool) -> tuple[int, int] | 
         if "[" in opening["bracket"]:
             end = line.find("]", high)
             high = max(high, line.rfind(opening["quote"], low, len(line) if end < 0 else end))
-        sure = not blank or flag or password or name.isupper()
+        sure = (
+            not blank
+            or between["comma"] is not None
+            or (between["loose"] is None and (flag or password or name.isupper()))
+        )
     elif blank:
         word = _FLAG_VALUE.match(line, low)
         if word is None:
             return None
         high = word.end()
-        sure = (flag and word[0].lower() not in _PROSE) or (password and "login " in line[:begin])
+        ordinary = between["loose"] is None and between["comma"] is None
+        sure = ordinary and ((flag and word[0].lower() not in _PROSE) or (password and "login " in line[:begin]))
     else:
         high = _unquoted(line, begin, low, name, closed=closed, password=password)
         sure = True
     content = line[low:high]
     if assigned and low >= len(line.rstrip()):
         return None if weak else (len(line), len(line))
+    if content[:1] == "{" and (password or not set(content) & {":", "=", '"'}):
+        low, sure = low + 1, sure and password
+        end = line.find("}", low)
+        high = end if end >= 0 else len(line)
+        content = line[low:high]
+    return (
+        (low, high) if _is_secret(line, begin, name, content, sure=sure, weak=weak, assigned=bool(assigned)) else None
+    )
+
+
+def _is_secret(line: str, begin: int, name: str, content: str, *, sure: bool, weak: bool, assigned: bool) -> bool:
+    """Whether what stands where the value of `name` belongs is one. `sure`: it is a value, unless it is nothing."""
     if _NOTHING.match(content) or content[:1] == "{" or content[:2] == "[{":
-        return None
+        return False
     if "token" in name.lower() and _NUMBER.match(content.partition(" ")[0].rstrip(",;")):
-        return None  # how many of a text
-    if line[begin - 1 : begin] in ("?", "&") and between["assigned"] is not None:
-        return low, high
-    if weak and not flag:
-        least = 8 if name.lower().endswith("auth") else 16
-        return (low, high) if len(content) >= least and not set(content) & {" ", "/"} and opaque(content) else None
-    least = 6 if password else 8
-    if not sure and not (len(content) >= least and " " not in content and _mixed(content)):
-        return None
-    if name.lower().endswith("pwd") and content.startswith("/"):
-        return None  # the working directory
-    return low, high
+        return False  # how many of a text
+    if assigned and line[begin - 1 : begin] in ("?", "&"):
+        return True
+    password = bool(_PASSWORD.search(name))
+    if weak and not name.startswith("-"):
+        least = 6 if password else 8 if name.lower().endswith("auth") else 16
+        return (
+            len(content) >= least and not set(content) & {" ", "/"} and opaque(content) and not _DURATION.match(content)
+        )
+    if not sure and not (len(content) >= (6 if password else 8) and " " not in content and _mixed(content)):
+        return False
+    return not (name.lower().endswith("pwd") and content.startswith("/"))  # the working directory
 
 
 def _mixed(word: str) -> bool:
@@ -160,12 +187,18 @@ def _mixed(word: str) -> bool:
 
 def _closing(line: str, begin: int, quote: str) -> int:
     """Where a quoted value ends: before the next quote of the same kind, or with the line."""
+    if quote.lstrip("\\") not in ('"', "'", "`"):
+        end = line.find({"“": "”", "‘": "’"}.get(quote, quote), begin)
+        return end if end >= 0 else len(line)
     mark, slashes = quote[-1], len(quote) - 1
     at = line.find(mark, begin)
     while at >= 0:
         before = at
         while before > begin and line[before - 1] == "\\":
             before -= 1
+        if mark == "'" and not slashes and line[at + 1 : at + 2] == mark:  # as YAML and SQL write one within
+            at = line.find(mark, at + 2)
+            continue
         if (at - before == slashes) or (slashes == 0 and (at - before) % 2 == 0) or (slashes and at - before < slashes):
             return before
         at = line.find(mark, at + 1)

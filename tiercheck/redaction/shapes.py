@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from itertools import pairwise
 
 GONE = "REDACTED"
@@ -21,10 +22,15 @@ _LOOKS = re.compile(
     r"|(?<![A-Z0-9])A(?:KIA|SIA|BIA|CCA)[A-Z0-9]{12,}|AIza[A-Za-z0-9_-]{30,}|ya29\.[A-Za-z0-9_-]{10,}"
     r"|LS0tLS1CRUdJTi[A-Za-z0-9+/=]{10,}"  # PEM in base64
     r"|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]*)?"
-    # OpenAI, Anthropic and others, Stripe, NVIDIA, Groq, Replicate, Tailscale, Weights & Biases, Databricks, Vault of old
+    # OpenAI, Anthropic and others, Stripe, NVIDIA, Groq, Replicate, Tailscale, Weights & Biases, Databricks
     rf"|{_EDGE}(?:sk-|[rps]k_(?:live|test)_|nvapi-|gsk_|r8_|xai-|pplx-|tskey-|wandb_v1_|dapi|sl\.)[A-Za-z0-9_-]{{16,}}"
-    rf"|{_EDGE}s\.[A-Za-z0-9]{{20,}}"
 )
+_LOOKS_HINTS = (
+    "gh", "github_pat_", "gl", "npm_", "pypi-", "hf_", "api_org_", "xox", "xapp-", "hv", "dckr_", "_v1_", "shp", "lin_api_", "atatt3", "age-secret-",
+    "pmak-", "nrak-", "sg.", "akia", "asia", "abia", "acca", "aiza", "ya29.", "ls0tls1", "eyj", "sk-", "k_live_", "k_test_", "nvapi-",
+    "gsk_", "r8_", "xai-", "pplx-", "tskey-", "dapi", "sl.",
+)  # fmt: skip
+_OLD_VAULT = re.compile(r"s\.(?:(?<![A-Za-z0-9_-]s\.)|(?<=\\[nrt]s\.))[A-Za-z0-9]{20,}")
 _HOOK = re.compile(
     r"(?i)(hooks\.slack\.com/services/|discord(?:app)?\.com/api/webhooks/|api\.telegram\.org/bot)[^\s\"']+"
 )
@@ -37,12 +43,15 @@ _SCHEME = re.compile(
     r"(?i)\b(bearer|basic|token|digest|negotiate|ntlm|apikey|aws4-hmac-sha256)(\s{1,4})((?!redacted)[A-Za-z0-9._~+/:=-]{8,})"
 )
 _LOGIN = re.compile(
-    r"(?i)(\blogin\s{1,4}(?:--?[a-z-]{1,24}(?:[ =](?!-)\S{1,80})?\s{1,4}){0,6})([A-Za-z0-9_.~+/=-]{16,})"
+    r"(?i)(\blogin\s{1,4}(?:--?[a-z-]{1,24}(?:[ =](?!-)\S{1,80})?\s{1,4}){0,6})([A-Za-z0-9_.~+/=-]{12,})"
 )
-_SHORT_OPTION = re.compile(r"(\b(?:login|sshpass|mysql|mysqldump)\b[^\n]{0,200}?\s-p[ =]?)(?!\s)[^\s-]\S*")
+_SHORT_OPTION = re.compile(
+    r"(\b(?:(?:login|sshpass|mysql|mysqldump)\b[^\n]{0,200}?\s-p|redis-cli\b[^\n]{0,200}?\s-a)[ =]?)(?!\s)(?:'[^']*'|\"[^\"]*\"|[^\s-]\S*)"
+)
 _USER = re.compile(
-    r"((?:^|\s|[\"'])(?:-u|-U|--user|--proxy-user)[ =]?[\"']?)([^\s\"':]{1,80}:(?!\d+(?:\s|$))[^\s\"']+)"
+    r"((?:^|\s|[\"'])(?:-u|-U|--user|--proxy-user)[ =]?[\"']?)([^\s\"':]{0,80}:(?!\d+(?:\s|$))[^\s\"']+)"
 )
+_USER_AT = re.compile(r"((?<![\w/])[A-Za-z][\w.-]{0,64}:)[^\s/@:'\"]{4,256}@(?!sha\d)(?=[A-Za-z0-9-]{1,64}[.:/])")
 _SCHEMED = re.compile(r"://")
 _ADDRESS = re.compile(r"[^\s\"'`<>\\]*")
 _RUN = re.compile(r"[A-Za-z0-9+/_=-]{32,}")
@@ -67,14 +76,10 @@ def without_keys(text: str) -> str:
 
 def without_shapes(line: str) -> str:
     """One line without what looks like a credential."""
-    line = _addresses(line)
-    line = _LOOKS.sub(GONE, line)
-    line = _HOOK.sub(rf"\1{GONE}", line)
-    line = _HEADER_VALUE.sub(rf"\1{GONE}", line)
-    line = _SCHEME.sub(lambda m: f"{m[1]}{m[2]}{GONE}" if opaque(m[3]) else m[0], line)
-    line = _LOGIN.sub(lambda m: m[1] + GONE if opaque(m[2]) else m[0], line)
-    line = _SHORT_OPTION.sub(rf"\1{GONE}", line)
-    line = _USER.sub(rf"\1{GONE}", line)
+    low = line.lower()
+    for hints, rule in _RULES:
+        if any(hint in low for hint in hints):
+            line = rule(line)
     return _RUN.sub(lambda m: GONE if _random(m[0]) else m[0], line)
 
 
@@ -111,3 +116,21 @@ def _addresses(line: str) -> str:
             parts += [line[done:begin], GONE]
             done = begin + at
     return "".join(parts) + line[done:] if parts else line
+
+
+_RULES: tuple[tuple[tuple[str, ...], Callable[[str], str]], ...] = (
+    (("://",), _addresses),
+    (_LOOKS_HINTS, lambda line: _LOOKS.sub(GONE, line)),
+    (("s.",), lambda line: _OLD_VAULT.sub(GONE, line)),
+    (("hooks", "discord", "telegram"), lambda line: _HOOK.sub(rf"\1{GONE}", line)),
+    (("header",), lambda line: _HEADER_VALUE.sub(rf"\1{GONE}", line)),
+    (
+        ("bearer", "basic", "token", "digest", "negotiate", "ntlm", "apikey", "hmac-sha256"),
+        lambda line: _SCHEME.sub(lambda m: f"{m[1]}{m[2]}{GONE}" if opaque(m[3]) else m[0], line),
+    ),
+    (("login",), lambda line: _LOGIN.sub(lambda m: m[1] + GONE if opaque(m[2]) else m[0], line)),
+    (("login", "sshpass", "mysql", "redis-cli"), lambda line: _SHORT_OPTION.sub(rf"\1{GONE}", line)),
+    (("-u", "user"), lambda line: _USER.sub(rf"\1{GONE}", line)),
+    (("@",), lambda line: _USER_AT.sub(rf"\1{GONE}@", line)),
+)
+"""Each with words, in lower case, of which a line must have one: most lines have none, and most of a log is such lines."""
