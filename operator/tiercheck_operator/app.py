@@ -21,6 +21,7 @@ import kopf
 import kubernetes
 
 from tiercheck.protocol import names
+from tiercheck.redaction import log_redacted
 from tiercheck_operator.attach.service import AttachService
 from tiercheck_operator.cluster_identity import ClusterIdentity
 from tiercheck_operator.config import Config
@@ -396,7 +397,7 @@ def end_by_signal(stop: asyncio.Event) -> None:
 async def main() -> None:
     """Run until SIGTERM or SIGINT. Raises ValueError on a setting that cannot be understood."""
     config = Config.from_env(os.environ)
-    logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_redacted(config.log_level)
     logging.getLogger("kopf").setLevel(max(logging.WARNING, logging.getLevelName(config.log_level)))
     stop = asyncio.Event()
     end_by_signal(stop)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tiercheck.protocol import names
+from tiercheck.redaction import redacted
 from tiercheck_operator.controller.actions import DeletePod, Notice
 from tiercheck_operator.controller.observation import JobView
 from tiercheck_operator.controller.record import rfc3339
@@ -116,7 +117,7 @@ class EventPoster:
         again = {
             "count": series.count,
             "lastTimestamp": rfc3339(series.last),
-            "message": series.notice.message[:_MESSAGE_LIMIT],
+            "message": _told(series.notice),
         }
         try:
             await self._kube.merge(CORE + "/events/{name}", again, namespace=job.namespace, name=series.name)
@@ -163,6 +164,10 @@ def _reference(job: JobView) -> Mapping[str, str]:
     }
 
 
+def _told(notice: Notice) -> str:
+    return redacted(notice.message)[:_MESSAGE_LIMIT]
+
+
 def _event(about: Mapping[str, str], notice: Notice, now: float, count: int = 1) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
@@ -171,7 +176,7 @@ def _event(about: Mapping[str, str], notice: Notice, now: float, count: int = 1)
         "involvedObject": dict(about),
         "type": notice.type,
         "reason": notice.reason,
-        "message": notice.message[:_MESSAGE_LIMIT],
+        "message": _told(notice),
         "firstTimestamp": rfc3339(now),
         "lastTimestamp": rfc3339(now),
         "count": count,

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable
 
@@ -16,6 +15,7 @@ from tiercheck.protocol import names
 from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import SPARE
+from tiercheck.redaction import log_redacted
 from tiercheck_sidecar import metrics
 from tiercheck_sidecar.api import ControlApi, server_context
 from tiercheck_sidecar.board import Board
@@ -29,6 +29,7 @@ from tiercheck_sidecar.guarded_port import GuardedPort
 from tiercheck_sidecar.lending import FOLDER
 from tiercheck_sidecar.node_memory import Claim, sweep_job
 from tiercheck_sidecar.offload import Offloader
+from tiercheck_sidecar.own_credentials import own_credentials
 from tiercheck_sidecar.parity.holder import ParityHolder
 from tiercheck_sidecar.parity.sender import ParitySender
 from tiercheck_sidecar.parity.session import serving
@@ -273,7 +274,7 @@ class Sidecar:
 
 def main() -> int:
     """0 after an orderly end; 2 if the environment is wrong; 1 if an address or the volume cannot be used."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    log_redacted(known=own_credentials())
     try:
         config = SidecarConfig.from_env()
     except ConfigError as error:

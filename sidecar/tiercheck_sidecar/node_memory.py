@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiercheck.protocol.encoding import to_json
+from tiercheck.redaction import log_redacted
 from tiercheck_sidecar.decoding import Malformed, read_checked, with_checksum
 from tiercheck_sidecar.vault.inventory import SLOT_SUFFIX
 from tiercheck_sidecar.vault.seal import is_plain, seal_path
@@ -229,7 +230,7 @@ def _newest(folder: Path) -> float:
 
 def main(arguments: list[str]) -> int:
     """0; 1 if the folder cannot be made; 2 if the command line is wrong."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    log_redacted()
     try:
         base, what, keep = Path(arguments[0]), arguments[1], float(arguments[2])
     except (IndexError, ValueError):

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from tiercheck.protocol.report import Counters, Holding, MemoryReport, Report, TrainerReport, TrainerState, Watermarks
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.own_credentials import Discretion, own_credentials
 from tiercheck_sidecar.vault import Vault
 
 
@@ -27,6 +28,7 @@ class Reporter:
         self._lock = threading.Lock()
         self._serial = 0
         self._known: Report | None = None
+        self._discretion = Discretion(own_credentials() | {board.config.token})
         self.owes: Callable[[], bool] = lambda: False
         """Whether holders lack anything. While training runs they always lack the newest, so then nobody is told."""
         self.settled: Callable[[], bool] = lambda: False
@@ -34,7 +36,7 @@ class Reporter:
 
     def report(self) -> Report:
         with self._lock:
-            report = dataclasses.replace(self._gather(), settled=self.settled())
+            report = self._discretion.discreet(dataclasses.replace(self._gather(), settled=self.settled()))
             essence = _essence(report)
             if essence != self._known:
                 self._known = essence

@@ -17,7 +17,12 @@ import torch.distributed.checkpoint as dcp
 from commands_run import run
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from tests.lives import Lives
 from tiercheck import Checkpointer
@@ -397,3 +402,31 @@ def test_a_record_of_nonsense_is_a_sentence(tmp_path: Path, record: bytes) -> No
     ran = run("export", "--folder", str(tmp_path / "saved"), "--format", "dcp", "--to", str(tmp_path / "new"))
     assert ran.status == 1
     assert "rank-0-of-1" in ran.err.replace("\n", "")
+
+
+def _tensor_metadata(size: Any, chunks: Any) -> TensorStorageMetadata:
+    return TensorStorageMetadata(TensorProperties(torch.float32), size, chunks)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        Metadata(state_dict_metadata=3),  # type: ignore[arg-type]
+        Metadata({"model.w": None}, storage_data=None),  # type: ignore[dict-item]
+        Metadata({"model.w": None}, storage_data={}),  # type: ignore[dict-item]
+        Metadata({"model.w": _tensor_metadata(torch.Size([2]), 7)}, storage_data={}),
+        Metadata({"model.w": _tensor_metadata(["two"], [])}, storage_data={}),
+        Metadata({"model.w": _tensor_metadata(torch.Size([2]), [])}, planner_data=5, storage_data={}),
+        Metadata({5: BytesStorageMetadata()}, storage_data={}),  # type: ignore[dict-item]
+        Metadata({"state.x": BytesStorageMetadata()}, planner_data={"state.x": ()}, storage_data={}),
+    ],
+    ids=range(8),
+)
+def test_odd_metadata_ends_an_import_with_a_sentence(tmp_path: Path, odd: Metadata) -> None:
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(pickle.dumps(odd))
+    ran = run("import", "--from", str(folder), "--format", "dcp", "--to", str(tmp_path / "seeded"))
+    assert ran.status == 1
+    assert ran.err.startswith("error: ")
+    assert "Traceback" not in ran.err

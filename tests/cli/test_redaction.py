@@ -9,6 +9,7 @@ import recorded
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiercheck.redaction import redacted
 from tiercheck_cli.export import redact
 
 SECRET = "hunter2-0f9a"
@@ -30,7 +31,7 @@ SECRET = "hunter2-0f9a"
     ],
 )
 def test_what_looks_like_a_credential_is_taken_out_of_a_log(line: str) -> None:
-    assert SECRET not in redact.text(line)
+    assert SECRET not in redacted(line)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_what_looks_like_a_credential_is_taken_out_of_a_log(line: str) -> None:
     ["AKIA" + "IOSFODNN7EXAMPLE", "ghp_" + "a" * 36, "hf_" + "b" * 34, "eyJ" + "hbGciOiJI.eyJzdWIiOiIx.sig"],
 )
 def test_keys_are_known_by_their_looks(secret: str) -> None:
-    assert secret not in redact.text(f"trying with {secret} now")
+    assert secret not in redacted(f"trying with {secret} now")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_keys_are_known_by_their_looks(secret: str) -> None:
     ],
 )
 def test_ordinary_lines_stay_as_they_are(line: str) -> None:
-    assert redact.text(line) == line
+    assert redacted(line) == line
 
 
 def test_environment_variables_keep_their_names_and_lose_their_values() -> None:
@@ -94,5 +95,5 @@ def test_any_object_can_be_redacted_and_once_is_enough(content: Any) -> None:
 
 @given(st.text())
 def test_any_text_can_be_redacted_and_once_is_enough(content: str) -> None:
-    once = redact.text(content)
-    assert redact.text(once) == once
+    once = redacted(content)
+    assert redacted(once) == once

@@ -7,6 +7,7 @@ import io
 import json
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_up_run import made_up_run
@@ -19,7 +20,7 @@ from tiercheck_cli.report.page import page
 from tiercheck_cli.report.record import RecordError
 from tiercheck_cli.report.series import attempt_curves, fault_marks, reference_curve, thinned, watermark_curve
 from tiercheck_cli.report.style import CSS
-from tiercheck_cli.report.words import rows, seconds, tier_counts
+from tiercheck_cli.report.words import TIER_WORDS, rows, seconds, tier_counts
 
 _VOID = {"meta", "br", "link", "img", "hr", "input"}
 
@@ -138,20 +139,43 @@ def test_page_shows_every_value_of_every_fault() -> None:
     assert "Bitwise equal" in words
 
 
-def test_text_from_the_record_is_escaped_everywhere() -> None:
-    nasty = '<script>alert("x")</script>&'
-    record = made_up_run()
-    fault = dataclasses.replace(
-        record.faults[0], name=nasty, what=nasty, target=nasty, reason=nasty, cause=nasty, rank_sources=[nasty] * 4
-    )
-    record = dataclasses.replace(
-        record, title=nasty, machine=nasty, nodes={nasty: nasty}, digests={"run": nasty, "reference": nasty},
-        verdict=nasty, faults=[fault],
-    )  # fmt: skip
-    html = page(record)
+NASTY = '<script>alert("x")</script>&'
+
+
+class NastyNumber(int):
+    """Of a record that somebody else wrote: does arithmetic, and is not what it says."""
+
+    def __str__(self) -> str:
+        return NASTY
+
+    def __format__(self, spec: str) -> str:
+        return super().__format__(spec) if spec else NASTY
+
+
+def poisoned(value: Any, *, numbers: bool) -> Any:
+    """Every text, and if wanted every whole number, within `value` is nasty, in keys as well."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: poisoned(getattr(value, f.name), numbers=numbers) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    if isinstance(value, list):
+        return [poisoned(entry, numbers=numbers) for entry in value]
+    if isinstance(value, dict):
+        kept = {"run", "reference", *TIER_WORDS}
+        return {
+            key if key in kept else poisoned(key, numbers=False): poisoned(v, numbers=numbers)
+            for key, v in value.items()
+        }
+    if type(value) is int and numbers:
+        return NastyNumber(value)
+    return NASTY if isinstance(value, str) and not value.startswith(("0x", "-0x")) else value
+
+
+@pytest.mark.parametrize("numbers", [False, True])
+def test_whatever_a_record_says_is_escaped_everywhere(numbers: bool) -> None:
+    html = page(poisoned(made_up_run(), numbers=numbers))
     assert "<script" not in html
     assert "script" not in read(html).tags
-    assert nasty in " ".join(read(html).texts)
+    assert NASTY in " ".join(read(html).texts)
 
 
 def test_unequal_run_is_said_first_and_in_words() -> None:

@@ -120,6 +120,27 @@ async def test_command_is_wrapped_and_all_else_of_the_users_stays() -> None:
     assert "kube-api-access" not in str(sidecar)
 
 
+async def test_no_container_of_ours_gets_the_pods_api_token() -> None:
+    """The API server's ServiceAccount plug-in mounts it into every container that has no mount at its path, webhooks or not."""
+    token = "/var/run/secrets/kubernetes.io/serviceaccount"
+    node_memory = shapes.policy(tiers={"local": {"sizeLimit": "2Gi", "medium": "NodeMemory"}, "peer": {"copies": 1}})
+    for policy in (shapes.POLICY, node_memory):
+        theirs = {"name": "fetch", "image": "fetch:1"}
+        pod = shapes.job_pod(1)
+        pod["spec"]["initContainers"] = [theirs]
+        made, warning = await admitted(pod, shapes.job(), policy)
+        assert not warning
+        spec = made["spec"]
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        ours = [entry for entry in spec["initContainers"] if entry["name"].startswith("tiercheck-")]
+        assert len(ours) >= 2
+        for container in ours:
+            mounts = [mount for mount in container["volumeMounts"] if mount["mountPath"] == token]
+            assert [volumes[mount["name"]] for mount in mounts] == [{"name": mounts[0]["name"], "emptyDir": {}}]
+        assert theirs in spec["initContainers"], "the user's own is theirs"
+        assert all(mount["mountPath"] != token for mount in spec["containers"][0]["volumeMounts"])
+
+
 async def test_only_the_servers_own_grace_period_is_lengthened_for_uploads() -> None:
     made, _ = await admitted(shapes.job_pod(0), shapes.job(), shapes.POLICY)
     assert made["spec"]["terminationGracePeriodSeconds"] == 300

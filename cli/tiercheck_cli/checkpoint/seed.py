@@ -167,6 +167,13 @@ def _from_dcp(folder: Path, prefix: str) -> Incoming:
             raise ValueError("it is no metadata of torch.distributed.checkpoint")
     except Exception as error:  # pickle raises many kinds, all meaning the same here
         raise CannotDo(f"{folder / '.metadata'} cannot be read: {error}") from error
+    try:
+        return _described(folder, metadata, prefix)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # a pickle may hold anything
+        raise CannotDo(f"{folder / '.metadata'} cannot be understood: {error}") from error
+
+
+def _described(folder: Path, metadata: Metadata, prefix: str) -> Incoming:
     source = _DcpFolder(folder, metadata)
     found = Incoming()
     optimizer: dict[str, Any] = {"class": "", "groups": [], "states": {}}
@@ -229,14 +236,19 @@ class _DcpFolder:
         return self._load(fqn, ())
 
     def tensor(self, fqn: str, described: TensorStorageMetadata) -> tuple[torch.dtype, tuple[int, ...], Fill]:
-        shape = tuple(described.size)
+        shape = tuple(int(extent) for extent in described.size)
+        whole = Box.whole(shape)
+        boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described.chunks]
+        if min(shape, default=0) < 0 or not isinstance(described.properties.dtype, torch.dtype):
+            raise ValueError(f"{fqn} is no tensor")
 
         def fill(view: Tensor) -> None:
-            whole = Box.whole(shape)
-            for chunk in described.chunks:
-                box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            for box in boxes:
                 if box.count:
-                    view[box.within(whole)] = self._load(fqn, box.offset)
+                    target, part = view[box.within(whole)], self._load(fqn, box.offset)
+                    if not isinstance(part, Tensor) or part.shape != target.shape:
+                        raise CannotDo(f"{fqn} is stored in another shape than its metadata says")
+                    target.copy_(part)
 
         return described.properties.dtype, shape, fill
 

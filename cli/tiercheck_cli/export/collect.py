@@ -12,6 +12,7 @@ from rich.console import RenderableType
 
 from tiercheck.about import __version__
 from tiercheck.protocol import names
+from tiercheck.redaction import GONE, redacted
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.durations import clock
 from tiercheck_cli.events.command import events_table
@@ -46,7 +47,7 @@ class Collection:
         try:
             self.files[path] = what()
         except CannotDo as error:
-            self.missing[path] = str(error)
+            self.missing[path] = redacted(str(error))
 
 
 def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: bool) -> Collection:
@@ -59,7 +60,7 @@ def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: 
     found.add("job.yaml", lambda: _yaml(redact.thing(job)))
     found.add("placement.yaml", lambda: _yaml(redact.thing(cluster.placement_object(job) or {})))
     found.add("events.yaml", lambda: _yaml(redact.thing(cluster.events(job))))
-    found.add("nodes.yaml", lambda: _yaml([_node(node) for node in _nodes_of(cluster, pods)]))
+    found.add("nodes.yaml", lambda: _yaml(redact.thing([_node(node) for node in _nodes_of(cluster, pods)])))
     for pod in pods:
         found.files[f"pods/{pod['metadata']['name']}.yaml"] = _yaml(redact.thing(pod))
     for pod in _telling(pods):
@@ -68,7 +69,7 @@ def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: 
             found.add(
                 f"logs/{pod_name}/{container}.log", partial(_log, cluster, cluster.namespace, pod_name, container)
             )
-        found.add(f"metrics/{pod_name}.txt", partial(cluster.pod_page, pod_name, _metrics_port(pod), "metrics"))
+        found.add(f"metrics/{pod_name}.txt", partial(_metrics, cluster, pod))
     if len(pods) > _LOGS:
         found.missing["logs"] = (
             f"of {len(pods)} pods only the {_LOGS} that tell most: restarted, not running, and the first"
@@ -90,7 +91,7 @@ def _pods(cluster: Cluster, job: Mapping[str, Any], found: Collection) -> list[d
     try:
         return cluster.pods(job)
     except CannotDo as error:
-        found.missing["pods"] = str(error)
+        found.missing["pods"] = redacted(str(error))
         return []
 
 
@@ -129,7 +130,7 @@ def _operator_logs(cluster: Cluster, found: Collection) -> None:
     try:
         pods = cluster.pods_labelled(_OPERATOR)
     except CannotDo as error:
-        found.missing["logs/operator"] = str(error)
+        found.missing["logs/operator"] = redacted(str(error))
         return
     if not pods:
         found.missing["logs/operator"] = f"no pod has the label {_OPERATOR}"
@@ -139,7 +140,11 @@ def _operator_logs(cluster: Cluster, found: Collection) -> None:
 
 
 def _log(cluster: Cluster, namespace: str, pod: str, container: str | None) -> str:
-    return redact.text(cluster.log(namespace, pod, container, _LINES))
+    return redacted(cluster.log(namespace, pod, container, _LINES))
+
+
+def _metrics(cluster: Cluster, pod: Mapping[str, Any]) -> str:
+    return redacted(cluster.pod_page(pod["metadata"]["name"], _metrics_port(pod), "metrics"))
 
 
 def _telling(pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -159,7 +164,7 @@ def _readme(found: Collection, job: str, now: float) -> str:
     lines = [
         f"What tiercheck {__version__} collected about {job} on {clock(now)} UTC.",
         "",
-        f"Values of environment variables and whatever looks like a credential are replaced by {redact.GONE}.",
+        f"Values of environment variables and whatever looks like a credential are replaced by {GONE}.",
         "Names of images, nodes, buckets and files are not: look through it before you publish it.",
         "",
         "begin with status.txt, events.txt and explain.txt",
@@ -188,7 +193,7 @@ def gaps(missing: Mapping[str, str]) -> list[str]:
 
 
 def _text(shown: RenderableType) -> str:
-    return redact.text(plain(shown, _WIDTH))
+    return redacted(plain(shown, _WIDTH))
 
 
 def _yaml(content: Any) -> str:

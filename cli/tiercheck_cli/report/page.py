@@ -115,7 +115,7 @@ def _faults(record: RunRecord) -> str:
 
 def _chips(fault: FaultRecord) -> str:
     chips = [
-        f'<span class="chip" style="border-color:var(--{tier})">{fault.tiers[tier]} × {words}</span>'
+        f'<span class="chip" style="border-color:var(--{tier})">{escape(str(fault.tiers[tier]))} × {words}</span>'
         for tier, words in TIER_WORDS.items()
         if fault.tiers.get(tier)
     ]

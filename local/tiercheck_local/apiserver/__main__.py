@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import datetime
+import secrets
 import signal
 import socket
+import ssl
+import tempfile
 from pathlib import Path
 
 from aiohttp import web
@@ -14,25 +18,40 @@ from tiercheck_local.apiserver.server import application
 from tiercheck_local.apiserver.storage import Storage
 from tiercheck_local.controlplane.kubeconfig import write_kubeconfig
 from tiercheck_local.controlplane.lifetime import die_with_parent
+from tiercheck_operator.certificates import KeyPair, issue_pair
+
+_LIFETIME = datetime.timedelta(days=365)
 
 
 async def serve(port: int, directory: Path, history: int) -> None:
-    """Listens on 127.0.0.1 and writes `directory`/kubeconfig once it answers. Port 0: a free one."""
+    """Listens on 127.0.0.1 and writes `directory`/kubeconfig once it answers, for the owner of this process only. Port 0: a free one."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    token = secrets.token_urlsafe(24)
+    pair = issue_pair("tiercheck-local", ["127.0.0.1", "localhost"], _LIFETIME)
     # Cancellation ends the watches of clients that went away.
     runner = web.AppRunner(
-        application(Storage(history)), handler_cancellation=True, access_log=None, shutdown_timeout=0.5
+        application(Storage(history), token), handler_cancellation=True, access_log=None, shutdown_timeout=0.5
     )
     await runner.setup()
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
-    await web.SockSite(runner, listener).start()
-    write_kubeconfig(directory / "kubeconfig", f"http://127.0.0.1:{listener.getsockname()[1]}")
+    await web.SockSite(runner, listener, ssl_context=_context(pair)).start()
+    write_kubeconfig(directory / "kubeconfig", f"https://127.0.0.1:{listener.getsockname()[1]}", token, pair.ca)
     await stop.wait()
     await runner.cleanup()
+
+
+def _context(pair: KeyPair) -> ssl.SSLContext:
+    """TLS, because kubectl shows its token to nobody without it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with tempfile.NamedTemporaryFile() as file:  # for its owner only
+        file.write(pair.certificate + pair.key)
+        file.flush()
+        context.load_cert_chain(file.name)
+    return context
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import random
 
 from aiohttp import web
@@ -16,19 +17,23 @@ from tiercheck_local.apiserver.watching import WatchOptions, stream
 from tiercheck_local.apiserver.wire import View, dump, view
 
 _LARGEST_BODY = 3 * 1024 * 1024
+_OWN_HOSTS = {"127.0.0.1", "localhost", "::1"}
+_HEALTH = ("/healthz", "/livez", "/readyz")
+_PUBLIC = (*_HEALTH, "/version")
 
 
-def application(storage: Storage) -> web.Application:
-    """The whole server as one aiohttp application."""
+def application(storage: Storage, token: str) -> web.Application:
+    """The whole server as one aiohttp application. Whoever shows the token may do everything, others may ask how it is."""
     app = web.Application(client_max_size=_LARGEST_BODY)
-    handler = _Handler(Objects(storage))
+    handler = _Handler(Objects(storage), token)
     app.router.add_route("*", "/{path:.*}", handler.answer)
     return app
 
 
 class _Handler:
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: Objects, token: str) -> None:
         self._objects = objects
+        self._credentials = f"Bearer {token}".encode()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -37,8 +42,17 @@ class _Handler:
             headers = {"Retry-After": "1"} if error.code == 429 else None
             return _json(error.status(), error.code, headers)
 
+    def _check_caller(self, path: str, request: web.Request) -> None:
+        """Other users of the machine, and web pages that were given a name for 127.0.0.1, are strangers."""
+        if (request.url.host or "") not in _OWN_HOSTS:
+            raise errors.ApiError(403, "Forbidden", f"this server is not {request.host!r}")
+        shown = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if path not in _PUBLIC and not hmac.compare_digest(shown, self._credentials):
+            raise errors.ApiError(401, "Unauthorized", "Unauthorized")
+
     async def _routed(self, request: web.Request) -> web.StreamResponse:
         path = request.path.rstrip("/") or "/"
+        self._check_caller(path, request)
         found = self._information(path, request)
         if found is not None:
             return found
@@ -61,7 +75,7 @@ class _Handler:
     def _information(self, path: str, request: web.Request) -> web.Response | None:
         """Everything that is not a resource: health, version, discovery, OpenAPI."""
         registry, parts = self._objects.registry, path.strip("/").split("/")
-        if path in ("/healthz", "/livez", "/readyz"):
+        if path in _HEALTH:
             return web.Response(text="ok")
         if path == "/version":
             return _json(discovery.VERSION)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from tiercheck.protocol import names
+from tiercheck.redaction import redacted
 from tiercheck_operator.attach.injection import (
     Attachment,
     Outfit,
@@ -56,7 +57,7 @@ class Admission:
             why = "the API server did not answer in time"
         except ApiFailure as error:
             why = f"what is needed could not be read: {error}"
-        sentence = f"TierCheck does not look after this pod: {why}."
+        sentence = redacted(f"TierCheck does not look after this pod: {why}.")
         log.warning("%s/%s: %s", namespace, _named(pod), sentence)
         return refused(pod, sentence), sentence
 

@@ -27,6 +27,8 @@ _KNOWN_CONTAINERS = (names.TRAINER_CONTAINER, "pytorch", "node")
 _LONGEST_NAME = 40
 _DEFAULT_GRACE, _GRACE_WITH_REMOTE = 30, 300
 _PROCS = "PET_NPROC_PER_NODE"
+_TOKEN_PATH, _NO_TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount", "tiercheck-no-token"
+"""Where a ServiceAccount's token is mounted, and the empty volume that our containers have there."""
 _FROM_POLICY = ("topology", "checkpoint", "tiers", "restore", "failurePolicy", "sidecar")
 
 
@@ -142,6 +144,7 @@ def inject(
     image = view.status.sidecar_image or outfit.image
     ports = worker_ports(view.identity, seat.worker)
     equip(view, str(seat.worker), spec, attachment.container, image, host_ports=ports, node_memory=outfit.node_memory)
+    _withhold_token(spec)
     new = with_pull_settings(new, outfit.pull_policy, outfit.pull_secrets)
     metadata = new["metadata"]
     metadata["labels"] = {
@@ -211,6 +214,14 @@ def _procs(container: Mapping[str, Any]) -> int:
                 "because ranks must be known before they start"
             )
     return 1
+
+
+def _withhold_token(spec: dict[str, Any]) -> None:
+    """Ours need no API token. The API server mounts the pod's into every container that has nothing at its path, after us again."""
+    spec["volumes"].append({"name": _NO_TOKEN, "emptyDir": {}})
+    for container in spec["initContainers"]:
+        if container["name"].startswith("tiercheck-"):
+            container["volumeMounts"].append({"name": _NO_TOKEN, "mountPath": _TOKEN_PATH, "readOnly": True})
 
 
 def _check_names(spec: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ from aiohttp import web
 
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck_operator.attach.admission import Admission
+from tiercheck_operator.attach.doors import LARGEST, Doors
 from tiercheck_operator.attach.json_patch import difference
 from tiercheck_operator.attach.trust import Bundle, Trust
 from tiercheck_operator.kube import ApiFailure
@@ -31,7 +32,6 @@ log = logging.getLogger(__name__)
 PATH = "/mutate-pods"
 _LOOK_EVERY, _RETRY = 60.0, 2.0
 """Seconds between two looks at certificate and configuration, and the same while they could not be looked at."""
-_LARGEST_REVIEW = 8 * 2**20
 _LONGEST_WARNING = 256
 
 
@@ -47,7 +47,7 @@ class Webhook:
         """Set once it answers."""
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self._runner: web.AppRunner | None = None
+        self._doors: Doors | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -58,8 +58,8 @@ class Webhook:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._doors is not None:
+            await self._doors.stop()
 
     async def _keep_trusted(self) -> None:
         while True:
@@ -82,22 +82,22 @@ class Webhook:
             key.touch(mode=0o600)
             key.write_bytes(bundle.key)
             self._context.load_cert_chain(certificate, key)
-        if self._runner is None:
-            app = web.Application(client_max_size=_LARGEST_REVIEW)
-            app.add_routes([web.post(PATH, self._answer)])
-            self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=5.0)
-            await self._runner.setup()
-            await web.TCPSite(self._runner, *self._address, ssl_context=self._context, reuse_address=True).start()
+        if self._doors is None:
+            doors = Doors(self._context, self._answer)
+            await doors.start(*self._address)
+            self._doors = doors
             log.info("the webhook answers at %s:%s", *self._address)
         self._shown = bundle
         self.serving.set()
 
-    async def _answer(self, request: web.Request) -> web.Response:
+    async def _answer(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        if request.path != PATH:
+            return web.Response(status=404)
         try:
-            review = parse_json(await request.read(), _LARGEST_REVIEW)
+            review = parse_json(body, LARGEST)
             asked: Mapping[str, Any] = review["request"]
             uid = str(asked["uid"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return web.Response(status=400, text="not an AdmissionReview\n")
         response: dict[str, Any] = {"uid": uid, "allowed": True}
         try:

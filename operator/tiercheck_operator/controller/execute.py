@@ -11,6 +11,7 @@ from http import HTTPStatus
 from typing import Any
 
 from tiercheck.protocol import names
+from tiercheck.redaction import redacted
 from tiercheck_operator.cluster_identity import ClusterIdentity
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.actions import (
@@ -177,7 +178,7 @@ class Executor:
     async def _delete_pod(self, job: JobView, action: DeletePod) -> None:
         where = {"namespace": job.namespace, "name": action.name}
         if action.given_up:
-            note = {"uid": action.uid, "annotations": {ANNOTATION_GIVEN_UP: action.given_up[:_LONGEST_NOTE]}}
+            note = {"uid": action.uid, "annotations": {ANNOTATION_GIVEN_UP: redacted(action.given_up)[:_LONGEST_NOTE]}}
             with contextlib.suppress(ApiFailure):  # the cause is in the status as well; a pod is not kept for it
                 await self._kube.merge(CORE + "/pods/{name}", {"metadata": note}, **where)
         options = _only(action.uid, gracePeriodSeconds=0) if action.force else _only(action.uid)

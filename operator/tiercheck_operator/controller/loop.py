@@ -20,6 +20,7 @@ from tiercheck_operator.config import Config
 from tiercheck_operator.controller.actions import Decision
 from tiercheck_operator.controller.belongings import Belongings
 from tiercheck_operator.controller.decide import decide, refused
+from tiercheck_operator.controller.discretion import discreet
 from tiercheck_operator.controller.execute import Executor
 from tiercheck_operator.controller.finish import finished
 from tiercheck_operator.controller.membership import left_nodes
@@ -320,7 +321,7 @@ class JobLoop:
         """Raises ApiFailure if it could not be written; then nothing that depends on it may be done."""
         if decision.status is None:
             return None
-        old, new = raw.get("status") or {}, render_record(decision.status)
+        old, new = raw.get("status") or {}, discreet(render_record(decision.status))
         if old == new:
             return None
         now = self._around.clock()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from tiercheck.redaction import redacted
+
 
 class Reason(str, Enum):
     """Why the remote tier did not do what was asked."""
@@ -34,10 +36,10 @@ class RemoteConfigError(ValueError):
 
 
 class RemoteError(Exception):
-    """An operation on the remote tier failed."""
+    """An operation on the remote tier failed. Its message holds no credential, whatever a library said."""
 
     def __init__(self, reason: Reason, message: str, *, retriable: bool) -> None:
-        super().__init__(message)
+        super().__init__(redacted(message))
         self.reason = reason
         self.retriable = retriable
         """Whether the same call may succeed later without anybody changing anything."""

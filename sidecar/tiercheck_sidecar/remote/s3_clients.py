@@ -15,6 +15,7 @@ from typing import Any
 
 from tiercheck_sidecar.remote import crc64nvme, s3_errors
 from tiercheck_sidecar.remote.config import S3Settings
+from tiercheck_sidecar.remote.credentials import clean_credentials
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
 from tiercheck_sidecar.remote.objects import Gate
 from tiercheck_sidecar.remote.s3_lines import CONNECT_SECONDS, Lines
@@ -48,6 +49,7 @@ class Clients:
         from botocore.config import Config
         from botocore.utils import get_environ_proxies
 
+        clean_credentials(os.environ)
         session = boto3.Session(region_name=settings.region)
         credentials = session.get_credentials()
         if credentials is None:

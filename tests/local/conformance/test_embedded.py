@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,7 @@ from tiercheck_local.controlplane import (
     RealControlPlane,
     open_control_plane,
 )
+from tiercheck_local.kubeconfig import load
 
 MAPS = "/api/v1/namespaces/default/configmaps"
 
@@ -97,3 +101,57 @@ def test_kinds_of_control_plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         open_control_plane("real", tmp_path, assets=tmp_path).start()
     with pytest.raises(ControlPlaneFailed, match="no kubeconfig"):
         open_control_plane("existing", tmp_path, kubeconfig=tmp_path / "k").start()
+
+
+@pytest.mark.parametrize(
+    ("host", "headers", "status"),
+    [
+        ("", {}, 401),
+        ("", {"Authorization": "Bearer wrong"}, 401),
+        ("", {"Authorization": "Bearer \xff"}, 401),
+        ("", {"Origin": "https://evil.example"}, 401),
+        ("rebound.evil.example", {"Authorization": "right"}, 403),
+        ("rebound.evil.example:80", {"Authorization": "right"}, 403),
+        ("localhost", {"Authorization": "right"}, 200),
+        ("", {"Authorization": "right"}, 200),
+    ],
+)
+def test_only_who_has_the_kubeconfig_is_served_and_no_web_page(
+    stranger: Stranger, host: str, headers: dict[str, str], status: int
+) -> None:
+    assert stranger.asks("GET", "/api/v1/namespaces/default/pods", host, headers) == status
+    made = {"metadata": {"name": "driveby"}, "spec": {"containers": [{"name": "c", "image": "i"}]}}
+    wanted = 415 if status == 200 else status  # without a type, as a page may send it
+    assert stranger.asks("POST", "/api/v1/namespaces/default/pods", host, headers, made) == wanted
+
+
+def test_how_the_server_is_may_be_asked_by_everyone(stranger: Stranger) -> None:
+    for path in ("/healthz", "/readyz", "/version"):
+        assert stranger.asks("GET", path, "", {}) == 200
+
+
+class Stranger:
+    """A process of another user of the machine, who can connect to every port."""
+
+    def __init__(self, plane: EmbeddedControlPlane) -> None:
+        self._access = load(plane.kubeconfig)
+
+    def asks(self, method: str, path: str, host: str, headers: dict[str, str], body: object = None) -> int:
+        right = self._access.headers["Authorization"]
+        sent = {name: right if value == "right" else value for name, value in headers.items()}
+        if host:
+            sent["Host"] = host
+        address = self._access.server.removeprefix("https://")
+        connection = http.client.HTTPSConnection(address, context=self._access.tls, timeout=30)
+        try:
+            connection.request(method, path, json.dumps(body).encode() if body else None, sent)
+            return connection.getresponse().status
+        finally:
+            connection.close()
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stranger]:
+    with EmbeddedControlPlane(tmp_path_factory.mktemp("plane")) as plane:
+        assert plane.kubeconfig.stat().st_mode & 0o077 == 0, "the token is the owner's"
+        yield Stranger(plane)

@@ -1,0 +1,55 @@
+"""What this process holds and nobody may read in a report or a log, whatever it looks like."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from enum import Enum
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tiercheck.protocol import names
+from tiercheck.protocol.report import Report
+from tiercheck.redaction import is_secret_name, redacted
+
+_TOLD = ("restore", "trainer", "remote", "quarantined", "problems")
+"""Parts of a report that hold what libraries, scripts and servers said."""
+
+_SHORTEST = 8
+"""Characters; what is shorter is a word, like `none`."""
+
+
+def own_credentials(env: Mapping[str, str] = os.environ) -> frozenset[str]:
+    """The job's token, and the values of variables that are named like credentials."""
+    found = {value.strip() for name, value in env.items() if is_secret_name(name) and not value.startswith("/")}
+    folder = Path(env.get(names.ENV_CREDENTIALS_DIR) or names.CREDENTIALS_DIR)
+    with contextlib.suppress(OSError, ValueError):  # the configuration complains of it
+        found.add((folder / "token").read_text().strip())
+    return frozenset(value for value in found if len(value) >= _SHORTEST)
+
+
+class Discretion:
+    """Takes credentials out of reports."""
+
+    def __init__(self, known: frozenset[str]) -> None:
+        self._hide: Callable[[str], str] = lru_cache(maxsize=512)(lambda text: redacted(text, known))
+
+    def discreet(self, report: Report) -> Report:
+        """The same, with REDACTED in place of credentials."""
+        return dataclasses.replace(report, **{name: self._without(getattr(report, name)) for name in _TOLD})
+
+    def _without(self, value: Any) -> Any:
+        if isinstance(value, Enum):
+            return value
+        if isinstance(value, str):
+            return self._hide(value) if value else value
+        if isinstance(value, tuple):
+            return tuple(self._without(entry) for entry in value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+            clean = {name: self._without(content) for name, content in fields.items()}
+            return dataclasses.replace(value, **clean) if clean != fields else value
+        return value
