@@ -84,7 +84,7 @@ class Clients:
             get_environ_proxies(boto.meta.endpoint_url),
             closed,
         )
-        return Clients(boto, lines, settings.bucket, crc64nvme.available(), trust)
+        return Clients(boto, lines, settings.bucket, crc64nvme.available(), _trust=trust)
 
     def url(self, key: str) -> str:
         """Of an object, as boto3 addresses it."""

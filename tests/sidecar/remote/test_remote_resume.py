@@ -15,6 +15,7 @@ from remote_places import BUCKET, S3Place
 from test_remote_conformance import FOLDER, JOB, UPLOAD, Slots, eventually, fetched, manifest_of
 
 from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.remote import (
     Reason,
@@ -22,17 +23,22 @@ from tiercheck_sidecar.remote import (
     RemoteCorrupt,
     RemoteError,
     crc64nvme,
+    keys,
     open_store,
     s3_lines,
     s3_multipart,
 )
 from tiercheck_sidecar.remote.store import RemoteStore
+from tiercheck_sidecar.remote.verify import digest_of
 
 VERSION = Version(100, 1)
 PART = 5 * 1024 * 1024  # the least that S3 allows
 PARTS = 5
 SIZE = (PARTS - 1) * PART + 12345
-KEY = f"{FOLDER}/artifacts/{100:012d}-1/rank-0.safetensors"
+
+
+def key_of(digests: Digests) -> str:
+    return f"{FOLDER}/{keys.artifact_key(VERSION, 0, digest_of(digests))}"
 
 
 @pytest.fixture
@@ -110,7 +116,9 @@ def test_upload_of_a_killed_sidecar_goes_on_in_the_next_process(
         eventually(lambda: len(proxy.parts()) == 1)
         eventually(lambda: place.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads"))
         (entry,) = place.client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]
-        eventually(lambda: place.client.list_parts(Bucket=BUCKET, Key=KEY, UploadId=entry["UploadId"]).get("Parts"))
+        eventually(
+            lambda: place.client.list_parts(Bucket=BUCKET, Key=entry["Key"], UploadId=entry["UploadId"]).get("Parts")
+        )
     finally:
         uploader.kill()
         uploader.wait()
@@ -127,7 +135,7 @@ def test_store_that_is_closed_in_mid_upload_leaves_what_the_next_one_goes_on_fro
 
     def stored() -> set[int]:
         (entry,) = place.client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]
-        listed = place.client.list_parts(Bucket=BUCKET, Key=KEY, UploadId=entry["UploadId"])
+        listed = place.client.list_parts(Bucket=BUCKET, Key=entry["Key"], UploadId=entry["UploadId"])
         return {part["PartNumber"] for part in listed.get("Parts", ())}
 
     def close_at_the_third(seen: Seen) -> None:
@@ -150,10 +158,12 @@ def test_parts_that_are_not_ours_are_sent_again(place: S3Place, proxy: Proxy, sl
     content = os.urandom(SIZE)
     sealed = slots.seal(content)
     algorithm = {"ChecksumAlgorithm": "CRC64NVME"} if checksums else {}
-    left = place.client.create_multipart_upload(Bucket=BUCKET, Key=KEY, **algorithm)["UploadId"]
+    left = place.client.create_multipart_upload(Bucket=BUCKET, Key=key_of(sealed[1]), **algorithm)["UploadId"]
     for number, body in ((1, content[:PART]), (2, os.urandom(PART)), (3, content[:1000])):
         more = {"ChecksumCRC64NVME": crc64nvme.header_value(body)} if checksums else {}
-        place.client.upload_part(Bucket=BUCKET, Key=KEY, UploadId=left, PartNumber=number, Body=body, **more)
+        place.client.upload_part(
+            Bucket=BUCKET, Key=key_of(sealed[1]), UploadId=left, PartNumber=number, Body=body, **more
+        )
     complete(place, content, *sealed)
     assert proxy.parts() == [2, 3, 4, 5]
 
@@ -172,7 +182,7 @@ def test_slot_that_rotted_in_mid_upload_is_not_completed_and_nothing_stays(
     with pytest.raises(RemoteCorrupt, match="does not match its digest"):
         upload(place, path, digests)
     assert place.unfinished() == 0
-    assert KEY not in place.names()
+    assert key_of(digests) not in place.names()
 
 
 def test_policy_that_forbids_listing_uploads_costs_only_the_resume(place: S3Place, proxy: Proxy, slots: Slots) -> None:
@@ -184,7 +194,8 @@ def test_policy_that_forbids_listing_uploads_costs_only_the_resume(place: S3Plac
 
 def test_parts_carry_the_checksum_that_the_server_compares(place: S3Place, proxy: Proxy, slots: Slots) -> None:
     content = os.urandom(SIZE)
-    complete(place, content, *slots.seal(content))
+    sealed = slots.seal(content)
+    complete(place, content, *sealed)
     assert all(each.headers.get("x-amz-checksum-crc64nvme") for each in proxy.seen if each.part)
-    head = place.client.head_object(Bucket=BUCKET, Key=KEY)
+    head = place.client.head_object(Bucket=BUCKET, Key=key_of(sealed[1]))
     assert head["ContentLength"] == SIZE
