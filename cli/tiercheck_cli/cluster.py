@@ -15,6 +15,7 @@ from urllib3.exceptions import HTTPError, InsecureRequestWarning
 
 from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
+from tiercheck.redaction import redacted
 from tiercheck_cli.failure import NO_ACCESS, NOT_FOUND, USAGE, CannotDo
 from tiercheck_cli.terminal import remark
 from tiercheck_operator.planning.saved_placement import SavedPlacement, placement_name, read_placement_data
@@ -189,6 +190,11 @@ class Cluster:
                 f"the API server {self.server} does not answer: {_first_line(error)}. Check the context and the network",
                 NO_ACCESS,
             ) from error
+        except ValueError as error:  # a header that cannot be sent, and the error quotes it
+            raise CannotDo(
+                f"the API server {self.server} cannot be asked: {redacted(_first_line(error))}. Look at the token in the kubeconfig",
+                NO_ACCESS,
+            ) from None
         if 200 <= status < 300:
             return data
         if status == 404 and path.startswith(_JOBS) and "could not find" in said.lower():

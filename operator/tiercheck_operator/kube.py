@@ -16,6 +16,7 @@ from urllib3.exceptions import HTTPError
 
 from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
+from tiercheck.redaction import redacted
 from tiercheck_operator.paths import fill
 
 JOBS = f"/apis/{names.API_GROUP}/{names.API_VERSION}/namespaces/{{namespace}}/{names.PLURAL}"
@@ -241,6 +242,8 @@ class Kube:
             ) from error
         except (HTTPError, OSError) as error:
             raise ApiFailure(0, f"the API server does not answer: {error}") from error
+        except ValueError as error:  # a header that cannot be sent, and the error quotes it
+            raise ApiFailure(0, f"the API server cannot be asked: {redacted(str(error))}") from None
         if not 200 <= response.status < 300:
             raise ApiFailure(
                 int(response.status), _sentence(data) or str(response.reason), _retry_after(response.headers)

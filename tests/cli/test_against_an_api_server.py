@@ -163,6 +163,15 @@ def test_a_server_that_is_not_there_is_said_and_not_traced(tmp_path: Path) -> No
     assert len(ran.err.splitlines()) == 1
 
 
+def test_token_that_no_header_can_hold_is_not_told(tmp_path: Path) -> None:
+    path = tmp_path / "kubeconfig"
+    write_kubeconfig(path, "http://127.0.0.1:1", "plainword\nmore", b"")
+    ran = run("status", "-A", env={"KUBECONFIG": str(path)})
+    assert ran.status == 4
+    assert "Look at the token in the kubeconfig" in ran.err
+    assert "plainword" not in ran.err
+
+
 def test_without_any_kubeconfig_it_is_said_what_to_set(tmp_path: Path) -> None:
     ran = run("status", env={"KUBECONFIG": str(tmp_path / "none"), "HOME": str(tmp_path)})
     assert ran.status == 2

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import kubernetes
 import pytest
 from test_event_series import JOB, Server
 from test_job_loop import StandIn, new_job, surroundings
 from world_in_memory import World
 
+from tiercheck_local.controlplane.kubeconfig import write_kubeconfig
 from tiercheck_operator.controller.actions import Notice
 from tiercheck_operator.controller.discretion import discreet
 from tiercheck_operator.controller.loop import JobLoop
 from tiercheck_operator.controller.record import render_record
 from tiercheck_operator.event_posting import EventPoster, ObjectEvents
-from tiercheck_operator.kube import ApiFailure
+from tiercheck_operator.kube import ApiFailure, Kube
 
 
 class Refusing(StandIn):
@@ -80,6 +83,20 @@ async def test_refusal_of_the_api_server_reaches_the_status_without_the_credenti
     assert kube.job is not None
     assert "clone of https://" in str(kube.job["status"])
     assert SECRET not in str(kube.job["status"])
+
+
+async def test_token_that_no_header_can_hold_is_not_told(tmp_path: Path) -> None:
+    write_kubeconfig(tmp_path / "kubeconfig", "http://127.0.0.1:9", "plainword\nmore")
+    configuration = kubernetes.client.Configuration()
+    kubernetes.config.load_kube_config(str(tmp_path / "kubeconfig"), client_configuration=configuration)
+    kube = Kube(configuration)
+    try:
+        with pytest.raises(ApiFailure) as failure:
+            await kube.get("/api/v1/namespaces/default/pods/p")
+    finally:
+        kube.close()
+    assert "plainword" not in str(failure.value)
+    assert failure.value.__suppress_context__, "a traceback would show what it came from"
 
 
 async def test_no_event_holds_a_credential() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import logging
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -76,6 +79,8 @@ def test_log_holds_no_credential_not_even_in_a_traceback(monkeypatch: pytest.Mon
     monkeypatch.setattr("sys.stderr", written)
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(root, "level", root.level)
+    monkeypatch.setattr("sys.excepthook", sys.excepthook)
+    monkeypatch.setattr("threading.excepthook", threading.excepthook)
     log_redacted(known={WORD})
     try:
         raise ValueError(f"Invalid header value b'{LOOKS}'")
@@ -86,6 +91,21 @@ def test_log_holds_no_credential_not_even_in_a_traceback(monkeypatch: pytest.Mon
     assert LOOKS not in shown
     assert "signing with REDACTED failed" in shown
     assert "ValueError" in shown
+
+
+def test_traceback_of_what_nobody_caught_holds_no_credential(tmp_path: Path) -> None:
+    script = (
+        "import sys, threading; from tiercheck.redaction import log_redacted; log_redacted(known={sys.argv[1]})\n"
+        "def fail(): raise ValueError(sys.argv[1] + ' ' + sys.argv[2])\n"
+        "thread = threading.Thread(target=fail, name='lane'); thread.start(); thread.join(); fail()"
+    )
+    ran = subprocess.run([sys.executable, "-c", script, WORD, LOOKS], capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert "thread lane ended unexpectedly" in ran.stderr
+    assert "the process ends unexpectedly" in ran.stderr
+    assert ran.stderr.count("ValueError: REDACTED REDACTED") == 2
+    assert WORD not in ran.stderr
+    assert LOOKS not in ran.stderr
 
 
 def test_line_break_around_a_credential_is_left_out_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
