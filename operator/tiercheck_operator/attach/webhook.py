@@ -85,7 +85,7 @@ class Webhook:
         if self._runner is None:
             app = web.Application(client_max_size=_LARGEST_REVIEW)
             app.add_routes([web.post(PATH, self._answer)])
-            self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=5.0)
+            self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=5.0, auto_decompress=False)
             await self._runner.setup()
             await web.TCPSite(self._runner, *self._address, ssl_context=self._context, reuse_address=True).start()
             log.info("the webhook answers at %s:%s", *self._address)
