@@ -91,7 +91,7 @@ class SidecarConfig:
         memory = Path(env.get(names.ENV_MEMORY_DIR) or names.MEMORY_DIR)
         try:
             token = (credentials / "token").read_text().strip()
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{names.ENV_CREDENTIALS_DIR}: cannot read the job's token: {error}") from error
         if not token:
             raise ConfigError(f"{names.ENV_CREDENTIALS_DIR}: the job's token is empty")
@@ -126,6 +126,9 @@ def _ports(env: Mapping[str, str]) -> dict[str, int]:
     return {"control_port": first, "exchange_port": first + 1, "metrics_port": first + 2}
 
 
+_MOST_DIGITS = 18
+
+
 def _text(env: Mapping[str, str], name: str) -> str:
     value = env.get(name, "")
     if not value:
@@ -135,6 +138,6 @@ def _text(env: Mapping[str, str], name: str) -> str:
 
 def _number(env: Mapping[str, str], name: str) -> int:
     text = _text(env, name)
-    if not text.isdigit():
-        raise ConfigError(f"{name} is not a whole number: {text!r}")
+    if not (text.isascii() and text.isdigit()) or len(text) > _MOST_DIGITS:
+        raise ConfigError(f"{name} is not a whole number: {text[:40]!r}")
     return int(text)

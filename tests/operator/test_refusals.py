@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from world_in_memory import World
+from world_in_memory import TEMPLATE, World, make_spec
 
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.actions import CreatePod, Decision, DeletePod
@@ -56,6 +57,39 @@ async def test_a_moment_of_trouble_does_not_keep_other_pods_from_being_tried() -
     with pytest.raises(ApiFailure):
         await executor(server).run(World().observe().job, [CreatePod(worker, 0, ()) for worker in range(50)], None)
     assert len(server.created) == 50
+
+
+ODD_FIELDS: tuple[Mapping[str, Any], ...] = (
+    {"securityContext": "x"}, {"affinity": []}, {"affinity": {"nodeAffinity": "x"}}, {"volumes": 5}, {"initContainers": "x"}, {"terminationGracePeriodSeconds": {}, "securityContext": 5},
+    {"containers": [{**TEMPLATE["spec"]["containers"][0], "volumeMounts": 5}]}, {"containers": [{**TEMPLATE["spec"]["containers"][0], "resources": "x"}]},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD_FIELDS, ids=str)
+def test_a_template_that_is_no_pod_is_refused_with_a_sentence(odd: Mapping[str, Any]) -> None:
+    world = World(make_spec(template={"spec": {**TEMPLATE["spec"], **odd}}))
+    world.train(3)
+    placed = world.status.condition("Placed")
+    assert placed is not None
+    assert (placed.status, placed.reason) == (False, "InvalidTemplate")
+    assert "kubectl explain pod.spec" in placed.message
+    assert not world.created
+
+
+async def test_of_a_job_that_trains_a_template_that_became_no_pod_is_told_as_a_refusal() -> None:
+    world = World()
+    world.until("Running")
+    job = world.observe().job
+    spoilt = replace(job, spec=replace(job.spec, template={"spec": {**TEMPLATE["spec"], "securityContext": "x"}}))
+    server = Refusing()
+    with pytest.raises(ApiFailure, match="cannot be made a pod") as caught:
+        await executor(server).run(
+            spoilt, [CreatePod(0, 1, ()), DeletePod("old", "u", force=False, why="pod old: it is lost")], None
+        )
+    assert (caught.value.refused, server.created, server.deleted) == (True, [], ["old"])
+    assert decide(replace(world.observe(), job=spoilt)).status is None or world.status.phase == "Running", (
+        "its pods go on"
+    )
 
 
 def test_refused_pods_are_said_in_the_status_and_in_an_event() -> None:

@@ -12,11 +12,12 @@ import pytest
 from stations import Stations
 from world import World, error_of
 
+from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json
 from tiercheck_sidecar import control_client
 from tiercheck_sidecar.board import Board
-from tiercheck_sidecar.config import SidecarConfig
+from tiercheck_sidecar.config import ConfigError, SidecarConfig
 from tiercheck_sidecar.control_client import CallFailed, ControlClient
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Challenge, Claim
@@ -69,6 +70,14 @@ def test_step_by_step_nobody_is_led_away_either(board: Board) -> None:
     for claimed in range(500, 100_000, 500):
         board.learn(claimed)
     assert board.newest_attempt <= board.attempt + 1000
+
+
+@pytest.mark.parametrize("text", ["²", "٣", "-1", "1_0", "1e3", "9" * 5000, " 1"])
+def test_an_environment_of_nonsense_is_named(make_world: MakeWorld, text: str) -> None:
+    env = make_world().env(0)
+    for name in (names.ENV_WORKER, names.ENV_MEMORY_LIMIT, names.ENV_GRACE_SECONDS):
+        with pytest.raises(ConfigError, match=name):
+            SidecarConfig.from_env({**env, name: text})
 
 
 def test_a_compressed_body_is_no_message(make_world: MakeWorld) -> None:

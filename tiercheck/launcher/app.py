@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tiercheck.launcher import command as processes
-from tiercheck.launcher.environment import command_environment
+from tiercheck.launcher.environment import command_environment, seconds_of
 from tiercheck.launcher.health_check import RunningCheck
 from tiercheck.launcher.out_of_memory import CGROUP, OutOfMemory
 from tiercheck.launcher.sidecar_line import SidecarLine
@@ -68,14 +68,14 @@ class Launcher:
         self._stop_deadline: float | None = None
         self._killing_since: float | None = None
         """When what is being killed was first seen to be still there."""
-        self._stuck_after = float(environment.get(ENV_UNKILLABLE_SECONDS, "30"))
+        self._stuck_after = seconds_of(environment, ENV_UNKILLABLE_SECONDS, 30.0)
         self._signalled: int | None = None
         self._checked = False
         self._out_of_memory = OutOfMemory(Path(environment.get(ENV_CGROUP_DIR, CGROUP)))
         self._dumped = 0
         """Newest attempt whose stacks were asked for."""
         self._warm = WarmInterpreter(command, environment)
-        self._warm_after = float(environment.get(ENV_WARM_AFTER_SECONDS, "10"))
+        self._warm_after = seconds_of(environment, ENV_WARM_AFTER_SECONDS, 10.0)
         self._warm_at = 0.0
         """When the next interpreter may be made ready beside the running command."""
         self._watched: dict[str, Any] = {}
@@ -411,5 +411,5 @@ def main(arguments: Sequence[str]) -> int:
         print("usage: python3 -m tiercheck.launcher -- COMMAND [ARGUMENT...]", file=sys.stderr)
         return 2
     run_dir = Path(os.environ.get(ENV_RUN_DIR, RUN_DIR))
-    stop_seconds = float(os.environ.get(ENV_STOP_SECONDS, "5"))
+    stop_seconds = seconds_of(os.environ, ENV_STOP_SECONDS, 5.0)
     return Launcher(command, run_dir, os.environ, stop_seconds).run()

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping
 
 from tiercheck.protocol.local import Order
 from tiercheck.protocol.names import ENV_ATTEMPT, ENV_POD_IP, ENV_WORKER
+
+log = logging.getLogger(__name__)
+
+
+def seconds_of(environment: Mapping[str, str], name: str, usual: float) -> float:
+    """What a variable says; `usual`, and a line in the log, if that is no number: no setting of ours keeps the command from its start."""
+    text = environment.get(name) or str(usual)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if seconds >= 0:
+        return seconds
+    log.warning("%s is no number of seconds: %r; it is taken for %g", name, text[:40], usual)
+    return usual
 
 
 def command_environment(base: Mapping[str, str], order: Order) -> dict[str, str]:

@@ -9,6 +9,8 @@ from pathlib import Path
 from tiercheck.protocol.encoding import Malformed, from_json, to_json
 from tiercheck.protocol.local import Hello, LauncherEvent, Order
 
+_LONGEST_LINE = 1024 * 1024
+
 
 class SidecarLine:
     """Never raises and never blocks for long: what cannot be said now is said again after the next connection."""
@@ -61,6 +63,9 @@ class SidecarLine:
             self.close()
             return []
         *lines, self._received = (self._received + piece).split(b"\n")
+        if len(self._received) > _LONGEST_LINE:
+            self.close()
+            return []
         try:
             return [from_json(line, Order) for line in lines if line]
         except Malformed:

@@ -47,7 +47,7 @@ from tiercheck_operator.controller.status import Finding, Findings, derive_statu
 from tiercheck_operator.controller.suspend import resumed, still_ending, suspend
 from tiercheck_operator.controller.suspicion import checks, next_look
 from tiercheck_operator.controller.trigger import find_trigger, update_recovery
-from tiercheck_operator.manifests.pod import unbuildable
+from tiercheck_operator.manifests.pod import unbuildable, unlike_a_pod
 from tiercheck_operator.manifests.resources import resources_problem
 from tiercheck_operator.manifests.template import deadline_problem, pod_problem, template_problem
 from tiercheck_operator.planning.saved_placement import SavedPlacement
@@ -96,11 +96,14 @@ def _refusal(job: JobView) -> Finding | None:
     spec = job.spec
     if spec.attach is not None:
         return None
-    wrong = "" if job.status.attempt else unbuildable(job)  # a job that has begun is better looked after than refused
-    wrong = template_problem(spec.template) or wrong
     pod = spec.template.get("spec") or {}
-    if not wrong and not job.status.attempt:
-        wrong = pod_problem(pod, names.TRAINER_CONTAINER) or deadline_problem(spec.template)
+    begun = job.status.attempt > 0  # such a one is better looked after than refused
+    try:
+        wrong = template_problem(spec.template)
+        if not wrong and not begun:
+            wrong = pod_problem(pod, names.TRAINER_CONTAINER) or deadline_problem(spec.template) or unbuildable(job)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        wrong = "" if begun else unlike_a_pod(error)
     if wrong:
         return Finding(conditions.INVALID_TEMPLATE, wrong)
     wrong = "" if job.status.attempt else resources_problem(spec, pod)

@@ -97,8 +97,16 @@ def build_spare(
     )
 
 
+def unlike_a_pod(error: Exception) -> str:
+    """What to say of a template with a field of another type than a Pod's, by what that led to. The schema leaves most types to Kubernetes."""
+    return (
+        f"spec.template cannot be made a pod ({type(error).__name__}: {str(error)[:200]}); "
+        "compare the types of its fields with those of a Pod (kubectl explain pod.spec)"
+    )
+
+
 def unbuildable(job: JobView) -> str:
-    """Why no pod can be made of the template: a sentence, or the empty string. The schema leaves most of a PodSpec to Kubernetes."""
+    """Why no pod can be made of the template: a sentence, or the empty string."""
     try:
         build_pod(job, 0, 0, ["one"], "sidecar", prefer="another", shun=["a third"])
     except Unbuildable as error:
@@ -110,10 +118,7 @@ def _build(*arguments: Any, **more: Any) -> dict[str, Any]:
     try:
         return _made(*arguments, **more)
     except Exception as error:  # a field of another type than a Pod's may fail in any way
-        raise Unbuildable(
-            f"spec.template cannot be made a pod ({type(error).__name__}: {str(error)[:200]}); "
-            "compare the types of its fields with those of a Pod (kubectl explain pod.spec)"
-        ) from error
+        raise Unbuildable(unlike_a_pod(error)) from error
 
 
 def _made(
