@@ -62,23 +62,26 @@ class Replicator:
         seen = -1
         while not self._board.stopping:
             seen = self._board.wait(seen, timeout=5.0)
-            directive = self._board.directive
-            if directive is None:
-                continue
-            self.bucket.set_rate(directive.policy.peer_bandwidth)
-            self._forget()
-            era = _Era(directive.attempt, directive.holders)
-            with self._lock:
-                if era == self._era:
-                    continue
-                kept = self._acknowledged if self._era and self._era.attempt == era.attempt else {}
-                self._era, self._troubles = era, {}
-                self._acknowledged = {holder: kept.get(holder, frozenset()) for holder in era.holders}
-            self._board.problem("PeerUnreachable", "")
-            for holder in era.holders:
-                for kind in Kind:
-                    name = f"{kind.value}s-to-worker-{holder.worker}"
-                    threading.Thread(target=self._serve, args=(holder, kind, era), name=name, daemon=True).start()
+            for holder, kind, era in self.follow():
+                name = f"{kind.value}s-to-worker-{holder.worker}"
+                threading.Thread(target=self._serve, args=(holder, kind, era), name=name, daemon=True).start()
+
+    def follow(self) -> list[tuple[Peer, Kind, _Era]]:
+        """Take over whom the directive names as holders. Returns the lanes to be served; none if they are served already."""
+        directive = self._board.directive
+        if directive is None:
+            return []
+        self.bucket.set_rate(directive.policy.peer_bandwidth)
+        self._forget()
+        era = _Era(directive.attempt, directive.holders)
+        with self._lock:
+            if era == self._era:
+                return []
+            kept = self._acknowledged if self._era and self._era.attempt == era.attempt else {}
+            self._era, self._troubles = era, {}
+            self._acknowledged = {holder: kept.get(holder, frozenset()) for holder in era.holders}
+        self._board.problem("PeerUnreachable", "")
+        return [(holder, kind, era) for holder in era.holders for kind in Kind]
 
     def acknowledged(self) -> list[tuple[int, frozenset[Artifact]]]:
         """Each holder's worker, and what it has verified of own ranks in this attempt and has had no reason to free."""
