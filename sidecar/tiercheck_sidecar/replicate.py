@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 
 from tiercheck.protocol.artifact import Artifact, Kind
-from tiercheck.protocol.directive import Peer, Tier
+from tiercheck.protocol.directive import Directive, Peer, Tier
 from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import History
 from tiercheck_sidecar.board import Board
@@ -83,10 +83,13 @@ class Replicator:
         self._board.problem("PeerUnreachable", "")
         return [(holder, kind, era) for holder in era.holders for kind in Kind]
 
-    def acknowledged(self) -> list[tuple[int, frozenset[Artifact]]]:
-        """Each holder's worker, and what it has verified of own ranks in this attempt and has had no reason to free."""
+    def acknowledged(self, directive: Directive) -> list[tuple[int, frozenset[Artifact]]]:
+        """Each holder that `directive` names: its worker, and what it has verified of own ranks in that attempt and has had no
+        reason to free. What was said before the lanes to these holders began counts for nothing.
+        """
         with self._lock:
-            return [(holder.worker, artifacts) for holder, artifacts in self._acknowledged.items()]
+            here = self._acknowledged if self._era and self._era.attempt == directive.attempt else {}
+            return [(holder.worker, here.get(holder, frozenset())) for holder in directive.holders]
 
     def owes(self) -> bool:
         """Whether a holder lacks anything that it should have."""

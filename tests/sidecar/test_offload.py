@@ -6,13 +6,17 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+from stations import Stations
 from test_cluster import save_everywhere
 from world import JOB_UID, FakeLauncher, World, until
 
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Policy, Source, Tier
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.remote import open_store
+from tiercheck_sidecar.coordinator import Coordinator
+from tiercheck_sidecar.offload import Offloader
+from tiercheck_sidecar.remote import RemoteCorrupt, open_store
 
 MakeWorld = Callable[..., World]
 
@@ -146,3 +150,20 @@ def test_attempts_of_a_job_of_the_same_name_before_ours_stop_nobody(make_world: 
     assert earlier.newest_attempt("uid-of-a-deleted-job") == 0, "forgotten when the new job began"
     assert earlier.newest_attempt(JOB_UID) == 1
     earlier.close()
+
+
+def test_snapshot_that_rots_before_its_upload_is_given_up_so_that_another_can_be_uploaded(
+    stations: Callable[..., Stations], tmp_path: Path
+) -> None:
+    """While it counts as held, the coordinator waits for it, and no later version gets to the remote tier."""
+    (station,) = stations(workers=1).stations
+    seal = station.save(Version(10, 1), 1 << 20)
+    station.flip(seal, Tier.LOCAL, 0)
+    store = open_store(json.dumps({"directory": {"path": str(tmp_path)}}), "default/gpt")
+    offloader = Offloader(station.board, station.vault, Coordinator(station.board))
+    assert station.board.directive is not None
+    with pytest.raises(RemoteCorrupt):
+        offloader._upload(store, station.board.directive, Version(10, 1))
+    store.close()
+    assert station.vault.held() == ()
+    assert [(each.rank, each.version, each.worker) for each in station.board.quarantined] == [(0, Version(10, 1), 0)]

@@ -72,6 +72,8 @@ class Checker:
     faults: list[tuple[float, str]] = field(default_factory=list)
     flipped: bool = False
     told: tuple[bool | None, str] = (None, "")
+    bare: int = 0
+    """Workers of which the status says that nobody keeps copies."""
     bare_since: float | None = None
     """Since when some rank that trains has no copy elsewhere."""
     lives: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -172,7 +174,7 @@ class Checker:
         watched = [
             (name, self.announced[name], tiers)
             for name, tiers in (("local", ("local",)), ("peer", ("peer",)))
-            if f["by"] == "reclaim" and name in self.announced
+            if f["by"] == "reclaim" and name in self.announced and not (name == "peer" and self.bare)
         ]
         before = [max(self._common(self.memory, tiers, self.attempt), default=(0, 0)) for _, _, tiers in watched]
         held -= set(f["what"])
@@ -262,10 +264,9 @@ class Checker:
         before = self.marks.setdefault((f["by"], f["attempt"], f["placement"]), {})
         for name in ("local", "peer", "snapshot", "remote"):
             mark = f[name]
-            if name == "remote" and self._had("store behind"):
-                continue
             known = before.get(name)
-            if known is not None and (mark is None or (mark.step, mark.attempt) < known):
+            lags = name == "remote" and self._had("store behind")
+            if known is not None and not lags and (mark is None or (mark.step, mark.attempt) < known):
                 self._say("watermarks never fall", f"{name} of {f['by']} falls from {known} to {mark}")
             if mark is not None:
                 version = (mark.step, mark.attempt)
@@ -284,7 +285,7 @@ class Checker:
             if version not in self._stored() and not self._had("store behind"):
                 self._say("complete is complete", f"remote {version} is announced; there are {sorted(self._stored())}")
             return
-        if name == "snapshot" or self.flipped:
+        if name == "snapshot" or self.flipped or (name == "peer" and self.bare):
             return
         holders = {rank: bool(self._held(self.memory, rank, (name,), False, self.attempt)) for rank in range(self.workers)}
         if not all(holders.values()):
@@ -333,7 +334,7 @@ class Checker:
     # What is told
 
     def _told(self, f: Mapping[str, Any]) -> None:
-        self.told = (f["protected"], f["phase"])
+        self.told, self.bare = (f["protected"], f["reason"]), f["bare"]
 
     def _look_at_protection(self) -> None:
         """While it trains, every rank is to have a copy on another node, or the job says that it has not."""
@@ -365,11 +366,12 @@ class Checker:
         if not common:
             self._say("it goes on", f"{passed} no step had been made by all ranks")
             return
-        name = "peer" if self.copies else "local"
-        if self.newest.get(name, (0, 0))[0] <= min(common):
-            self._say("it is protected again", f"{passed} {name} was at {self.newest.get(name)}")
-        elif self.copies and not self.told[0]:
-            self._say("it is protected again", f"{passed} Protected was not true")
+        bare = self.told[1] in ("NoCopies", "UnprotectedWorkers")  # no node is left for copies, or none are wanted
+        for name in ("local", *(() if bare else ("peer",)), *(("remote",) if self.keep else ())):
+            if self.newest.get(name, (0, 0))[0] <= min(common):
+                self._say("it is protected again", f"{passed} {name} was at {self.newest.get(name)}")
+        if not (self.told[0] or bare):
+            self._say("it is protected again", f"{passed} Protected was false: {self.told[1]}")
 
 
 def _version_of(key: str) -> Step:

@@ -37,6 +37,7 @@ from tiercheck_sidecar.exchange.handshake import Claim
 from tiercheck_sidecar.exchange.pulse import neighbours
 from tiercheck_sidecar.exchange.sender import Pushed, PushRefused
 from tiercheck_sidecar.exchange.session import Session
+from tiercheck_sidecar.exchange.streams import TooDamaged
 from tiercheck_sidecar.exchange.transfers import Inbox
 from tiercheck_sidecar.offload import Offloader
 from tiercheck_sidecar.reclaim import Reclaimer
@@ -393,6 +394,8 @@ def push(vault: Vault, seal: Seal, line: tuple[Process, Peer], pace: object = No
         raise PushRefused(said.message)
     with vault.pin(seal.rank, seal.version, Tier.LOCAL, seal.kind) as slot, slot.mapped(size=seal.digests.size) as view:
         body = bytearray(view)
+    if first_mismatch(memoryview(body), seal.digests) is not None:
+        raise TooDamaged("chunk 0 arrived damaged 3 times")  # our own memory has rotted
     world.stroll(sender)
     if holder.dead or sender.dial(peer) is not holder:
         raise WireBroken("the connection was closed")

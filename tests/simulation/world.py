@@ -167,15 +167,18 @@ class Simulation(World):
         if self.status.phase != "Running" or self.status.recovery is not None:
             return False
         protected = self.status.condition(conditions.PROTECTED)
-        if protected is None or (not protected.status and self.plan.spec.copies):
+        lasting = (conditions.UNPROTECTED_WORKERS, conditions.NO_COPIES)
+        if protected is None or not (protected.status or protected.reason in lasting):
             return False
         since = self.history[healed][0]
         steps = [f["step"] for at, what, f in self.history[healed:] if what == "step" and f["attempt"] == self.status.attempt]
         marks = [f for at, what, f in self.history[healed:] if what == "verdict" and at > since]
         if not steps or not marks:
             return False
-        mark = marks[-1]["peer" if self.plan.spec.copies else "local"]
-        return mark is not None and mark.step > min(steps) and max(steps) - min(steps) >= 4
+        bare = protected.reason in lasting
+        named = ["local", *(["peer"] if not bare else []), *(["remote"] if self.plan.spec.remote else [])]
+        least = min(steps)
+        return all(marks[-1][name] is not None and marks[-1][name].step > least for name in named)
 
     # Every second
 
@@ -307,10 +310,11 @@ class Simulation(World):
             heard = tuple(uid for uid, since in self._heard_since.items() if self.now - since >= 3.0)
             self.record("attempt", number=now.attempt, version=now.restored_version, heard=heard)
         protected = now.condition(conditions.PROTECTED)
-        told = (now.phase, protected and protected.status, protected and protected.reason)
+        bare = now.placement.unprotected_workers if now.placement else 0
+        told = (now.phase, protected and protected.status, protected and protected.reason, bare)
         if told != self._told:
             self._told = told
-            self.record("told", phase=told[0], protected=told[1], reason=told[2])
+            self.record("told", phase=told[0], protected=told[1], reason=told[2], bare=bare)
 
     def record_verdict(self, process: Process, verdict: Any) -> None:
         """What a coordinator says, whenever that changes."""

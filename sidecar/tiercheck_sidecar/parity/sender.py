@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from tiercheck.protocol.artifact import Artifact, Kind
-from tiercheck.protocol.directive import ParityGroup, Peer
+from tiercheck.protocol.directive import Directive, ParityGroup, Peer
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import Identity, dial
@@ -35,10 +35,10 @@ class ParitySender:
             directive = self._board.directive
             if directive is None or (directive.attempt, directive.parity) == self._key:
                 continue
-            self._key = (directive.attempt, directive.parity)
             holders = directive.parity.holders if directive.parity else ()
             links = tuple(self._link(holder, directive.attempt) for holder in holders)
             with self._lock:
+                self._key = (directive.attempt, directive.parity)
                 old, self._links, self._troubles = self._links, links, {}
             for link in old:
                 link.close()
@@ -49,9 +49,14 @@ class ParitySender:
         for link in self._links:
             link.close()
 
-    def acknowledged(self) -> list[tuple[int, frozenset[Artifact]]]:
-        """Per holder: which worker it is, and which own artifacts have their blocks complete there."""
+    def acknowledged(self, directive: Directive) -> list[tuple[int, frozenset[Artifact]]]:
+        """Per holder that `directive` names: which worker it is, and which own artifacts have their blocks complete there. Nothing, as
+        long as there are no links to these holders yet.
+        """
+        holders = directive.parity.holders if directive.parity else ()
         with self._lock:
+            if self._key != (directive.attempt, directive.parity):
+                return [(holder.worker, frozenset()) for holder in holders]
             return [(link.holder.worker, link.complete) for link in self._links]
 
     def owes(self) -> bool:
