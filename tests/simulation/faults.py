@@ -70,7 +70,14 @@ def strike(world: Simulation, fault: Fault) -> None:
 
 
 def flip(world: Simulation, uid: str, where: float) -> None:
-    """A bit of something that is sealed in the pod's memory."""
+    """A bit of something that is sealed in the pod's memory. Not between a restore's verification and the load: there the trainer's
+    own fingerprint guards, which is not simulated.
+    """
+    if world.status.recovery is not None:
+        world.later(5.0, lambda: flip(world, uid, where))
+        return
+    if uid not in world.sidecars:
+        return
     folder = world.sidecars[uid].folder
     sealed = sorted(path for path in world.volumes.seals if path.parent == folder)
     if not sealed:

@@ -20,7 +20,7 @@ from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.version import History, Version
 from tiercheck_operator.controller import attempt, barrier, decide, membership, status, trigger
 from tiercheck_operator.planning import recovery
-from tiercheck_sidecar import coordinator, forgetting, offload, rank_restore, rank_session, reclaim, tiers, watermark
+from tiercheck_sidecar import coordinator, forgetting, offload, rank_restore, rank_session, reclaim, watermark
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.exchange import backoff
 from tiercheck_sidecar.exchange.frames import Say
@@ -255,15 +255,6 @@ def _try_once() -> list[Patch]:
     return [(backoff.Backoff, "ready", lambda self, key, now: key not in self._failures)]
 
 
-def _verdicts_of_any_attempt() -> list[Patch]:
-    def take(board: Board, verdict: Any) -> str:
-        board.verdict = dataclasses.replace(verdict, attempt=board.attempt)
-        board.bump()
-        return ""
-
-    return [(tiers, "take", take)]
-
-
 def _holes_in_chains() -> list[Patch]:
     def leap(version: Version, snapshots: Any, deltas: Any, history: History) -> Chain | None:
         bases = [each for each in snapshots if each <= version and history.accepts(each)]
@@ -299,7 +290,7 @@ def _rotten_uploads_stay() -> list[Patch]:
 
 _LOSSES = _struck("vanish", "evict", "node", "rack", "delete")
 MUTATIONS = (
-    Mutation("no fence", "directives of older attempts and earlier phases are followed", _stale_directives),
+    Mutation("no fence", "directives of older attempts and earlier phases are followed", _stale_directives, lambda plan: plan.echo > 0),
     Mutation("minimum of newest", "watermarks are the least of each rank's newest", _minimum_of_newest),
     Mutation("falling watermark", "a watermark is what was found last", _watermark_falls),
     Mutation("one too many", "reclaim frees the last snapshot too", _reclaim_one_too_many),
@@ -322,7 +313,6 @@ MUTATIONS = (
     Mutation("nervous", "a new attempt begins without a reason", _restart_for_nothing),
     Mutation("always protected", "Protected is true whatever happens", _always_protected, _copies),
     Mutation("one try", "what failed once is not tried again", _try_once, _copies),
-    Mutation("verdicts of any attempt", "a verdict of an older attempt is followed", _verdicts_of_any_attempt),
     Mutation("holes in chains", "a missing delta is skipped", _holes_in_chains, lambda plan: plan.spec.delta.value != "None"),
     Mutation("acknowledged by others", "what one holder has counts for another", _coordinator_forgets_acknowledgements, _both(_copies, _LOSSES)),
     Mutation("rotten upload", "a snapshot that rotted is tried to be uploaded for ever", _rotten_uploads_stay, _both(_remote, _struck("flip"))),

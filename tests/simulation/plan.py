@@ -51,6 +51,8 @@ class Plan:
     """Of calls."""
     noise: float
     """Of chunks that come damaged."""
+    echo: float
+    """Of directives that arrive once more, later."""
     lazy: float
     """How often a loop comes too late for a change."""
     faults: tuple[Fault, ...] = ()
@@ -98,6 +100,7 @@ def plan_of(seed: int) -> Plan:
         delay=rng.choice((0.05, 0.5, 2.0)),
         loss=rng.choice((0.0, 0.0, 0.02, 0.1)),
         noise=rng.choice((0.0, 0.0, 0.05)),
+        echo=rng.choice((0.0, 0.0, 0.3)),
         lazy=rng.choice((0.0, 0.1, 0.4)),
         faults=tuple(sorted(faults, key=lambda each: each.at)),
         operator_kills={rng.randrange(int(seconds)): rng.randrange(6) for _ in range(rng.choice((0, 0, 2)))},

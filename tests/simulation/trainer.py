@@ -48,6 +48,8 @@ class Launcher:
         self._served_by: Process | None = None
         self._life = 0
         self._every, self._deltas = 0, False
+        self._given_up = False
+        """The sidecar gave no answer in time: the connection is closed when it is there again."""
 
     # Launcher
 
@@ -133,6 +135,7 @@ class Launcher:
     # Rank
 
     def _hang_up(self) -> None:
+        self._given_up = False
         session, process = self._session, self._served_by
         self._session = self._served_by = None
         if session is None or process is None or process.dead:
@@ -210,9 +213,12 @@ class Launcher:
         self.world.record("step", rank=self.rank, attempt=self.attempt, step=self.position, state=self.state)
         if self._served_by is not self.pod.process or (self._served_by and self._served_by.dead):
             self._session = self._served_by = None
-        if self._session is None and self._greet() is None:
-            return
         if self.world.frozen(self.pod.uid):
+            self._given_up = self._session is not None
+            return
+        if self._given_up:
+            self._hang_up()
+        if self._session is None and self._greet() is None:
             return
         self._ask(Request("progress", step=self.position, step_seconds=1.0))
         if self._deltas:
@@ -236,6 +242,7 @@ class Launcher:
             if self._session is not session or session is None or area is None or self.gone:
                 return
             if self.world.frozen(self.pod.uid):
+                self._given_up = True
                 return
             if kind is Kind.SNAPSHOT:
                 pages.write_snapshot(area, rank, version, world_size, state)

@@ -297,12 +297,20 @@ class Simulation(World):
                 if self._reaches(uid) and isinstance(pod, Pod) and pod.process is not None:
                     pod.process.accept(directive)
                     self._heard(uid, pod.report())
+                if self.rng.random() < self.plan.echo:
+                    self.later(self.rng.uniform(0.0, 12.0), lambda: self._echo(uid, directive))
                 return
             case DeletePod():
                 self.record("deletes", pod=item.uid, why=item.why, force=item.force)
         super()._do(item)
         if isinstance(item, JobRecord):
             self._note_status(before)
+
+    def _echo(self, uid: str, directive: Directive) -> None:
+        """A call that was given up arrives after all, or an operator that is none any more has sent it."""
+        pod = self.sidecars.get(uid)
+        if isinstance(pod, Pod) and pod.process is not None and self._reaches(uid):
+            pod.process.accept(directive)
 
     def _note_status(self, before: JobRecord) -> None:
         now = self.status
