@@ -21,13 +21,15 @@ arguments = $(foreach one,$(BUILD_ARGS) $(and $(PYTHON_IMAGE),PYTHON_IMAGE=$(PYT
 each_image = @set -e; test -n "$(BUILDER)" || { echo "neither docker nor podman nor buildah works here" >&2; exit 1; }; \
 	for target in $(IMAGES); do name=$(REGISTRY)/tiercheck-$$target:$(TAG); echo "== $$name"; $(1); done
 
-.PHONY: help setup demo test test-extended fuzz lint types contracts chart bench gpu-acceptance radosgw-test real-cluster-test real-cluster-up real-cluster-down images images-push images-archive images-test clean
+.PHONY: help setup demo test test-extended fuzz simulate simulate-mutations lint types contracts chart bench gpu-acceptance radosgw-test real-cluster-test real-cluster-up real-cluster-down images images-push images-archive images-test clean
 
 help:
 	@echo "make demo       a job on a laptop cluster, hit by every size of failure (about 3 minutes)"
 	@echo "make test       the test suite (about 15 minutes on 2 cores)"
 	@echo "make test-extended  every failure class on the laptop cluster as well, and properties on more examples (about half an hour)"
 	@echo "make fuzz       random nonsense into everything that reads what others wrote; TIME=seconds, TARGETS=\"seal directive\""
+	@echo "make simulate N=1000 SEED=0  the whole in one thread under random faults, from seeds (SEED_TOLD=7 prints what happens in that one)"
+	@echo "make simulate-mutations N=10000  that it finds every deliberate bug"
 	@echo "make lint       ruff: format and lint"
 	@echo "make types      mypy: strict on the pure parts"
 	@echo "make contracts  import-linter: who may import whom"
@@ -61,6 +63,16 @@ test-extended: $(READY)
 # atheris leads by coverage where it is installed; without it the mutations are random.
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz $(or $(TIME),600) $(TARGETS)
+
+N ?= 1000
+SEED ?= 0
+SIMULATION := $(BIN)/python -m tests.simulation
+
+simulate: $(READY)
+	$(SIMULATION) $(if $(SEED_TOLD),--tell $(SEED_TOLD),--schedules $(N) --seed $(SEED) --jobs $(or $(JOBS),$(shell nproc)))
+
+simulate-mutations: $(READY)
+	$(SIMULATION) --mutations --schedules $(N) --seed $(SEED)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

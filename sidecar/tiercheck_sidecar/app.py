@@ -13,7 +13,7 @@ from aiohttp import web
 
 from tiercheck.protocol import names
 from tiercheck.protocol.artifact import Artifact
-from tiercheck.protocol.directive import Phase
+from tiercheck.protocol.directive import Directive, Phase
 from tiercheck.protocol.report import SPARE
 from tiercheck.redaction import log_redacted
 from tiercheck_sidecar import metrics
@@ -184,8 +184,8 @@ class Sidecar:
         if self._claim is not None:
             self._claim.identify(config.worker)
 
-    def _acknowledged(self) -> list[tuple[int, frozenset[Artifact]]]:
-        return [*self.replicator.acknowledged(), *self.parity.acknowledged()]
+    def _acknowledged(self, directive: Directive) -> list[tuple[int, frozenset[Artifact]]]:
+        return [*self.replicator.acknowledged(directive), *self.parity.acknowledged(directive)]
 
     def _owes(self) -> bool:
         return self.replicator.owes() or self.parity.owes()

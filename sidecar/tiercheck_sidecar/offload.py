@@ -19,6 +19,7 @@ from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
 from tiercheck.protocol.report import SPARE, RestoreState
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.own_copy import distrust
 from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.watermark import Verdict
@@ -208,9 +209,14 @@ class Offloader:
                 return
             try:
                 with self._vault.pin(rank, version, Tier.LOCAL) as slot, slot.mapped() as view:
-                    assert slot.seal is not None
+                    seal = slot.seal
+                    assert seal is not None
                     limit = directive.policy.remote_bandwidth
-                    artifact = store.put_artifact(rank, version, slot.path, slot.seal.digests, limit, mapped=view)
+                    artifact = store.put_artifact(rank, version, slot.path, seal.digests, limit, mapped=view)
+            except RemoteCorrupt:
+                # What has rotted is no longer held: the coordinator learns that, and names another version.
+                distrust(self._board, self._vault, seal)
+                raise
             except NotHeld:
                 continue  # the coordinator learns that from our next report, and names another version
             except OSError as error:

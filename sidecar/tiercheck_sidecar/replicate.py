@@ -11,9 +11,10 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from tiercheck.protocol.artifact import Artifact, Kind
-from tiercheck.protocol.directive import Peer, Tier
+from tiercheck.protocol.directive import Directive, Peer, Tier
 from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import History
 from tiercheck_sidecar.board import Board
@@ -64,32 +65,38 @@ class Replicator:
         seen = -1
         while not self._board.stopping:
             seen = self._board.wait(seen, timeout=5.0)
-            directive = self._board.directive
-            if directive is None:
-                continue
-            self.bucket.set_rate(directive.policy.peer_bandwidth)
-            self._forget()
-            era = _Era(directive.attempt, directive.holders)
-            if era != self._era:
-                self._board.problem("PeerUnreachable", "")
-                with self._lock:
-                    kept = self._acknowledged if self._era and self._era.attempt == era.attempt else {}
-                    self._era, self._troubles, self._lanes = era, {}, set()
-                    self._acknowledged = {holder: kept.get(holder, frozenset()) for holder in era.holders}
-            for holder in era.holders:
-                for kind in Kind:
-                    self._begin_lane(holder, kind, era)
+            for holder, kind, era in self.follow():
+                name = f"{kind.value}s-to-worker-{holder.worker}"
+                self._board.threads.loop(name, partial(self._serve, holder, kind, era))
+                self.served(holder, kind)
 
-    def _begin_lane(self, holder: Peer, kind: Kind, era: _Era) -> None:
-        if (holder, kind) not in self._lanes:
-            name = f"{kind.value}s-to-worker-{holder.worker}"
-            self._board.threads.loop(name, lambda: self._serve(holder, kind, era))
-            self._lanes.add((holder, kind))
+    def served(self, holder: Peer, kind: Kind) -> None:
+        """Somebody serves this lane now."""
+        self._lanes.add((holder, kind))
 
-    def acknowledged(self) -> list[tuple[int, frozenset[Artifact]]]:
-        """Each holder's worker, and what it has verified of own ranks in this attempt and has had no reason to free."""
+    def follow(self) -> list[tuple[Peer, Kind, _Era]]:
+        """Take over whom the directive names as holders. Returns the lanes that nobody serves yet."""
+        directive = self._board.directive
+        if directive is None:
+            return []
+        self.bucket.set_rate(directive.policy.peer_bandwidth)
+        self._forget()
+        era = _Era(directive.attempt, directive.holders)
+        if era != self._era:
+            with self._lock:
+                kept = self._acknowledged if self._era and self._era.attempt == era.attempt else {}
+                self._era, self._troubles, self._lanes = era, {}, set()
+                self._acknowledged = {holder: kept.get(holder, frozenset()) for holder in era.holders}
+            self._board.problem("PeerUnreachable", "")
+        return [(holder, kind, era) for holder in era.holders for kind in Kind if (holder, kind) not in self._lanes]
+
+    def acknowledged(self, directive: Directive) -> list[tuple[int, frozenset[Artifact]]]:
+        """Each holder that `directive` names: its worker, and what it has verified of own ranks in that attempt and has had no
+        reason to free. What was said before the lanes to these holders began counts for nothing.
+        """
         with self._lock:
-            return [(holder.worker, artifacts) for holder, artifacts in self._acknowledged.items()]
+            here = self._acknowledged if self._era and self._era.attempt == directive.attempt else {}
+            return [(holder.worker, here.get(holder, frozenset())) for holder in directive.holders]
 
     def owes(self) -> bool:
         """Whether a holder lacks anything that it should have."""

@@ -30,8 +30,8 @@ _MOMENT = 0.05
 _WORKERS_PER_SECOND = 500
 """How many the coordinator should have to answer per second, whatever happens."""
 
-Acknowledged = Callable[[], Sequence[tuple[int, frozenset[Artifact]]]]
-"""Per holder of this worker's copies or parity: which worker it is, and what it has acknowledged in this attempt."""
+Acknowledged = Callable[[Directive], Sequence[tuple[int, frozenset[Artifact]]]]
+"""Per holder of this worker's copies or parity, as the directive has it: which worker it is, and what it has acknowledged in that attempt."""
 
 
 def pace(workers: int) -> float:
@@ -91,7 +91,7 @@ class TierClient:
         here = stocks(self._vault.held())
         history = directive.history
         known = set(verdict.received) if verdict else set()
-        acknowledged = self._acknowledged()
+        acknowledged = self._acknowledged(directive)
         ranks, newest_own = [], []
         for rank in self._vault.ranks:
             own = here.get(Where(Tier.LOCAL, rank), Stock()).accepted(history)

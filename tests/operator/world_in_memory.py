@@ -680,13 +680,17 @@ class World:
             elif pod.ip is None and not self._no_kubelet(pod.node):
                 address = f"127.0.0.{int(uid[4:])}"
                 self.pods[uid] = replace(pod, ip=address, phase="Running", claimed=True)
-                self.sidecars[uid] = Sidecar(self, uid, pod.worker)  # a spare's learns its worker from a directive
+                self.sidecars[uid] = self.make_sidecar(uid, pod.worker)
                 self.containers[uid] = SidecarContainer(self.now, self.start_seconds)
                 self._publish(uid)
         for uid in list(self.containers):
             if uid in self.pods and not self._no_kubelet(self.pods[uid].node):
                 self.containers[uid].tick(self.now)
                 self._publish(uid)
+
+    def make_sidecar(self, uid: str, worker: int) -> Sidecar:
+        """Of a pod that has begun to run. A spare's learns its worker from a directive."""
+        return Sidecar(self, uid, worker)
 
     def _no_kubelet(self, node: str | None) -> bool:
         return node in self.dead_nodes or node in self.stopped_kubelets

@@ -6,13 +6,17 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+from stations import Stations
 from test_cluster import save_everywhere
 from world import JOB_UID, FakeLauncher, World, until
 
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Policy, Source, Tier
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.remote import open_store
+from tiercheck_sidecar.coordinator import Coordinator
+from tiercheck_sidecar.offload import Offloader
+from tiercheck_sidecar.remote import RemoteCorrupt, open_store
 
 MakeWorld = Callable[..., World]
 
@@ -181,3 +185,20 @@ def test_job_of_the_same_name_in_another_cluster_is_told_whose_the_store_is_and_
     until(lambda: "RemoteOwned" in {each.reason for each in dev.report(0).problems}, "the other one is told")
     assert dev.report(0).watermarks.peer == Version(20, 1), "and goes on training"
     tool.close()
+
+
+def test_snapshot_that_rots_before_its_upload_is_given_up_so_that_another_can_be_uploaded(
+    stations: Callable[..., Stations], tmp_path: Path
+) -> None:
+    """While it counts as held, the coordinator waits for it, and no later version gets to the remote tier."""
+    (station,) = stations(workers=1).stations
+    seal = station.save(Version(10, 1), 1 << 20)
+    station.flip(seal, Tier.LOCAL, 0)
+    store = open_store(json.dumps({"directory": {"path": str(tmp_path)}}), "default/gpt")
+    offloader = Offloader(station.board, station.vault, Coordinator(station.board))
+    assert station.board.directive is not None
+    with pytest.raises(RemoteCorrupt):
+        offloader._upload(store, station.board.directive, Version(10, 1))
+    store.close()
+    assert station.vault.held() == ()
+    assert [(each.rank, each.version, each.worker) for each in station.board.quarantined] == [(0, Version(10, 1), 0)]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from stations import Stations
 from world import until
 
 from tiercheck.protocol.artifact import Artifact, Kind
-from tiercheck.protocol.directive import Policy, Tier
+from tiercheck.protocol.directive import Peer, Policy, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import Branch, History, Version
@@ -39,7 +40,9 @@ def delta(step: int, rank: int = 0) -> Artifact:
 
 
 def acknowledged(job: Stations, worker: int = 0) -> frozenset[Artifact]:
-    return frozenset().union(*(artifacts for _, artifacts in job[worker].replicator.acknowledged()))
+    directive = job[worker].board.directive
+    assert directive is not None
+    return frozenset().union(*(artifacts for _, artifacts in job[worker].replicator.acknowledged(directive)))
 
 
 def test_named_snapshot_and_every_delta_after_it_reach_the_holder(stations: MakeStations) -> None:
@@ -56,6 +59,24 @@ def test_named_snapshot_and_every_delta_after_it_reach_the_holder(stations: Make
     assert {(seal.kind, seal.version.step) for seal in job[1].vault.held()} == {(Kind.SNAPSHOT, 3), (Kind.DELTA, 4)}
     job[0].save(V(5, 1), 5000, Kind.DELTA)
     until(lambda: job[1].holds(delta(5)), "the next delta follows by itself")
+
+
+def test_only_holders_of_the_directive_count_and_only_what_they_acknowledged_in_its_attempt(
+    stations: MakeStations,
+) -> None:
+    """Else a sidecar that was just started says that it has no holders, and one that was just told of others that they have everything."""
+    job = stations()
+    directive = job[0].board.directive
+    assert directive is not None
+    assert job[0].replicator.acknowledged(directive) == [(1, frozenset())], "nothing was sent yet"
+    job[0].save(V(1, 1), MIB)
+    job[0].replicate()
+    job[0].name(V(1, 1))
+    until(lambda: acknowledged(job) == {snapshot(1)}, "copied")
+    moved = replace(directive, holders=(Peer(1, job.host(2)),))
+    later = replace(directive, attempt=2)
+    assert job[0].replicator.acknowledged(moved) == [(1, frozenset())], "another pod of that worker"
+    assert job[0].replicator.acknowledged(later) == [(1, frozenset())]
 
 
 def test_deltas_pass_while_a_snapshot_is_held_up(stations: MakeStations, monkeypatch: pytest.MonkeyPatch) -> None:

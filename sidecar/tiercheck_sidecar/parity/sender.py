@@ -53,9 +53,14 @@ class ParitySender:
         if directive.parity or old:
             self._board.problem("PeerUnreachable", "")
 
-    def acknowledged(self) -> list[tuple[int, frozenset[Artifact]]]:
-        """Per holder: which worker it is, and which own artifacts have their blocks complete there."""
+    def acknowledged(self, directive: Directive) -> list[tuple[int, frozenset[Artifact]]]:
+        """Per holder that `directive` names: which worker it is, and which own artifacts have their blocks complete there. Nothing, as
+        long as there are no links to these holders yet.
+        """
+        holders = directive.parity.holders if directive.parity else ()
         with self._lock:
+            if self._key != (directive.attempt, directive.parity):
+                return [(holder.worker, frozenset()) for holder in holders]
             return [(link.holder.worker, link.complete) for link in self._links]
 
     def owes(self) -> bool:

@@ -124,7 +124,8 @@ class Station:
 
     def copied(self, rank: int, kind: Kind = Kind.SNAPSHOT) -> list[Version]:
         """Versions of an own rank's artifacts that are complete at every holder."""
-        acknowledged = [artifacts for _, artifacts in self.sender.acknowledged()]
+        assert self.board.directive is not None
+        acknowledged = [artifacts for _, artifacts in self.sender.acknowledged(self.board.directive)]
         common = frozenset.intersection(*acknowledged) if acknowledged else frozenset()
         return sorted(each.version for each in common if (each.rank, each.kind) == (rank, kind))
 

@@ -1,0 +1,64 @@
+"""`python -m tests.simulation`: many schedules, one seed's history, or the deliberate bugs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "operator"))
+
+
+def main() -> int:
+    """0 if every promise was kept, or every bug found."""
+    parser = argparse.ArgumentParser(prog="make simulate", description=__doc__)
+    parser.add_argument("--schedules", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--tell", type=int, metavar="SEED", help="print what happens in this one")
+    parser.add_argument("--mutations", action="store_true", help="find every deliberate bug")
+    parser.add_argument("--only", default="", help="the one of them with this name")
+    options = parser.parse_args()
+    from tests.simulation import runs
+
+    if options.tell is not None:
+        print(runs.tell(options.tell, last=1_000_000))
+        return 0
+    if options.mutations:
+        return _mutations(options.schedules, options.seed, options.only)
+    began, simulated, broken = time.monotonic(), 0.0, 0
+    outcomes = runs.run_many(range(options.seed, options.seed + options.schedules), options.jobs)
+    for done, outcome in enumerate(outcomes, 1):
+        simulated += outcome.simulated
+        if outcome.broken:
+            broken += 1
+            print(outcome.plan, *outcome.broken, sep="\n    ", flush=True)
+            print(f"    again: {sys.executable} -m tests.simulation --tell {outcome.seed}", flush=True)
+        if done % 1000 == 0:
+            print(f"{done} schedules, {broken} broken", flush=True)
+    seconds = time.monotonic() - began
+    print(
+        f"{options.schedules} schedules from seed {options.seed}, {broken} broken; {simulated / 3600:.1f} simulated hours in "
+        f"{seconds:.0f} s, {options.schedules / seconds:.1f} schedules a second"
+    )
+    return 1 if broken else 0
+
+
+def _mutations(most: int, first: int, only: str) -> int:
+    from tests.simulation import runs
+
+    missed = 0
+    print("| bug | what it does | found after | promise that it broke | seed |\n| --- | --- | --- | --- | --- |")
+    for mutation in runs.MUTATIONS:
+        if only and mutation.name != only:
+            continue
+        found = runs.find(mutation, most, first)
+        missed += found.seed is None
+        after = f"{found.tried} schedules" if found.seed is not None else f"**not in {found.tried}**"
+        print(f"| {mutation.name} | {mutation.breaks} | {after} | {found.promise} | {found.seed} |", flush=True)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,319 @@
+"""Deliberate bugs, each of a kind that would cost somebody a training run. The simulation has to find every one of them.
+
+Each is a patch of the code under test, named after what it takes away. `focus` narrows schedules to jobs where the bug can
+show, so that it is found soon; nothing else about the schedules differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from tests.simulation.plan import Plan
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.chain import Chain
+from tiercheck.protocol.directive import Phase
+from tiercheck.protocol.version import History, Version
+from tiercheck_operator.controller import attempt, barrier, decide, membership, status, trigger
+from tiercheck_operator.planning import recovery
+from tiercheck_sidecar import coordinator, forgetting, offload, rank_restore, rank_session, reclaim, watermark
+from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.exchange import backoff
+from tiercheck_sidecar.exchange.frames import Say
+from tiercheck_sidecar.exchange.session import Session
+from tiercheck_sidecar.remote import retention
+from tiercheck_sidecar.remote import store as remote_store
+
+Patch = tuple[Any, str, Any]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    breaks: str
+    """What it does, in a clause."""
+    patches: Callable[[], list[Patch]]
+    focus: Callable[[Plan], bool] = lambda _: True
+
+    @contextlib.contextmanager
+    def made(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for where, name, what in self.patches():
+                stack.enter_context(mock.patch.object(where, name, what))
+            yield
+
+
+def _copies(plan: Plan) -> bool:
+    return plan.spec.copies > 0
+
+
+def _remote(plan: Plan) -> bool:
+    return plan.spec.remote is not None
+
+
+def _struck(*names: str) -> Callable[[Plan], bool]:
+    return lambda plan: any(fault.name in names for fault in plan.faults)
+
+
+def _both(*conditions: Callable[[Plan], bool]) -> Callable[[Plan], bool]:
+    return lambda plan: all(condition(plan) for condition in conditions)
+
+
+def _stale_directives() -> list[Patch]:
+    return [(Board, "_check", lambda self, directive: None)]
+
+
+def _minimum_of_newest() -> list[Patch]:
+    def least(many: Any) -> Any:
+        runs = [each for each in many if each]
+        newest = [each[-1] for each in runs]
+        last = min(newest, key=lambda span: span.last, default=None)
+        return () if last is None else (last,)
+
+    return [(watermark, "common", least)]
+
+
+def _watermark_falls() -> list[Patch]:
+    return [(watermark, "_later", lambda one, other: other)]
+
+
+def _reclaim_one_too_many() -> list[Patch]:
+    real = forgetting.expendable
+
+    def greedy(place: Any, history: History, verdict: Any, owed: Any = None) -> Any:
+        gone = real(place, history, verdict, owed)
+        left = sorted(each for each in place.snapshots if (Kind.SNAPSHOT, each) not in gone)
+        return gone | {(Kind.SNAPSHOT, left[0])} if len(left) == 1 and verdict is not None else gone
+
+    return [(reclaim, "expendable", greedy)]
+
+
+def _reclaim_at_the_mark_of_one_tier() -> list[Patch]:
+    real = watermark._verdict
+
+    def careless(history: Any, standing: Any, ranks: Any, backed: Any, abandoned: Any) -> Any:
+        return dataclasses.replace(real(history, standing, ranks, backed, abandoned), floor=standing.local)
+
+    return [(watermark, "_verdict", careless)]
+
+
+def _reclaim_nothing() -> list[Patch]:
+    return [(reclaim, "expendable", lambda *_: frozenset())]
+
+
+def _acknowledge_before_verification() -> list[Patch]:
+    def commit(self: Session, ask: Any) -> Say:
+        return Say("ok")
+
+    return [(Session, "_commit", commit)]
+
+
+def _accept_what_other_histories_made() -> list[Patch]:
+    return [(History, "accepts", lambda self, version: True), (History, "continues", lambda self, version: True)]
+
+
+def _restore_unverified() -> list[Patch]:
+    return [(rank_restore, "fault_of", lambda *_: "")]
+
+
+def _restore_what_one_rank_has() -> list[Patch]:
+    real = attempt.decide_recovery
+
+    def hopeful(situation: Any) -> Any:
+        found = real(situation)
+        if not isinstance(found, recovery.Recover) or not situation.history.branches:
+            return found
+        return dataclasses.replace(found, version=max(situation.stock.versions))
+
+    return [(attempt, "decide_recovery", hopeful)]
+
+
+def _restore_the_oldest() -> list[Patch]:
+    real = recovery._expected_loss
+    return [(recovery, "_expected_loss", lambda *args: -real(*args))]
+
+
+def _forget_copies() -> list[Patch]:
+    real = attempt.inventories
+
+    def own_only(reports: Any) -> Any:
+        return [dataclasses.replace(each, hosted={}) for each in real(reports)]
+
+    return [(attempt, "inventories", own_only), (barrier, "inventories", own_only)]
+
+
+def _release_at_once() -> list[Patch]:
+    return [(decide, "wanted_phase", lambda _: Phase.RELEASE), (barrier, "wanted_phase", lambda _: Phase.RELEASE)]
+
+
+def _attempt_goes_back() -> list[Patch]:
+    real = History.after
+
+    def forgetful(self: History, number: int, base: int, ranks: int = 0, snapshot: int = 0) -> History:
+        return real(self, number, max(0, base - 1), ranks, snapshot)
+
+    return [(History, "after", forgetful)]
+
+
+def _manifest_before_artifacts() -> list[Patch]:
+    def early(self: remote_store.RemoteStore, manifest: Any) -> bool:
+        from tiercheck.protocol.encoding import to_json
+        from tiercheck_sidecar.remote import keys
+
+        return self._objects.create(keys.manifest_key(manifest.version), to_json(manifest))
+
+    def eager(self: coordinator.Coordinator) -> Any:
+        verdict, directive = self._verdict, self._board.directive
+        if verdict is None or directive is None or verdict.upload is None or verdict.upload in self._stored:
+            return None
+        mine = {rank: each for rank, each in self._artifacts.items() if each.version == verdict.upload}
+        if not mine:
+            return None
+        from tiercheck.protocol.manifest import Manifest
+
+        return Manifest(
+            self._board.config.job, directive.job_uid, verdict.upload, directive.workers, tuple(mine.values()), 0.0
+        )
+
+    return [(remote_store.RemoteStore, "commit", early), (coordinator.Coordinator, "manifest", eager)]
+
+
+def _retention_of_the_newest() -> list[Patch]:
+    return [(retention, "to_delete", lambda committed, keep, *_: tuple(sorted(committed)[keep:]))]
+
+
+def _retention_keeps_too_few() -> list[Patch]:
+    real = retention.to_delete
+    return [(retention, "to_delete", lambda committed, keep, *more: real(committed, keep - 1, *more))]
+
+
+def _retention_of_unfinished() -> list[Patch]:
+    return [(retention, "orphans", lambda touched, kept, protect: tuple(kept))]
+
+
+def _objects_before_their_manifest() -> list[Patch]:
+    real = remote_store.RemoteStore._delete_artifacts
+
+    def retain(self: Any, keep: int, protect: Any = frozenset(), seconds: Any = None) -> None:
+        committed = self._committed()
+        for version in retention.to_delete(committed, keep, protect, seconds):
+            real(self, version)
+
+    return [(remote_store.RemoteStore, "retain", retain)]
+
+
+def _upload_of_old_attempts() -> list[Patch]:
+    return [
+        (offload.Offloader, "_is_ours", lambda *_: True),
+        (Board, "overtaken", False),
+        (retention, "to_delete", lambda committed, keep, *_: tuple(sorted(committed)[:-keep])),
+        (coordinator.Coordinator, "_enter", lambda *_: None),
+    ]
+
+
+def _silent_means_dead() -> list[Patch]:
+    real = membership.doubts
+
+    def hasty(obs: Any) -> Any:
+        from tiercheck_operator.controller.causes import Cause
+        from tiercheck_operator.controller.suspicion import Doubt
+
+        found = dict(real(obs))
+        for pod in obs.pods:
+            known = obs.reports.get(pod.uid)
+            if known is not None and known.silent_since is not None and known.answered_at is not None:
+                found.setdefault(pod.uid, Doubt(Cause.SIDECAR_SILENT, "it is silent", obs.now, False))
+        return found
+
+    return [(membership, "doubts", hasty)]
+
+
+def _restart_for_nothing() -> list[Patch]:
+    real = decide.find_trigger
+
+    def nervous(obs: Any, members: Any) -> Any:
+        found = real(obs, members)
+        step = obs.job.status.step or 0
+        if found is None and step and step % 17 == 0:
+            from tiercheck_operator.controller.causes import Cause
+
+            return trigger.Trigger(Cause.TRAINER_FAILED if hasattr(Cause, "TRAINER_FAILED") else Cause.HUNG, "no reason", obs.now)
+        return found
+
+    return [(decide, "find_trigger", nervous)]
+
+
+def _always_protected() -> list[Patch]:
+    return [(status, "_trouble", lambda *_: None)]
+
+
+def _try_once() -> list[Patch]:
+    return [(backoff.Backoff, "ready", lambda self, key, now: key not in self._failures)]
+
+
+def _holes_in_chains() -> list[Patch]:
+    def leap(version: Version, snapshots: Any, deltas: Any, history: History) -> Chain | None:
+        bases = [each for each in snapshots if each <= version and history.accepts(each)]
+        if not bases:
+            return None
+        base = max(bases)
+        return Chain(base, tuple(each for each in sorted(deltas) if base < each <= version and history.accepts(each)))
+
+    def everything(snapshots: Any, deltas: Any, history: History) -> frozenset[Version]:
+        bases = [each for each in snapshots if history.accepts(each)]
+        return frozenset(bases) | {each for each in deltas if bases and each > min(bases) and history.accepts(each)}
+
+    from tiercheck_sidecar import stock
+
+    return [
+        (rank_session, "chain_to", leap), (stock, "rebuildable", everything), (forgetting, "rebuildable", everything),
+        (forgetting, "chain_to", leap),
+    ]  # fmt: skip
+
+
+def _coordinator_forgets_acknowledgements() -> list[Patch]:
+    def hollow(self: Any, directive: Any) -> Any:
+        return [(holder.worker, frozenset(a for each in self._acknowledged.values() for a in each)) for holder in directive.holders]
+
+    from tiercheck_sidecar.replicate import Replicator
+
+    return [(Replicator, "acknowledged", hollow), (Replicator, "_forget", lambda self: None)]
+
+
+def _rotten_uploads_stay() -> list[Patch]:
+    return [(offload, "distrust", lambda *_: None)]
+
+
+_LOSSES = _struck("vanish", "evict", "node", "rack", "delete")
+MUTATIONS = (
+    Mutation("no fence", "directives of older attempts and earlier phases are followed", _stale_directives, lambda plan: plan.echo > 0),
+    Mutation("minimum of newest", "watermarks are the least of each rank's newest", _minimum_of_newest),
+    Mutation("falling watermark", "a watermark is what was found last", _watermark_falls),
+    Mutation("one too many", "reclaim frees the last snapshot too", _reclaim_one_too_many),
+    Mutation("one tier's mark", "reclaim goes by the local watermark alone", _reclaim_at_the_mark_of_one_tier, _copies),
+    Mutation("never free", "nothing is reclaimed", _reclaim_nothing),
+    Mutation("early acknowledgement", "a holder acknowledges what it has not kept", _acknowledge_before_verification, _copies),
+    Mutation("any history", "artifacts of other histories are accepted", _accept_what_other_histories_made),
+    Mutation("unverified restore", "own memory is loaded without a look at digests", _restore_unverified, _struck("flip")),
+    Mutation("uncommitted restore", "a version counts that one rank has", _restore_what_one_rank_has, _LOSSES),
+    Mutation("oldest version", "the version with the greatest loss is taken", _restore_the_oldest),
+    Mutation("copies forgotten", "holders' copies are no sources", _forget_copies, _both(_copies, _LOSSES)),
+    Mutation("no barrier", "trainers are released before all have restored", _release_at_once, _LOSSES),
+    Mutation("cut one step early", "a new attempt's branch begins one step before its version", _attempt_goes_back),
+    Mutation("early manifest", "a manifest is written before all artifacts are there", _manifest_before_artifacts, _remote),
+    Mutation("newest deleted", "retention deletes the newest", _retention_of_the_newest, _remote),
+    Mutation("one too few", "retention keeps one version less", _retention_keeps_too_few, _remote),
+    Mutation("orphans", "artifacts of complete versions pass for orphans", _retention_of_unfinished, _remote),
+    Mutation("objects first", "retention deletes artifacts and leaves their manifest", _objects_before_their_manifest, _remote),
+    Mutation("silence is death", "a silent sidecar's pod is given up at once", _silent_means_dead, _struck("deaf", "sidecar", "hang")),
+    Mutation("nervous", "a new attempt begins without a reason", _restart_for_nothing),
+    Mutation("always protected", "Protected is true whatever happens", _always_protected, _copies),
+    Mutation("one try", "what failed once is not tried again", _try_once, _copies),
+    Mutation("holes in chains", "a missing delta is skipped", _holes_in_chains, lambda plan: plan.spec.delta.value != "None"),
+    Mutation("acknowledged by others", "what one holder has counts for another", _coordinator_forgets_acknowledgements, _both(_copies, _LOSSES)),
+    Mutation("rotten upload", "a snapshot that rotted is tried to be uploaded for ever", _rotten_uploads_stay, _both(_remote, _struck("flip"))),
+)  # fmt: skip

@@ -1,0 +1,140 @@
+"""The memory volume of every simulated pod: the real `Vault` runs on it, its slot files are byte arrays in this process.
+
+Only what touches the file system is replaced: making, tearing, sealing and removing a slot's file, and taking inventory of
+what an earlier process left. Slots hold real slot headers and eight bytes of state, and every digest is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.slot import TORN, NotASlot, SlotLayout, read_header
+from tiercheck.protocol.version import Version
+from tiercheck_sidecar.vault import Seal, vault
+from tiercheck_sidecar.vault.inventory import fault
+from tiercheck_sidecar.vault.slots import Pool, Slot, SlotState
+
+
+@dataclass
+class Volumes:
+    """Every slot file and seal, by path. One simulation at a time has them."""
+
+    files: dict[Path, memoryview] = field(default_factory=dict)
+    seals: dict[Path, Seal] = field(default_factory=dict)
+    full: set[Path] = field(default_factory=set)
+    """Folders on which nothing new can be made now."""
+
+    def create(self, path: Path, size: int) -> memoryview:
+        if path.parent in self.full:
+            raise OSError(errno.ENOSPC, "no space left on the memory volume")
+        area = self.files[path] = memoryview(bytearray(size))
+        return area
+
+    def seal(self, path: Path, seal: Seal) -> None:
+        if path.parent in self.full:
+            raise OSError(errno.ENOSPC, "no space left on the memory volume")
+        self.seals[path] = seal
+
+    def remove(self, path: Path) -> None:
+        self.seals.pop(path, None)
+        self.files.pop(path, None)
+
+    def tear(self, slot: Slot) -> None:
+        self.seals.pop(slot.path, None)
+        self.lasting(slot)[:8] = TORN
+
+    def lasting(self, slot: Slot) -> memoryview:
+        if slot.path not in self.files:
+            raise OSError(errno.ENOENT, "the slot's file is gone")
+        return self.files[slot.path]
+
+    def inventory(self, folder: Path) -> list[Slot]:
+        """As `take_inventory`: what is sealed and verified; everything else is removed."""
+        kept = []
+        for path in sorted(each for each in self.files if each.parent == folder):
+            seal = self.seals.get(path)
+            if seal is not None:
+                pool = Pool(seal.tier, seal.rank, seal.kind, seal.share)
+                slot = Slot(path, len(self.files[path]), pool, SlotState.SEALED, seal)
+                if not fault(slot):
+                    kept.append(slot)
+                    continue
+            self.remove(path)
+        return kept
+
+    def drop(self, folder: Path) -> None:
+        """The pod is gone."""
+        for path in [each for each in self.files if each.parent == folder]:
+            self.remove(path)
+
+    @contextlib.contextmanager
+    def mounted(self) -> Iterator[None]:
+        """While it lasts, vaults work on these."""
+        with contextlib.ExitStack() as stack:
+            put = functools.partial(mock.patch.object)
+            for where, name, what in (
+                (vault, "create", self.create),
+                (vault, "remove", self.remove),
+                (vault, "tear", self.tear),
+                (vault, "write_seal", self.seal),
+                (vault, "take_inventory", self.inventory),
+                (Slot, "_lasting", lambda slot: self.lasting(slot)),
+                (Slot, "adopt", lambda slot, area: None),
+                (Slot, "unmap", lambda slot: None),
+                (Slot, "is_whole", lambda slot: slot.path in self.files),
+                (Path, "mkdir", lambda *_, **__: None),
+                (Path, "chmod", lambda *_, **__: None),
+            ):
+                stack.enter_context(put(where, name, what))
+            import tiercheck_sidecar.vault.slots as slots
+
+            stack.enter_context(mock.patch.object(slots, "break_seal", lambda path: self.seals.pop(path, None)))
+            stack.enter_context(mock.patch.object(vault, "near", lambda _: contextlib.nullcontext()))
+            yield
+
+
+_STATE = SlotLayout.plan([("state", "U8", (8,), 8)])
+_STEP = SlotLayout.plan([("before", "U8", (8,), 8), ("after", "U8", (8,), 8)])
+SNAPSHOT_BYTES, DELTA_BYTES = _STATE.size, _STEP.size
+
+
+def write_snapshot(area: memoryview, rank: int, version: Version, world: int, state: bytes) -> None:
+    _write(area, _STATE, (state,), rank, version, world, Kind.SNAPSHOT)
+
+
+def write_delta(area: memoryview, rank: int, version: Version, world: int, before: bytes, after: bytes) -> None:
+    _write(area, _STEP, (before, after), rank, version, world, Kind.DELTA)
+
+
+def _write(
+    area: memoryview, layout: SlotLayout, parts: tuple[bytes, ...], rank: int, version: Version, world: int, kind: Kind
+) -> None:
+    header = layout.header(rank, version, world, {}, kind)
+    area[8 : 8 + len(header)] = header
+    for tensor, part in zip(layout.tensors, parts, strict=True):
+        area[tensor.begin : tensor.end] = part
+    area[:8] = layout.state_word
+
+
+def read_snapshot(area: memoryview) -> bytes:
+    """The state that lies in a snapshot's slot. Raises NotASlot."""
+    return _part(area, 0)
+
+
+def read_delta(area: memoryview) -> tuple[bytes, bytes]:
+    """The state that a delta applies to, and the one that it leads to. Raises NotASlot."""
+    return _part(area, 0), _part(area, 1)
+
+
+def _part(area: memoryview, index: int) -> bytes:
+    tensors = read_header(area).tensors
+    if len(tensors) <= index:
+        raise NotASlot("another kind of artifact")
+    return bytes(area[tensors[index].begin : tensors[index].end])

@@ -1,0 +1,107 @@
+"""What a seed stands for: the job, the cluster's habits, and which faults strike when."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from world_in_memory import make_spec
+
+from tiercheck.protocol.directive import DeltaMode
+from tiercheck_operator.controller.observation import JobSpec
+
+FAULTS = {
+    "crash": 3, "evict": 2, "vanish": 2, "node": 2, "rack": 1, "sidecar": 3, "all sidecars": 1, "hang": 1, "cut": 2,
+    "deaf": 1, "kubelet": 1, "flip": 3, "full": 1, "store down": 1, "store trouble": 2, "store slow": 1, "store behind": 1,
+    "store cut": 1, "clock": 1, "mend": 2, "cordon": 1, "delete": 1,
+}  # fmt: skip
+"""Names, and how often each comes."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    at: float
+    """Seconds from the beginning."""
+    name: str
+    target: int
+    """Of whatever it strikes, modulo how many there are."""
+    amount: float
+    """From 0 to 1."""
+
+    def __str__(self) -> str:
+        return f"{self.at:.0f} s {self.name} {self.target}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    seed: int
+    spec: JobSpec
+    nodes_per_rack: int
+    seconds: float
+    """Until everything is healed."""
+    memory: int
+    """Bytes of each pod's memory volume."""
+    fabric: bool
+    """Trainers have a network of their own."""
+    start_seconds: float
+    """From the start of a sidecar's container until it listens."""
+    delay: float
+    """Seconds that a verdict may be under way."""
+    loss: float
+    """Of calls."""
+    noise: float
+    """Of chunks that come damaged."""
+    echo: float
+    """Of directives that arrive once more, later."""
+    lazy: float
+    """How often a loop comes too late for a change."""
+    faults: tuple[Fault, ...] = ()
+    operator_kills: dict[int, int] = field(default_factory=dict)
+    """After how many actions the operator dies, by the second."""
+
+    def __str__(self) -> str:
+        spec = self.spec
+        job = f"{spec.workers} workers, {spec.copies} copies, deltas {spec.delta.value}, remote {bool(spec.remote)}"
+        return f"seed {self.seed}: {job}; " + "; ".join(map(str, self.faults))
+
+
+def plan_of(seed: int) -> Plan:
+    """The plan that the seed stands for."""
+    rng = random.Random(seed)
+    workers = rng.choice((2, 3, 3, 4))
+    deltas = rng.random() < 0.6
+    every = rng.choice((2, 3, 4))
+    remote = {"directory": {}, "everySteps": rng.choice((2, 4, 6)), "keep": rng.choice((1, 2, 3))}
+    spec = make_spec(
+        workers=workers,
+        snapshot_every=every,
+        delta=DeltaMode.AUTO if deltas else DeltaMode.NONE,
+        copies=rng.choice((0, 1, 1, 1, 2)) if workers > 2 else rng.choice((0, 1, 1)),
+        remote=remote if rng.random() < 0.6 else None,
+        max_restarts=1000,
+        hang=None,
+        rehearse_every=None,
+    )
+    seconds = rng.choice((25.0, 35.0, 50.0))
+    names, weights = list(FAULTS), list(FAULTS.values())
+    count = rng.choice((0, 1, 2, 3, 4, 6))
+    faults = [
+        Fault(round(rng.uniform(4.0, seconds - 1), 2), name, rng.randrange(8), rng.random())
+        for name in rng.choices(names, weights, k=count)
+    ]
+    return Plan(
+        seed=seed,
+        spec=spec,
+        nodes_per_rack=2 if workers < 4 else 3,
+        seconds=seconds,
+        memory=rng.choice((1 << 20, 1 << 20, 160 * 1024)),
+        fabric=rng.random() < 0.3,
+        start_seconds=rng.choice((0.0, 1.0, 4.0)),
+        delay=rng.choice((0.05, 0.5, 2.0)),
+        loss=rng.choice((0.0, 0.0, 0.02, 0.1)),
+        noise=rng.choice((0.0, 0.0, 0.05)),
+        echo=rng.choice((0.0, 0.0, 0.3)),
+        lazy=rng.choice((0.0, 0.1, 0.4)),
+        faults=tuple(sorted(faults, key=lambda each: each.at)),
+        operator_kills={rng.randrange(int(seconds)): rng.randrange(6) for _ in range(rng.choice((0, 0, 2)))},
+    )

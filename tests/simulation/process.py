@@ -1,0 +1,547 @@
+"""One life of a sidecar's process, in one thread: the real board, vault, coordinator, tiers, reclaim, replication, restore and offload.
+
+A loop of the sidecar runs turn by turn: it is called as it is, and where it would wait for news it is left again (`OneTurn`).
+What blocks in reality (a call to the store, a transfer, a fetch) lets simulated time pass instead, in which everybody else
+goes on, and this process may be killed. Modelled are the wires: a call reaches its end or does not, a chunk comes damaged or
+not, and what a holder is offered goes through its real `Session` and `Inbox`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import msgspec
+
+from tests.simulation.store import Folder
+from tiercheck.protocol.artifact import Artifact, Kind
+from tiercheck.protocol.directive import Directive, Peer, Source, Tier
+from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.report import Break, Quarantined, Report
+from tiercheck_sidecar import offload, rank_restore, replicate, restore, restore_sources, tiers
+from tiercheck_sidecar.board import Board, Refused
+from tiercheck_sidecar.config import SidecarConfig
+from tiercheck_sidecar.control_client import CallFailed
+from tiercheck_sidecar.coordinator import Coordinator, NotNow
+from tiercheck_sidecar.decoding import decode
+from tiercheck_sidecar.digest import first_mismatch
+from tiercheck_sidecar.exchange.agenda import first_of_each_rank
+from tiercheck_sidecar.exchange.backoff import Backoff
+from tiercheck_sidecar.exchange.frames import Ask, PeerSilent, WireBroken
+from tiercheck_sidecar.exchange.handshake import Claim
+from tiercheck_sidecar.exchange.pulse import neighbours
+from tiercheck_sidecar.exchange.sender import Pushed, PushRefused
+from tiercheck_sidecar.exchange.session import Session
+from tiercheck_sidecar.exchange.streams import TooDamaged
+from tiercheck_sidecar.exchange.transfers import Inbox
+from tiercheck_sidecar.offload import Offloader
+from tiercheck_sidecar.reclaim import Reclaimer
+from tiercheck_sidecar.remote import store as remote_store
+from tiercheck_sidecar.replicate import Replicator
+from tiercheck_sidecar.report import Reporter
+from tiercheck_sidecar.restore import Restorer
+from tiercheck_sidecar.restore_plan import Place
+from tiercheck_sidecar.restore_sources import Brought, TriedInVain
+from tiercheck_sidecar.source_errors import SourceFailed
+from tiercheck_sidecar.tiers import TierClient, take
+from tiercheck_sidecar.trainer_socket import TrainerSocket
+from tiercheck_sidecar.vault import NotHeld, Seal, Vault
+from tiercheck_sidecar.vault.slots import Slot
+from tiercheck_sidecar.watermark import TierReport, Verdict
+
+if TYPE_CHECKING:
+    from tests.simulation.world import Pod, Simulation
+
+JOB_UID, JOB = "job-uid", "ns/j"
+_LOOK = (0.05, 0.6)
+"""Seconds from a change until a process gets to look at it."""
+
+
+class OneTurn(BaseException):
+    """A loop of the sidecar has nothing to do until something changes."""
+
+
+class Killed(BaseException):
+    """The process was killed while it waited."""
+
+
+class Inline:
+    """An executor that runs everything at once, in this thread."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __enter__(self) -> Inline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Any:
+        try:
+            value = work(*args)
+        except Exception as error:
+            return SimpleNamespace(result=lambda error=error: (_ for _ in ()).throw(error))
+        return SimpleNamespace(result=lambda: value)
+
+    def map(self, work: Callable[..., Any], *lists: Any) -> Any:
+        return [work(*args) for args in zip(*lists, strict=False)]
+
+    def shutdown(self, **_: object) -> None:
+        pass
+
+
+class RecordedVault(Vault):
+    """Tells the history what comes into memory and what is given up."""
+
+    process: Process
+
+    def _seal(self, slot: Slot, seal: Seal) -> None:
+        super()._seal(slot, seal)
+        what = (seal.tier, seal.rank, seal.kind, seal.version)
+        self.process.world.record("sealed", pod=self.process.pod.uid, what=what)
+
+    def free(self, unwanted: Callable[[Seal], bool]) -> tuple[Seal, ...]:
+        freed = super().free(unwanted)
+        if freed:
+            what = tuple((seal.tier, seal.rank, seal.kind, seal.version) for seal in freed)
+            by = "reclaim" if "reclaim" in self.process._busy else "restore"
+            self.process.world.record("freed", pod=self.process.pod.uid, what=what, by=by)
+        return freed
+
+
+class Process:
+    """Of one pod. `die` at any moment; what lies in the pod's memory stays."""
+
+    def __init__(self, world: Simulation, pod: Pod, worker: int) -> None:
+        self.world, self.pod, self.dead = world, pod, False
+        name = f"{pod.uid}.{next(pod.lives)}"
+        config = SidecarConfig(
+            job=JOB,
+            job_uid=JOB_UID,
+            worker=worker,
+            procs_per_worker=1,
+            pod_uid=pod.uid,
+            pod_ip=world.pods[pod.uid].ip or "",
+            memory_dir=pod.folder,
+            memory_limit=world.plan.memory,
+            run_dir=Path("/run"),
+            credentials_dir=Path("/credentials"),
+            remote="{}" if world.job.spec.remote is not None else None,
+            token="",
+        )
+        self.board = Board(config, clock=lambda: world.now + world.skew.get(pod.node, 0.0))
+        self.board.wait = self._wait  # type: ignore[method-assign]
+        self.board.wait_until = self._wait_until  # type: ignore[method-assign]
+        self.board.bump = self._bump  # type: ignore[method-assign]
+        self.board.peers._changed = self._bump
+        self.vault = RecordedVault(pod.folder, config.memory_limit, config.ranks, self._bump)
+        self.vault.process = self
+        self.vault._instance = name
+        self.board.on_identity = lambda changed: self.vault.identify(changed.ranks)
+        self.coordinator = Coordinator(self.board, clock=lambda: world.now)
+        self.offloader = Offloader(self.board, self.vault, self.coordinator)
+        if config.remote is not None:
+            self.folder = Folder(world.bucket, self.wait, lambda: world.no_store(pod.uid))
+            self.offloader._store = remote_store.RemoteStore(self.folder, JOB)
+        self.reach = Reach(self)
+        self.reclaimer = Reclaimer(self.board, self.vault)
+        self.restorer = Restorer(self.board, self.vault, self.reach)  # type: ignore[arg-type]
+        self.replicator = Replicator(self.board, self.vault, None, 0)  # type: ignore[arg-type]
+        self.tiers = TierClient(self.board, self.vault, self.replicator.acknowledged, self.offloader)
+        self.reporter = Reporter(self.board, self.vault)
+        self.reporter._instance = name
+        self.reporter.owes = self.replicator.owes
+        self.inbox = Inbox(self.vault, clock=lambda: world.now)
+        self._lanes: list[_Lane] = []
+        self._told_at = -1.0
+        self._offload_after = 0.0
+        self._pending = False
+        self._turns = 0
+        self._busy: set[str] = set()
+        self.vault.open()
+        self.watched: dict[Any, Any] = {}
+        self.seen_verdict: Verdict | None = None
+        self._bump()
+
+    # Waiting
+
+    def _bump(self) -> None:
+        self.board._generation += 1
+        if not self._pending and not self.dead:
+            self._pending = True
+            self.world.later(self.world.rng.uniform(*_LOOK), self.look)
+
+    def _wait(self, seen: int, timeout: float) -> int:
+        if not self._turns:
+            raise OneTurn
+        self._turns -= 1
+        return self.board._generation
+
+    def _wait_until(self, predicate: Callable[[], bool], timeout: float) -> bool:
+        if predicate():
+            return True
+        raise OneTurn(timeout)
+
+    def wait(self, seconds: float) -> None:
+        """Let others go on. Raises Killed."""
+        self.world.advance(self.world.now + seconds)
+        if self.dead:
+            raise Killed
+
+    def die(self) -> None:
+        self.dead = True
+        self.board.stopping = True
+
+    def _turn(self, name: str, loop: Callable[[], None], waits: int = 1) -> float:
+        """One turn of a loop. Returns the seconds that it wants to wait."""
+        if name in self._busy or self.dead:
+            return 0.0
+        before, self._turns = self._turns, waits
+        self._busy.add(name)
+        try:
+            loop()
+        except OneTurn as over:
+            return float(over.args[0]) if over.args else 0.0
+        except Killed:
+            return 0.0
+        finally:
+            self._turns = before
+            self._busy.discard(name)
+        return 0.0
+
+    # Looking
+
+    def look(self) -> None:
+        """Something has changed: each loop gets a turn, or comes too late for it and gets the next one."""
+        self._pending = False
+        if self.dead or self.world.frozen(self.pod.uid):
+            return
+        world = self.world
+        turns: list[Callable[[], object]] = [
+            lambda: self._turn("restore", self.restorer.run),
+            lambda: self._turn("reclaim", self.reclaimer.run),
+            lambda: self._turn("prepare", self.reclaimer.prepare),
+            self._replicate,
+            self._coordinate,
+            self._tell,
+            self.pod.launcher.follow,
+        ]
+        world.rng.shuffle(turns)
+        for turn in turns:
+            if self.dead:
+                return
+            if world.rng.random() < world.plan.lazy:
+                self._bump()
+            else:
+                turn()
+
+    def every_second(self) -> None:
+        """What loops do although nothing has changed."""
+        if self.dead or self.world.frozen(self.pod.uid):
+            return
+        self._pulses()
+        self.inbox.sweep()
+        if self.offloader._store is not None and self.world.now >= self._offload_after:
+            pause = self._turn("offload", self.offloader.run, 0)
+            self._offload_after = self.world.now + pause
+        self._bump()
+
+    def _tell(self) -> None:
+        directive = self.board.directive
+        if directive is None or "tell" in self._busy:
+            return
+        report = self.tiers.gather(directive)
+        due = self.world.now - self._told_at >= 1.0
+        if report != self.tiers._taken or due or self.board.verdict is None:
+            taken = self.tiers._tell(directive, report)
+            self.tiers._taken = report if taken else None
+            self._told_at = self.world.now if taken else self._told_at
+        self.note_verdict()
+
+    def note_verdict(self) -> None:
+        verdict = self.board.verdict
+        if verdict is not None and verdict != self.seen_verdict:
+            self.seen_verdict = verdict
+
+    def _coordinate(self) -> None:
+        word = self.coordinator.news() if self.board.config.worker == 0 else None
+        if word is None:
+            return
+        verdict, hosts = word
+        self.world.record_verdict(self, verdict)
+        for host in hosts:
+            self.world.post(self.pod.uid, host, lambda other: other.hear_verdict(verdict))
+        self.coordinator.announced(verdict)
+
+    def hear_verdict(self, verdict: Verdict) -> None:
+        """`PUT /v1/watermarks`."""
+        take(self.board, decode(to_json(verdict), Verdict))
+        self.note_verdict()
+
+    def hear_report(self, body: bytes) -> bytes:
+        """`POST /v1/tiers`. Raises CallFailed."""
+        try:
+            verdict = self.coordinator.hear(decode(body, TierReport))
+        except NotNow as error:
+            raise CallFailed(str(error), None) from error
+        self.world.record_verdict(self, verdict)
+        return to_json(verdict)
+
+    # Neighbours
+
+    def dial(self, peer: Peer) -> Process:
+        """The process at that address. Raises WireBroken."""
+        return self.world.connect(self.pod.uid, peer.host, peer.worker)
+
+    def session(self, worker: int, attempt: int) -> Session:
+        """With a caller that has proved who it is."""
+        claim = Claim(JOB_UID, worker, attempt, "")
+        return Session(self.board, self.vault, self.inbox, None, claim)  # type: ignore[arg-type]
+
+    def _pulses(self) -> None:
+        directive = self.board.directive
+        if directive is None:
+            return
+        peers = neighbours(directive)
+        other = {directive.coordinator} if directive.coordinator.worker != directive.worker else set()
+        if (directive.attempt, peers) != self.watched:
+            self.watched = (directive.attempt, peers)  # type: ignore[assignment]
+            self.board.peers.only(peers | other)
+        for peer in sorted(peers, key=lambda each: each.worker):
+            try:
+                said = self.dial(peer).board.newest_attempt
+            except PeerSilent:
+                self.board.peers.broken(peer, Break.SILENT)
+            except WireBroken:
+                self.board.peers.broken(peer, Break.REFUSED)
+            else:
+                self.board.peers.answered(peer)
+                self.board.learn(said)
+
+    def _replicate(self) -> None:
+        new = self.replicator.follow()
+        if new:
+            self._lanes = [_Lane(self, *lane) for lane in new]
+            for holder, kind, _ in new:
+                self.replicator.served(holder, kind)
+        for lane in list(self._lanes):
+            lane.turn()
+
+    # The controller
+
+    def accept(self, directive: Directive) -> bool:
+        """`PUT /v1/directive`."""
+        self.board.controller_at = self.board.clock()
+        try:
+            self.board.accept(directive)
+        except Refused:
+            return False
+        return True
+
+    def report(self) -> Report:
+        return self.reporter.report()
+
+    def order(self) -> Any:
+        """What the launcher is told."""
+        return TrainerSocket._order(SimpleNamespace(_board=self.board))  # type: ignore[arg-type]
+
+
+class _Lane:
+    """One kind of artifacts to one holder: the turn of `Replicator._serve`."""
+
+    def __init__(self, process: Process, holder: Peer, kind: Kind, era: Any) -> None:
+        self._process, self._holder, self._kind, self._era = process, holder, kind, era
+        self._waits: Backoff[int | None] = Backoff()
+        self._name = f"lane {holder.worker} {kind.value}"
+
+    def turn(self) -> None:
+        process, waits = self._process, self._waits
+        replicator, world = process.replicator, process.world
+        if self._name in process._busy or replicator._era != self._era:
+            return
+        candidates = first_of_each_rank(replicator._due(self._holder, self._kind, self._era))
+        ready = (each for each in candidates if waits.ready(each.rank, world.now) and waits.ready(None, world.now))
+        seal = next(ready, None)
+        if seal is None:
+            return
+        process._busy.add(self._name)
+        try:
+            replicator._send(self._holder, seal, (process, self._holder), waits, self._era)  # type: ignore[arg-type]
+        except Killed:
+            return
+        finally:
+            process._busy.discard(self._name)
+        process._bump()
+
+
+def push(vault: Vault, seal: Seal, line: tuple[Process, Peer], pace: object = None) -> Pushed:
+    """As `sender.push`, with the bytes in one piece."""
+    sender, peer = line
+    world, attempt = sender.world, sender.board.attempt
+    holder = sender.dial(peer)
+    session = holder.session(sender.board.config.worker, attempt)
+    ask = Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind)
+    said = session._offer(ask)
+    if said.state == "have":
+        return Pushed.KEPT
+    if said.state == "busy":
+        return Pushed.BUSY
+    if said.state != "send":
+        raise PushRefused(said.message)
+    with vault.pin(seal.rank, seal.version, Tier.LOCAL, seal.kind) as slot, slot.mapped(size=seal.digests.size) as view:
+        body = bytearray(view)
+    if first_mismatch(memoryview(body), seal.digests) is not None:
+        raise TooDamaged("chunk 0 arrived damaged 3 times")  # our own memory has rotted
+    world.stroll(sender)
+    if holder.dead or sender.dial(peer) is not holder:
+        raise WireBroken("the connection was closed")
+    transfer = holder.inbox.find(said.transfer, sender.board.config.worker)
+    if transfer is None:
+        raise WireBroken("no such transfer")
+    if world.rng.random() < world.plan.noise:
+        body[world.rng.randrange(len(body))] ^= 1
+    if first_mismatch(memoryview(body), seal.digests) is None:
+        transfer.draft.view[: len(body)] = body
+        transfer.verified.add(0)
+    last = session._commit(Ask("commit", transfer=said.transfer))
+    if last.state == "again":
+        raise WireBroken("a chunk came damaged")
+    if last.state != "ok":
+        raise PushRefused(last.message)
+    if world.rng.random() < world.plan.loss:
+        raise WireBroken("the answer was lost")
+    return Pushed.KEPT
+
+
+class Reach:
+    """Where a restore fetches from: as `RestoreSources`, with calls for connections."""
+
+    def __init__(self, process: Process) -> None:
+        self._process, self.remote = process, process.offloader
+
+    def ask(self, rank: int, version: Any, sources: Sequence[Source]) -> tuple[list[Place], list[str]]:
+        places, failures = [], []
+        for source in sources:
+            try:
+                places.append(Place(source, self._list(rank, version, source)))
+            except SourceFailed as error:
+                failures.append(str(error))
+        return places, failures
+
+    def _list(self, rank: int, version: Any, source: Source) -> dict[Artifact, int]:
+        if source.tier is Tier.REMOTE:
+            return self.remote.listed(rank, version)
+        try:
+            assert source.peer is not None
+            holder = self._process.dial(source.peer)
+        except WireBroken as error:
+            raise SourceFailed(str(error)) from error
+        listed = holder.session(self._process.board.config.worker, self._process.board.attempt)._list(rank).listed
+        return {each.artifact: each.bytes for each in listed}
+
+    def bring(self, artifact: Artifact, sources: Sequence[Source]) -> Brought:
+        self._process.world.stroll(self._process)
+        if sources[0].tier is Tier.REMOTE:
+            self.remote.fetch(artifact.rank, artifact.version)
+            return Brought(sources[0])
+        reasons: list[str] = []
+        bad: list[Quarantined] = []
+        for source in sources:
+            assert source.peer is not None
+            try:
+                if self._copy(artifact, source.peer, bad):
+                    return Brought(source, tuple(bad))
+            except (WireBroken, NotHeld) as error:
+                reasons.append(str(error))
+        raise TriedInVain([*reasons, *(each.reason for each in bad)], tuple(bad))
+
+    def _copy(self, artifact: Artifact, peer: Peer, bad: list[Quarantined]) -> bool:
+        holder, process = self._process.dial(peer), self._process
+        with holder.vault.pin(artifact.rank, artifact.version, kind=artifact.kind) as slot:
+            assert slot.seal is not None
+            with slot.mapped(size=slot.seal.digests.size) as view:
+                body = bytes(view)
+            digests, world_size = slot.seal.digests, slot.seal.world_size
+        if first_mismatch(memoryview(body), digests) is not None:
+            holder.session(process.board.config.worker, process.board.attempt)._corrupt(artifact)
+            why = f"chunk 0 of worker {peer.worker}'s {artifact} does not match its digest"
+            bad.append(Quarantined(artifact.rank, artifact.version, peer.worker, why, artifact.kind))
+            return False
+        draft = process.vault.draft(
+            Seal(artifact.rank, artifact.version, world_size, Tier.LOCAL, digests, artifact.kind)
+        )
+        draft.view[: len(body)] = body
+        draft.keep()
+        return True
+
+    def lender(self) -> Any:
+        return SimpleNamespace(close=lambda: None)
+
+
+class _Client:
+    """As `ControlClient`: to the coordinator. `world` is set while a simulation runs."""
+
+    world: Simulation
+
+    def __init__(self, config: SidecarConfig, host: str) -> None:
+        self._config, self.host = config, host
+
+    def call(self, method: str, path: str, body: bytes) -> bytes:
+        assert (method, path) == ("POST", "/v1/tiers")
+        world, mine = _Client.world, self._config.pod_uid
+        try:
+            other = world.connect(mine, self.host, 0)
+            answer = other.hear_report(body)
+        except WireBroken as error:
+            raise CallFailed(str(error), Break.SILENT if isinstance(error, PeerSilent) else Break.REFUSED) from error
+        if world.rng.random() < world.plan.loss:
+            raise CallFailed("no answer", Break.SILENT)
+        return answer
+
+
+class _Time:
+    """For modules that ask `time`."""
+
+    world: Simulation
+
+    def monotonic(self) -> float:
+        return _Time.world.now
+
+    time = monotonic
+
+
+@contextlib.contextmanager
+def in_simulation(world: Simulation) -> Iterator[None]:
+    """Sidecars' modules use simulated time, one thread and simulated wires."""
+    _Client.world = _Time.world = world
+    clock = _Time()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(world.volumes.mounted())
+        for where, name, what in (
+            (tiers, "time", clock),
+            (tiers, "ControlClient", _Client),
+            (offload, "time", clock),
+            (replicate, "time", clock),
+            (replicate, "push", push),
+            (restore, "time", clock),
+            (restore, "ThreadPoolExecutor", Inline),
+            (rank_restore, "time", clock),
+            (rank_restore, "ThreadPoolExecutor", Inline),
+            (remote_store, "ThreadPoolExecutor", Inline),
+        ):
+            stack.enter_context(mock.patch.object(where, name, what))
+        from tiercheck_sidecar import coordinator
+        from tiercheck_sidecar.exchange import transfers
+
+        stack.enter_context(mock.patch.object(coordinator, "time", clock))
+        stack.enter_context(mock.patch.object(transfers, "time", clock))
+        numbers = itertools.count()
+        named = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):032x}"))
+        stack.enter_context(mock.patch.object(transfers, "uuid", named))
+        yield

@@ -1,0 +1,410 @@
+"""The whole in one thread: the operator's real decisions, a process for every sidecar, and everything around them that may fail.
+
+Kubelets, scheduler and API are those of `World` (`tests/operator/world_in_memory.py`), nodes and networks too. Sidecars
+are real but for their wires (`process.py`), trainers are a model (`trainer.py`). Everything random comes from one seed.
+What happens is written into `history`, and nothing is judged here: `checker.py` reads it afterwards.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from world_in_memory import START, World
+
+from tests.simulation.pages import Volumes
+from tests.simulation.plan import Plan
+from tests.simulation.process import Process, in_simulation
+from tests.simulation.store import Bucket
+from tests.simulation.trainer import Launcher
+from tiercheck.protocol.directive import Directive
+from tiercheck.protocol.report import Report, TrainerReport
+from tiercheck_operator.clock_skew import by_our_clock
+from tiercheck_operator.controller import conditions
+from tiercheck_operator.controller.actions import DeletePod, Probe, Push
+from tiercheck_operator.controller.observation import WorkerReport
+from tiercheck_operator.controller.record import JobRecord
+from tiercheck_sidecar.exchange.frames import PeerSilent, WireBroken
+
+Entry = tuple[float, str, dict[str, Any]]
+LIVES_WITHIN = 900.0
+"""Simulated seconds after everything is healed in which training must go on: two back-offs of a kubelet, and what follows."""
+
+
+class Pod:
+    """What runs in one pod; in `World`'s table of sidecars."""
+
+    def __init__(self, world: Simulation, uid: str, worker: int) -> None:
+        self._world, self.uid, self.pod = world, uid, uid
+        self.born_as = worker
+        self.lives = itertools.count()
+        self.folder = Path("/memory") / uid
+        self.launcher = Launcher(world, self)
+        self.process: Process | None = None
+        self.reachable, self.closed, self.hung = True, False, False
+        self.killed_at = None
+
+    @property
+    def node(self) -> str:
+        return self._world.pods[self.uid].node or "" if self.uid in self._world.pods else ""
+
+    @property
+    def worker(self) -> int:
+        return self.process.board.config.worker if self.process else self.born_as
+
+    @property
+    def directive(self) -> Directive | None:
+        return self.process.board.directive if self.process else None
+
+    @property
+    def trainer(self) -> TrainerReport:
+        assert self.process is not None
+        return self.process.board.trainer.report
+
+    def accept(self, directive: Directive) -> None:
+        if self.process is not None:
+            self.process.accept(directive)
+
+    def report(self) -> Report:
+        assert self.process is not None
+        return self.process.report()
+
+    def start(self) -> None:
+        self.process = Process(self._world, self, self.born_as)
+        held = tuple((s.tier, s.rank, s.kind, s.version) for s in self.process.vault.held())
+        self._world.record("inventory", pod=self.uid, held=held)
+        self.launcher.connect(self.process)
+
+    def kill(self) -> None:
+        """Its sidecar's process. Its memory stays."""
+        if self.process is not None:
+            self._world.record("down", pod=self.uid)
+            self.process.die()
+            self.born_as = self.process.board.config.worker
+            self.process = None
+
+    def vanish(self) -> None:
+        self.kill()
+        self.launcher.vanish()
+        self._world.volumes.drop(self.folder)
+        self._world.record("gone", pod=self.uid)
+
+
+class Simulation(World):
+    """`play` it once."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan.spec, racks=2, nodes_per_rack=plan.nodes_per_rack)
+        self.plan, self.rng = plan, random.Random(f"world {plan.seed}")
+        self.history: list[Entry] = []
+        self.volumes = Volumes()
+        self.bucket = Bucket(self.record, lambda: self.now, random.Random(f"bucket {plan.seed}"))
+        self.fabric, self.start_seconds, self.grace = plan.fabric, plan.start_seconds, 3.0
+        self.skew: dict[str, float] = {}
+        self.storeless: set[str] = set()
+        """Nodes from which the bucket cannot be reached."""
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = itertools.count()
+        self._seconds = 0
+        self._wake = 0.0
+        self._seen: tuple[Any, ...] = ()
+        self._asked: set[str] = set()
+        self._verdicts: dict[str, Any] = {}
+        self._serials: dict[str, int] = {}
+        self._told: Any = None
+        self._heard_since: dict[str, float] = {}
+        """Since when each pod (UID) has answered whenever it was asked."""
+
+    # Time
+
+    def later(self, seconds: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + seconds, next(self._serial), what))
+
+    def advance(self, until: float) -> None:
+        """Let everything happen up to then. May be called by what happens."""
+        while self._events and self._events[0][0] <= until:
+            at, _, what = heapq.heappop(self._events)
+            self.now = max(self.now, at)
+            what()
+        self.now = max(self.now, until)
+
+    def stroll(self, process: Process) -> None:
+        """Sometimes a transfer takes a while."""
+        if self.rng.random() < 0.2:
+            process.wait(self.rng.uniform(0.05, 1.5))
+
+    def record(self, what: str, /, **fields: Any) -> None:
+        self.history.append((round(self.now - START, 3), what, fields))
+
+    def play(self) -> list[Entry]:
+        """The schedule, then everything is healed, and then it must go on."""
+        from tests.simulation.faults import heal, strike
+
+        with in_simulation(self):
+            spec = self.plan.spec
+            keep = spec.remote["keep"] if spec.remote else 0
+            self.record("begins", plan=str(self.plan), workers=spec.workers, copies=spec.copies, keep=keep)
+            self.later(1.0, self._second)
+            for fault in self.plan.faults:
+                self.later(fault.at, lambda fault=fault: strike(self, fault))  # type: ignore[misc]
+            self.advance(START + self.plan.seconds)
+            heal(self)
+            self.record("healed")
+            end = self.now + LIVES_WITHIN
+            while self.now < end and not self._settled():
+                self.advance(self.now + 1.0)
+            self.record("over")
+        return self.history
+
+    def _settled(self) -> bool:
+        """Everybody trains, and something that was trained since is complete again."""
+        healed = next((i for i in range(len(self.history) - 1, -1, -1) if self.history[i][1] == "healed"), 0)
+        if self.status.phase != "Running" or self.status.recovery is not None:
+            return False
+        protected = self.status.condition(conditions.PROTECTED)
+        lasting = (conditions.UNPROTECTED_WORKERS, conditions.NO_COPIES)
+        if protected is None or not (protected.status or protected.reason in lasting):
+            return False
+        since = self.history[healed][0]
+        steps = [f["step"] for at, what, f in self.history[healed:] if what == "step" and f["attempt"] == self.status.attempt]
+        marks = [f for at, what, f in self.history[healed:] if what == "verdict" and at > since]
+        if not steps or not marks:
+            return False
+        bare = protected.reason in lasting
+        named = ["local", *(["peer"] if not bare else []), *(["remote"] if self.plan.spec.remote else [])]
+        least = min(steps)
+        return all(marks[-1][name] is not None and marks[-1][name].step > least for name in named)
+
+    # Every second
+
+    def _second(self) -> None:
+        self.later(1.0, self._second)
+        self._seconds += 1
+        self._kubelets()
+        self._look_after_pods()
+        self._training()
+        self.poll()
+        self._maybe_reconcile()
+
+    def _look_after_pods(self) -> None:
+        for uid, pod in list(self.sidecars.items()):
+            assert isinstance(pod, Pod)
+            if self._dead(uid):
+                continue
+            if pod.process is None and self.containers[uid].listening:
+                pod.start()
+            if self.pods[uid].deleting and pod.launcher.running:
+                pod.launcher.stop()
+            if pod.process is not None:
+                process = pod.process
+                self.later(self.rng.uniform(0.0, 0.9), process.every_second)
+            pod.launcher.follow()
+
+    def _training(self) -> None:
+        crews = [pod.launcher for uid, pod in self.sidecars.items() if not self._dead(uid)]
+        attempt = max((each.attempt for each in crews if each.running), default=0)
+        team = {each.rank: each for each in crews if each.running and each.attempt == attempt}
+        if not team:
+            return
+        first = next(iter(team.values()))
+        assert first.order is not None
+        size = first.order.workers
+        broken = any(each.attempt == attempt and each.failed for each in crews)
+        if broken or (len(team) < size and any(each.loaded for each in team.values()) and self._lacks(attempt, team)):
+            for each in team.values():
+                self.later(self.rng.uniform(0.0, 1.0), each.crash)
+            return
+        if len(team) < size or not all(each.loaded for each in team.values()):
+            return
+        uids = [each.pod.uid for each in team.values()]
+        if not self.fabric and any(self.are_cut(one, other) for one in uids for other in uids):
+            return
+        for rank in sorted(team):
+            team[rank].step()
+
+    def _lacks(self, attempt: int, team: dict[int, Launcher]) -> bool:
+        """Whether somebody who was there is gone: the others' collective breaks."""
+        began = {f["rank"] for _, what, f in self.history[-400:] if what == "started" and f["attempt"] == attempt}
+        return bool(began - set(team))
+
+    def poll(self) -> None:
+        """The operator's long polls: news at once, the rest every five seconds."""
+        eager = self.status.recovery is not None
+        there = [uid for uid in self.sidecars if self._reaches(uid)]
+        self._heard_since = {uid: self._heard_since.get(uid, self.now) for uid in there}
+        for uid, view in list(self.pods.items()):
+            if view.ip is None or view.terminal:
+                continue
+            known = self.reports.get(uid, WorkerReport(None, None, None))
+            pod = self.sidecars.get(uid)
+            if self._reaches(uid) and pod is not None and pod.process is not None:
+                report = pod.report()
+                stale = known.answered_at is None or self.now - known.answered_at >= 5.0
+                new = known.report is None or report.serial != known.report.serial or report.instance != known.report.instance
+                if not (new or stale or eager or uid in self._asked or known.silent_since is not None):
+                    continue
+                self._heard(uid, report)
+                continue
+            if self.rng.random() < self.plan.loss and known.silent_since is None:
+                continue
+            since = self.now if known.silent_since is None else known.silent_since
+            self.reports[uid] = replace(known, silent_since=since, host=self._sign(uid))
+        self._asked.clear()
+
+    def _heard(self, uid: str, report: Report) -> None:
+        known = self.reports.get(uid, WorkerReport(None, None, None))
+        ahead = self.skew.get(self.sidecars[uid].node, 0.0)
+        report = by_our_clock(report, ahead if abs(ahead) > 2.0 else 0.0)
+        before = known.report.trainer.step if known.report and known.report.attempt == report.attempt else None
+        stepped = before is not None and (report.trainer.step or 0) > before
+        self.reports[uid] = WorkerReport(report, self.now, None, stepped_at=self.now if stepped else known.stepped_at)
+
+    def _maybe_reconcile(self) -> None:
+        """The loop of a job is woken by what changed, or when the last decision asked for it."""
+        seen = (
+            tuple(self.pods.values()),
+            tuple(self.nodes.values()),
+            tuple((uid, known.report and (known.report.instance, known.report.serial), known.silent_since, known.host)
+                  for uid, known in self.reports.items()),
+            self.status,
+        )  # fmt: skip
+        if seen == self._seen and self.now < self._wake:
+            return
+        self._seen = seen
+        kill = self.plan.operator_kills.get(self._seconds)
+        self.reconcile(kill)
+        wake = self.last.wake_after
+        self._wake = self.now + min(20.0, wake if wake is not None else 20.0)
+        if kill is not None:
+            self.record("fault", name="operator killed", after=kill)
+            self._wake, self._seen = self.now, ()
+
+    # What the operator does
+
+    def _do(self, item: Any) -> None:
+        before = self.status
+        match item:
+            case Probe(uid):
+                self._asked.add(uid)
+                return
+            case Push(uid, directive):
+                pod = self.sidecars.get(uid)
+                if self._reaches(uid) and isinstance(pod, Pod) and pod.process is not None:
+                    pod.process.accept(directive)
+                    self._heard(uid, pod.report())
+                if self.rng.random() < self.plan.echo:
+                    self.later(self.rng.uniform(0.0, 12.0), lambda: self._echo(uid, directive))
+                return
+            case DeletePod():
+                self.record("deletes", pod=item.uid, why=item.why, force=item.force)
+        super()._do(item)
+        if isinstance(item, JobRecord):
+            self._note_status(before)
+
+    def _echo(self, uid: str, directive: Directive) -> None:
+        """A call that was given up arrives after all, or an operator that is none any more has sent it."""
+        pod = self.sidecars.get(uid)
+        if isinstance(pod, Pod) and pod.process is not None and self._reaches(uid):
+            pod.process.accept(directive)
+
+    def _note_status(self, before: JobRecord) -> None:
+        now = self.status
+        if now.attempt != before.attempt:
+            heard = tuple(uid for uid, since in self._heard_since.items() if self.now - since >= 3.0)
+            self.record("attempt", number=now.attempt, version=now.restored_version, heard=heard)
+        protected = now.condition(conditions.PROTECTED)
+        bare = now.placement.unprotected_workers if now.placement else 0
+        told = (now.phase, protected and protected.status, protected and protected.reason, bare)
+        if told != self._told:
+            self._told = told
+            self.record("told", phase=told[0], protected=told[1], reason=told[2], bare=bare)
+
+    def record_verdict(self, process: Process, verdict: Any) -> None:
+        """What a coordinator says, whenever that changes."""
+        name = process.vault._instance
+        if self._verdicts.get(name) == verdict:
+            return
+        self._verdicts[name] = verdict
+        marks = verdict.watermarks
+        self.record(
+            "verdict", by=name, attempt=verdict.attempt, placement=verdict.placement, local=marks.local, peer=marks.peer,
+            remote=marks.remote, snapshot=marks.snapshot, floor=verdict.floor,
+        )  # fmt: skip
+
+    # Pods
+
+    def make_sidecar(self, uid: str, worker: int) -> Any:
+        pod = Pod(self, uid, worker)
+        self.record("pod", pod=uid, worker=worker, node=self.pods[uid].node)
+        return pod
+
+    def _vanish(self, uid: str) -> None:
+        pod = self.sidecars.get(uid)
+        if isinstance(pod, Pod):
+            pod.vanish()
+        super()._vanish(uid)
+
+    def _gone(self, uid: str) -> None:
+        pod = self.sidecars.get(uid)
+        if isinstance(pod, Pod):
+            pod.vanish()
+        super()._gone(uid)
+
+    def kill_node(self, name: str) -> None:
+        if name in self.dead_nodes:
+            return
+        for uid, pod in self.sidecars.items():
+            if self.pods[uid].node == name and isinstance(pod, Pod):
+                pod.vanish()
+        super().kill_node(name)
+
+    def kill_sidecar(self, uid: str) -> None:
+        pod = self.sidecars.get(uid)
+        if isinstance(pod, Pod) and not self._dead(uid):
+            pod.kill()
+            super().kill_sidecar(uid)
+
+    def crash(self, worker: int, code: int = 1, reason: str = "Crashed") -> bool:
+        pod = self.live_sidecar(worker)
+        return isinstance(pod, Pod) and pod.launcher.crash(code)
+
+    def frozen(self, uid: str) -> bool:
+        pod = self.sidecars.get(uid)
+        return pod is None or pod.hung or self._dead(uid)
+
+    def _reaches(self, uid: str) -> bool:
+        pod = self.sidecars.get(uid)
+        return isinstance(pod, Pod) and pod.process is not None and super()._reaches(uid)
+
+    # Wires
+
+    def no_store(self, uid: str) -> bool:
+        return uid not in self.pods or (self.pods[uid].node or "") in self.storeless
+
+    def connect(self, mine: str, host: str, worker: int) -> Process:
+        """The process that answers at the address. Raises WireBroken."""
+        uid = next((uid for uid, view in self.pods.items() if view.ip == host), None)
+        if uid is None or mine not in self.pods or self._mute(uid) or self.are_cut(mine, uid):
+            raise PeerSilent("no progress in time")
+        pod = self.sidecars.get(uid)
+        if not isinstance(pod, Pod) or pod.process is None or not self.containers[uid].listening:
+            raise WireBroken("connection refused")
+        if self.frozen(uid) or (mine != uid and self.rng.random() < self.plan.loss):
+            raise PeerSilent("no progress in time")
+        return pod.process
+
+    def post(self, mine: str, host: str, what: Callable[[Process], None]) -> None:
+        """A message that arrives some time, after later ones perhaps, or never."""
+
+        def arrive() -> None:
+            try:
+                what(self.connect(mine, host, 0))
+            except WireBroken:
+                return
+
+        self.later(self.rng.uniform(0.0, self.plan.delay), arrive)
