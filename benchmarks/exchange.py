@@ -110,9 +110,9 @@ def run(mebibytes: int = 512, rounds: int = 5, deltas: int = 50) -> dict[str, An
         "limit is": limit,
         **{f"{name}, GB/s": rate for name, rate in best.items()},
         **{f"{name} / limit": rate / best["limit"] for name, rate in best.items() if name != "limit"},
-        **{f"{name}, GB for a core's second": rate for name, rate in core.items()},
+        **{f"{name}, GB for a core-second": rate for name, rate in core.items()},
         **{
-            f"{way}{name} / plain, for a core's second": core[f"{way}{name}"] / core[f"plain {name}"]
+            f"{way}{name} / plain, for a core-second": core[f"{way}{name}"] / core[f"plain {name}"]
             for way in ("", "encrypted ")
             for name in ("push", "fetch")
         },
@@ -386,9 +386,9 @@ def main() -> None:
     figures = run(arguments.mebibytes, arguments.rounds, arguments.deltas)
     rounds = figures.pop("rounds")
     for name, value in figures.items():
-        print(f"{name:32}{f'{value:.2f}' if isinstance(value, float) else value}")
+        print(f"{name:44}{f'{value:.2f}' if isinstance(value, float) else value}")
     for name, values in rounds.items():
-        print(f"{name + ', each round':32}{'  '.join(f'{value:.2f}' for value in values)}")
+        print(f"{name + ', each round':44}{'  '.join(f'{value:.2f}' for value in values)}")
 
 
 if __name__ == "__main__":

@@ -69,6 +69,24 @@ def exchange(scale: Scale) -> Outcome:
             ("peer copy throughput, fetched from two holders", "fetch from two", None),
         )
     ]
+    rows += [
+        Figure(
+            f"peer copy {way}, {name}, for each second of a core",
+            _rate(found[f"{key}, GB for a core-second"]),
+            f"without tags: {_rate(found[f'plain {key.split()[-1]}, GB for a core-second'])}",
+            found[f"{key} / plain, for a core-second"],
+            bound,
+            Sense.AT_LEAST,
+            unit="%",
+            note="processor time of both ends",
+        )
+        for way, name, key, bound in (
+            ("authenticated", "sent to a holder", "push", 0.9),
+            ("authenticated", "fetched from a holder", "fetch", 0.9),
+            ("encrypted", "sent to a holder", "encrypted push", None),
+            ("encrypted", "fetched from a holder", "encrypted fetch", None),
+        )
+    ]
     rows.append(
         Figure(
             "delta of 1 MiB at its holder, verified",

@@ -85,7 +85,11 @@ def named_addresses(directive: Directive | None) -> frozenset[str]:
     peers: list[Peer] = [*directive.holders, *directive.hosted, directive.coordinator]
     for group in groups:
         peers += [*group.members, *group.holders]
-    return frozenset(split_address(peer.host)[0] for peer in peers if peer.host)
+    addresses = set()
+    for peer in peers:
+        with contextlib.suppress(ValueError):  # not an address: nobody comes from there
+            addresses.add(split_address(peer.host)[0])
+    return frozenset(addresses)
 
 
 def hang_up(connection: socket.socket) -> None:

@@ -9,6 +9,7 @@ import ssl
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,13 @@ from stations import Stations
 from world import World, write_credentials
 
 from tiercheck.protocol import names
+from tiercheck.protocol.directive import Peer
 from tiercheck_sidecar import guarded_port
 from tiercheck_sidecar.api import ControlApi, server_context
 from tiercheck_sidecar.exchange import server
 from tiercheck_sidecar.guarded_port import GuardedPort
 from tiercheck_sidecar.report import Reporter
-from tiercheck_sidecar.strangers import Guest, Strangers, who_gives_way
+from tiercheck_sidecar.strangers import Guest, Strangers, named_addresses, who_gives_way
 
 MakeStations = Callable[..., Stations]
 ROOM = 16
@@ -97,6 +99,17 @@ def test_whoever_comes_finds_room_and_no_one_else_takes_that_of_a_named_address(
         everyone = Counter(guest.address for guest in guests)
         assert max(everyone.values()) <= per_address
         assert sum(count for each, count in everyone.items() if each not in named) <= most
+
+
+def test_address_that_makes_no_sense_names_nobody(stations: MakeStations) -> None:
+    """A directive never ends the loop that lets peers in."""
+    directive = stations(workers=1)[0].board.directive
+    assert directive is not None
+    odd = ["", "x", "10.0.0.9:", "10.0.0.9:port", "[fd00::1]", "[", "]:", "\x00", "1:2"]
+    hosts = [*odd, "10.0.0.9", "10.0.0.10:12000", "[fd00::1]:12003"]
+    named = named_addresses(replace(directive, holders=tuple(Peer(1, host) for host in hosts)))
+    assert named >= {"10.0.0.9", "10.0.0.10", "fd00::1"}
+    assert named_addresses(None) == frozenset()
 
 
 # Ports for HTTP

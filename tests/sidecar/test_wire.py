@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -181,6 +182,20 @@ def test_proof_of_any_text_is_refused_by_the_one_who_is_called(proof: str) -> No
             pytest.raises(PeerRefused, match="does not know this job's token"),
         ):
             admit(wire, Identity(JOB, 0, TOKEN, "127.0.0.1"), lambda _: "")
+
+
+def test_connection_that_is_gone_has_no_address_and_says_so_as_every_broken_one_does() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        wire = Wire(socket.create_connection(listener.getsockname()))
+        there, here = wire.far_end, wire.near_end
+        assert there == listener.getsockname()
+        assert here != there
+        with closing(socket.socketpair()[0]) as other:
+            os.dup2(other.fileno(), wire._socket.fileno())  # as where a test cuts a link
+            for ask in (lambda: wire.near_end, lambda: wire.far_end):
+                with pytest.raises(WireBroken):
+                    ask()
+        wire.close()
 
 
 # Every byte after the handshake

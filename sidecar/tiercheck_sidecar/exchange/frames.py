@@ -301,11 +301,14 @@ class Wire:
             raise broken(error) from error
 
 
-def _address(of: Callable[[], tuple[Any, ...]]) -> tuple[str, int]:
+def _address(of: Callable[[], Any]) -> tuple[str, int]:
+    """Raises WireBroken."""
     try:
         host, port, *_ = of()
     except OSError as error:
         raise broken(error) from error
+    except ValueError as error:
+        raise WireBroken("the connection has no address") from error
     return str(host), int(port)
 
 
