@@ -92,7 +92,7 @@ class SidecarConfig:
         try:
             token = (credentials / "token").read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{names.ENV_CREDENTIALS_DIR}: cannot read the job's token: {error}") from error
+            raise ConfigError(f"{names.ENV_CREDENTIALS_DIR}: the job's token cannot be read ({error})") from error
         if not token:
             raise ConfigError(f"{names.ENV_CREDENTIALS_DIR}: the job's token is empty")
         return SidecarConfig(

@@ -175,3 +175,26 @@ async def test_api_server_gets_its_answer_over_a_connection_that_it_can_verify()
             assert (status, answer["response"]["allowed"]) == (200, True), "whatever happens, the pod is allowed"
     finally:
         await webhook.stop()
+
+
+async def test_what_is_no_review_is_refused_and_whatever_is_asked_elsewhere_is_not_there() -> None:
+    cluster = Cluster()
+    (port,) = free_ports(1)
+    webhook = Webhook("127.0.0.1", port, trust(cluster), Admission(cluster, Outfit("sidecar:1")))
+    webhook.start()
+    try:
+        async with asyncio.timeout(60):
+            await webhook.serving.wait()
+        context = ssl.create_default_context(cadata=cluster.authorities.decode())
+        async with aiohttp.ClientSession(f"https://127.0.0.1:{port}") as session:
+
+            async def status(method: str, path: str, body: bytes) -> int:
+                async with session.request(method, path, data=body, ssl=context) as response:
+                    return response.status
+
+            for odd in (b"", b"{", b"[]", b"7", b"\xff", b'{"request": 7}', b"[" * 100_000, b'{"request":' * 20_000):
+                assert await status("POST", PATH, odd) == 400
+            assert await status("POST", "/elsewhere", b"{}") == 404
+            assert await status("GET", PATH, b"") == 405
+    finally:
+        await webhook.stop()

@@ -120,32 +120,22 @@ def _value(line: str, begin: int, end: int, *, weak: bool) -> tuple[int, int] | 
         return None
     low, flag, password = between.end(), name.startswith("-"), bool(_PASSWORD.search(name))
     opening, assigned, closed = _OPENING.match(line, low), between["assigned"] or "", bool(between["closed"])
-    blank = not assigned and between["pair"] is None
-    if (between["comma"] is not None and not (flag or (closed and opening))) or (flag and between["verb"]):
+    blank, comma, loose = not assigned and not between["pair"], bool(between["comma"]), bool(between["loose"])
+    if (comma and not (flag or (closed and opening))) or (flag and between["verb"]):
         return None
-    if (
-        opening is None
-        and assigned.endswith(" ")
-        and (line[begin - 1 : begin] == "/" or (closed and assigned[0] == " "))
-    ):
-        return None  # an object's name: `secret train/token: not found`, `volume "credentials" : no such secret`
+    an_object = line[begin - 1 : begin] == "/" or (closed and assigned[:1] == " ")
+    if opening is None and assigned.endswith(" ") and an_object:
+        return None  # `secret train/token: not found`, `volume "credentials" : no such secret`
     if opening is not None:
-        low, high = opening.end(), _closing(line, opening.end(), opening["quote"])
-        if "[" in opening["bracket"]:
-            end = line.find("]", high)
-            high = max(high, line.rfind(opening["quote"], low, len(line) if end < 0 else end))
-        sure = (
-            not blank
-            or between["comma"] is not None
-            or (between["loose"] is None and (flag or password or name.isupper()))
-        )
+        low, high = _quoted(line, opening)
+        sure = not blank or comma or (not loose and (flag or password or name.isupper()))
     elif blank:
         word = _FLAG_VALUE.match(line, low)
         if word is None:
             return None
         high = word.end()
-        ordinary = between["loose"] is None and between["comma"] is None
-        sure = ordinary and ((flag and word[0].lower() not in _PROSE) or (password and "login " in line[:begin]))
+        told = (flag and word[0].lower() not in _PROSE) or (password and "login " in line[:begin])
+        sure = told and not loose and not comma
     else:
         high = _unquoted(line, begin, low, name, closed=closed, password=password)
         sure = True
@@ -157,21 +147,20 @@ def _value(line: str, begin: int, end: int, *, weak: bool) -> tuple[int, int] | 
         end = line.find("}", low)
         high = end if end >= 0 else len(line)
         content = line[low:high]
-    return (
-        (low, high) if _is_secret(line, begin, name, content, sure=sure, weak=weak, assigned=bool(assigned)) else None
-    )
+    asked = bool(assigned) and line[begin - 1 : begin] in ("?", "&")
+    return (low, high) if _is_secret(name, content, sure=sure, weak=weak and not flag, asked=asked) else None
 
 
-def _is_secret(line: str, begin: int, name: str, content: str, *, sure: bool, weak: bool, assigned: bool) -> bool:
-    """Whether what stands where the value of `name` belongs is one. `sure`: it is a value, unless it is nothing."""
+def _is_secret(name: str, content: str, *, sure: bool, weak: bool, asked: bool) -> bool:
+    """Whether what stands where the value of `name` belongs is a credential. `sure`: it is a value; `asked`: in an address."""
     if _NOTHING.match(content) or content[:1] == "{" or content[:2] == "[{":
         return False
     if "token" in name.lower() and _NUMBER.match(content.partition(" ")[0].rstrip(",;")):
         return False  # how many of a text
-    if assigned and line[begin - 1 : begin] in ("?", "&"):
+    if asked:
         return True
     password = bool(_PASSWORD.search(name))
-    if weak and not name.startswith("-"):
+    if weak:
         least = 6 if password else 8 if name.lower().endswith("auth") else 16
         return (
             len(content) >= least and not set(content) & {" ", "/"} and opaque(content) and not _DURATION.match(content)
@@ -179,6 +168,16 @@ def _is_secret(line: str, begin: int, name: str, content: str, *, sure: bool, we
     if not sure and not (len(content) >= (6 if password else 8) and " " not in content and _mixed(content)):
         return False
     return not (name.lower().endswith("pwd") and content.startswith("/"))  # the working directory
+
+
+def _quoted(line: str, opening: re.Match[str]) -> tuple[int, int]:
+    """What is between quotes, or between the first and the last of a list."""
+    low = opening.end()
+    high = _closing(line, low, opening["quote"])
+    if "[" in opening["bracket"]:
+        end = line.find("]", high)
+        high = max(high, line.rfind(opening["quote"], low, len(line) if end < 0 else end))
+    return low, high
 
 
 def _mixed(word: str) -> bool:

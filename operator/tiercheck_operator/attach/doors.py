@@ -25,8 +25,9 @@ LARGEST = 3 * 2**20
 """Bytes of a body: twice what the API server lets an object have."""
 _SMALL = 128 * 2**10
 """Bytes. Decoded JSON may take thirty times as much memory."""
-_SMALL_AT_ONCE, _LARGE_AT_ONCE = 32, 2
-_CONNECTIONS, _OF_ONE_ADDRESS = 192, 48
+_SMALL_AT_ONCE, _LARGE_AT_ONCE = 64, 2
+_CONNECTIONS, _OF_ONE_ADDRESS = 256, 128
+"""An API server may call from one address only, and opens a connection for each review under way."""
 _AGAIN = 0.2
 """Seconds after which a failed accept is tried again: descriptors may be short for a while."""
 
