@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,9 +11,6 @@ from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.failure import FAILED, USAGE, CannotDo
 from tiercheck_cli.options import Context, Kubeconfig, Namespace
 from tiercheck_cli.terminal import remark
-
-if TYPE_CHECKING:
-    from tiercheck_cli.checkpoint.remote import Owner
 
 remote = typer.Typer(
     no_args_is_help=True, help="Try a durable store out; say, or change, whose a job's folder there is."
@@ -71,7 +67,7 @@ def owner(
         namespace = cluster.namespace
         settings = _settings(cluster, job, place, endpoint, region)
     found = tier.owner_of(tier.open_remote(settings, f"{namespace}/{job}"))
-    print("nobody's yet" if found is None else _described(found))
+    print("nobody's yet" if found is None else found.described)
 
 
 @remote.command("take-over")
@@ -116,7 +112,7 @@ def take_over(
         print(f"{namespace}/{job} has it already")
         return
     print(f"{namespace}/{job}, UID {uid}, has it now")
-    remark("before: " + ("nobody" if former is None else _described(former)))
+    remark("before: " + ("nobody" if former is None else former.described))
 
 
 def _settings(cluster: Cluster, job: str, place: str | None, endpoint: str | None, region: str | None) -> str:
@@ -125,8 +121,3 @@ def _settings(cluster: Cluster, job: str, place: str | None, endpoint: str | Non
     if place is not None:
         return tier.settings_of_url(place, endpoint, region)
     return tier.settings_of_job(cluster.job(job), endpoint, region)
-
-
-def _described(owner: Owner) -> str:
-    since = f" since {datetime.fromtimestamp(owner.since, UTC):%Y-%m-%d %H:%M UTC}" if owner.since else ""
-    return f"job UID {owner.job_uid} of cluster {owner.cluster or 'unknown'}{since}"

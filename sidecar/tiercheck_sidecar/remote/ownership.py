@@ -36,6 +36,11 @@ class Owner:
     former: tuple[str, ...] = ()
     """UIDs of the jobs that owned the folder before, the last ones."""
 
+    @property
+    def described(self) -> str:
+        """Who that is, for people."""
+        return f"job UID {self.job_uid} of cluster {self.cluster or 'unknown'} since {_day(self.since)}"
+
 
 @dataclass(frozen=True)
 class Claimant:
@@ -69,9 +74,8 @@ def refusal(owner: Owner, claimant: Claimant, location: str) -> str:
     """What to say to a claimant that may not write: who owns the folder and what to do."""
     lost = claimant.job_uid in owner.former
     return (
-        f"{location} {'was taken over by' if lost else 'belongs to'} job UID {owner.job_uid} of cluster "
-        f"{owner.cluster or 'unknown'} since {_day(owner.since)}; this is job UID {claimant.job_uid} of cluster "
-        f"{claimant.cluster or 'unknown'}. Nothing there was touched. Give this job another prefix; or, if that one must not write there "
+        f"{location} {'was taken over by' if lost else 'belongs to'} {owner.described}; this is job UID {claimant.job_uid} of "
+        f"cluster {claimant.cluster or 'unknown'}. Nothing there was touched. Give this job another prefix; or, if that one must not write there "
         f"any more, run: kubectl tiercheck remote take-over"
         + ("." if lost else f", or set tiers.remote.takeOverFrom: {owner.job_uid} before this job begins.")
     )
