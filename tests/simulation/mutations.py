@@ -27,6 +27,7 @@ from tiercheck_sidecar import (
     rank_restore,
     rank_session,
     reclaim,
+    replicate,
     restore_plan,
     watermark,
 )
