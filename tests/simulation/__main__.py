@@ -35,7 +35,7 @@ def main() -> int:
             broken += 1
             print(outcome.plan, *outcome.broken, sep="\n    ", flush=True)
             print(f"    again: {sys.executable} -m tests.simulation --tell {outcome.seed}", flush=True)
-        if done % 1000 == 0:
+        if done % 50 == 0:
             print(f"{done} schedules, {broken} broken", flush=True)
     seconds = time.monotonic() - began
     print(

@@ -21,7 +21,7 @@ BOUND = 900.0
 FRESH = bytes(8)
 _HEALTHY = 2.5
 """Seconds since its last step in which a rank counts as training."""
-_TOLD = 45.0
+_TOLD = 15.0
 """Seconds in which a job that lost its protection must say so."""
 _WORTH = {"memory": 9, "everything": 119}
 """Steps that may be given up for a restore that takes so many seconds less, at a second a step."""
@@ -181,7 +181,10 @@ class Checker:
         for (name, mark, tiers), had in zip(watched, before, strict=True):
             left = max(self._common(self.memory, tiers, self.attempt), default=(0, 0))
             if had >= mark > left:
-                self._say("committed is kept", f"{f['pod']} freed {_names(f['what'])}; {name} {mark} was complete, {left} is left")
+                self._say(
+                    "committed is kept",
+                    f"{f['pod']} freed {_names(f['what'])}; {name} {mark} was complete, {left} is left",
+                )
 
     def _step(self, f: Mapping[str, Any]) -> None:
         rank, version = f["rank"], (f["step"], f["attempt"])
@@ -213,7 +216,9 @@ class Checker:
             if not self._on_line(chosen, before):
                 self._say("one history", f"attempt {number} goes back to {chosen}, which the job had left before")
             if any((rank, chosen) not in self.trained for rank in range(self.workers)):
-                self._say("restored was committed", f"attempt {number} goes back to {chosen}, which not every rank reached")
+                self._say(
+                    "restored was committed", f"attempt {number} goes back to {chosen}, which not every rank reached"
+                )
         if before:
             self._look_at_loss(number, chosen, f["heard"])
         self.attempt, self.from_[number] = number, chosen
@@ -251,10 +256,14 @@ class Checker:
         self.began[attempt].add(rank)
         self.crews[attempt].add(f["pod"])
         if loaded != self.from_.get(attempt):
-            self._say("all or none", f"rank {rank} begins attempt {attempt} from {loaded}, not {self.from_.get(attempt)}")
+            self._say(
+                "all or none", f"rank {rank} begins attempt {attempt} from {loaded}, not {self.from_.get(attempt)}"
+            )
         right = FRESH if loaded is None else self.trained.get((rank, loaded))
         if f["state"] != right:
-            self._say("never another history", f"rank {rank} of attempt {attempt} loaded what it never was in at {loaded}")
+            self._say(
+                "never another history", f"rank {rank} of attempt {attempt} loaded what it never was in at {loaded}"
+            )
 
     # Watermarks
 
@@ -287,7 +296,9 @@ class Checker:
             return
         if name == "snapshot" or self.flipped or (name == "peer" and self.bare):
             return
-        holders = {rank: bool(self._held(self.memory, rank, (name,), False, self.attempt)) for rank in range(self.workers)}
+        holders = {
+            rank: bool(self._held(self.memory, rank, (name,), False, self.attempt)) for rank in range(self.workers)
+        }
         if not all(holders.values()):
             return  # somebody's pod has just been lost
         newest = max(self._common(self.memory, (name,), self.attempt), default=(0, 0))
@@ -380,7 +391,9 @@ def _version_of(key: str) -> Step:
 
 
 def _names(what: Iterable[Any]) -> str:
-    return ", ".join(f"{tier.value} {kind.value} {rank}@{version.step}/{version.attempt}" for tier, rank, kind, version in what)
+    return ", ".join(
+        f"{tier.value} {kind.value} {rank}@{version.step}/{version.attempt}" for tier, rank, kind, version in what
+    )
 
 
 def check(history: Sequence[Entry]) -> list[Broken]:

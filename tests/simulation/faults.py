@@ -9,7 +9,7 @@ from tests.simulation.plan import Fault
 from tiercheck.protocol.directive import Tier
 
 if TYPE_CHECKING:
-    from tests.simulation.world import Simulation
+    from tests.simulation.whole import Simulation
 
 
 def strike(world: Simulation, fault: Fault) -> None:

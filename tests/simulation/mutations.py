@@ -20,7 +20,17 @@ from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.version import History, Version
 from tiercheck_operator.controller import attempt, barrier, decide, membership, status, trigger
 from tiercheck_operator.planning import recovery
-from tiercheck_sidecar import coordinator, forgetting, offload, rank_restore, rank_session, reclaim, watermark
+from tiercheck_sidecar import (
+    coordinator,
+    forgetting,
+    offload,
+    rank_restore,
+    rank_session,
+    reclaim,
+    replicate,
+    restore_plan,
+    watermark,
+)
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.exchange import backoff
 from tiercheck_sidecar.exchange.frames import Say
@@ -120,16 +130,22 @@ def _restore_unverified() -> list[Patch]:
     return [(rank_restore, "fault_of", lambda *_: "")]
 
 
-def _restore_what_one_rank_has() -> list[Patch]:
-    real = attempt.decide_recovery
+def _restore_what_is_at_hand() -> list[Patch]:
+    real = rank_restore.plan
 
-    def hopeful(situation: Any) -> Any:
-        found = real(situation)
-        if not isinstance(found, recovery.Recover) or not situation.history.branches:
-            return found
-        return dataclasses.replace(found, version=max(situation.stock.versions))
+    def newest(own: Any, history: History) -> Version | None:
+        found = (each.version for each in own if each.kind is Kind.SNAPSHOT and history.accepts(each.version))
+        return max(found, default=None)
 
-    return [(attempt, "decide_recovery", hopeful)]
+    def near_enough(rank: int, version: Version, history: History, own: Any, places: Any) -> Any:
+        at_hand = newest(own, history)
+        return real(rank, version, history, own, places) if at_hand is None else restore_plan.Plan(Chain(at_hand), ())
+
+    def chain(self: Any, directive: Any, version: Version) -> Chain | None:
+        at_hand = newest(self._vault.own(self._hello.rank), directive.history)
+        return None if at_hand is None else Chain(at_hand)
+
+    return [(rank_restore, "plan", near_enough), (rank_session.RankSession, "_chain", chain)]
 
 
 def _restore_the_oldest() -> list[Patch]:
@@ -206,15 +222,6 @@ def _objects_before_their_manifest() -> list[Patch]:
     return [(remote_store.RemoteStore, "retain", retain)]
 
 
-def _upload_of_old_attempts() -> list[Patch]:
-    return [
-        (offload.Offloader, "_is_ours", lambda *_: True),
-        (Board, "overtaken", False),
-        (retention, "to_delete", lambda committed, keep, *_: tuple(sorted(committed)[:-keep])),
-        (coordinator.Coordinator, "_enter", lambda *_: None),
-    ]
-
-
 def _silent_means_dead() -> list[Patch]:
     real = membership.doubts
 
@@ -241,7 +248,9 @@ def _restart_for_nothing() -> list[Patch]:
         if found is None and step and step % 17 == 0:
             from tiercheck_operator.controller.causes import Cause
 
-            return trigger.Trigger(Cause.TRAINER_FAILED if hasattr(Cause, "TRAINER_FAILED") else Cause.HUNG, "no reason", obs.now)
+            return trigger.Trigger(
+                Cause.TRAINER_FAILED if hasattr(Cause, "TRAINER_FAILED") else Cause.HUNG, "no reason", obs.now
+            )
         return found
 
     return [(decide, "find_trigger", nervous)]
@@ -275,17 +284,21 @@ def _holes_in_chains() -> list[Patch]:
     ]  # fmt: skip
 
 
-def _coordinator_forgets_acknowledgements() -> list[Patch]:
-    def hollow(self: Any, directive: Any) -> Any:
-        return [(holder.worker, frozenset(a for each in self._acknowledged.values() for a in each)) for holder in directive.holders]
+def _holders_of_before() -> list[Patch]:
+    def as_it_was(self: Any, directive: Any) -> Any:
+        return [(holder.worker, artifacts) for holder, artifacts in self._acknowledged.items()]
 
-    from tiercheck_sidecar.replicate import Replicator
-
-    return [(Replicator, "acknowledged", hollow), (Replicator, "_forget", lambda self: None)]
+    return [(replicate.Replicator, "acknowledged", as_it_was)]
 
 
 def _rotten_uploads_stay() -> list[Patch]:
     return [(offload, "distrust", lambda *_: None)]
+
+
+def _again(plan: Plan) -> bool:
+    """The job comes back more than once, and takes deltas."""
+    back = [fault for fault in plan.faults if fault.name in ("crash", "evict", "delete", "vanish", "node")]
+    return len(back) >= 2 and plan.spec.delta.value != "None"
 
 
 _LOSSES = _struck("vanish", "evict", "node", "rack", "delete")
@@ -297,9 +310,9 @@ MUTATIONS = (
     Mutation("one tier's mark", "reclaim goes by the local watermark alone", _reclaim_at_the_mark_of_one_tier, _copies),
     Mutation("never free", "nothing is reclaimed", _reclaim_nothing),
     Mutation("early acknowledgement", "a holder acknowledges what it has not kept", _acknowledge_before_verification, _copies),
-    Mutation("any history", "artifacts of other histories are accepted", _accept_what_other_histories_made),
+    Mutation("any history", "artifacts of other histories are accepted", _accept_what_other_histories_made, _again),
     Mutation("unverified restore", "own memory is loaded without a look at digests", _restore_unverified, _struck("flip")),
-    Mutation("uncommitted restore", "a version counts that one rank has", _restore_what_one_rank_has, _LOSSES),
+    Mutation("uncommitted restore", "a rank restores what it has at hand, not the version of the attempt", _restore_what_is_at_hand, _struck("crash")),
     Mutation("oldest version", "the version with the greatest loss is taken", _restore_the_oldest),
     Mutation("copies forgotten", "holders' copies are no sources", _forget_copies, _both(_copies, _LOSSES)),
     Mutation("no barrier", "trainers are released before all have restored", _release_at_once, _LOSSES),
@@ -311,9 +324,9 @@ MUTATIONS = (
     Mutation("objects first", "retention deletes artifacts and leaves their manifest", _objects_before_their_manifest, _remote),
     Mutation("silence is death", "a silent sidecar's pod is given up at once", _silent_means_dead, _struck("deaf", "sidecar", "hang")),
     Mutation("nervous", "a new attempt begins without a reason", _restart_for_nothing),
-    Mutation("always protected", "Protected is true whatever happens", _always_protected, _copies),
+    Mutation("always protected", "Protected is true whatever happens", _always_protected, _both(_copies, _struck("full", "cut"))),
     Mutation("one try", "what failed once is not tried again", _try_once, _copies),
     Mutation("holes in chains", "a missing delta is skipped", _holes_in_chains, lambda plan: plan.spec.delta.value != "None"),
-    Mutation("acknowledged by others", "what one holder has counts for another", _coordinator_forgets_acknowledgements, _both(_copies, _LOSSES)),
-    Mutation("rotten upload", "a snapshot that rotted is tried to be uploaded for ever", _rotten_uploads_stay, _both(_remote, _struck("flip"))),
+    Mutation("holders of before", "what counts is what replication knows, not what the directive says", _holders_of_before, _both(_copies, _struck("sidecar"))),
+    Mutation("rotten upload", "a snapshot that rotted is tried to be uploaded for ever", _rotten_uploads_stay, _both(_remote, _struck("flip"), lambda plan: plan.spec.copies == 0)),
 )  # fmt: skip

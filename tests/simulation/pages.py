@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.slot import TORN, NotASlot, SlotLayout, read_header
-from tiercheck.protocol.version import Version
-from tiercheck_sidecar.vault import Seal, vault
+from tiercheck_sidecar.vault import Seal, slots, vault
 from tiercheck_sidecar.vault.inventory import fault
 from tiercheck_sidecar.vault.slots import Pool, Slot, SlotState
 
@@ -77,26 +75,27 @@ class Volumes:
     @contextlib.contextmanager
     def mounted(self) -> Iterator[None]:
         """While it lasts, vaults work on these."""
+
+        def lasting(slot: Slot) -> memoryview:  # a method, which a bound one would not become
+            return self.lasting(slot)
+
         with contextlib.ExitStack() as stack:
-            put = functools.partial(mock.patch.object)
             for where, name, what in (
                 (vault, "create", self.create),
                 (vault, "remove", self.remove),
                 (vault, "tear", self.tear),
                 (vault, "write_seal", self.seal),
                 (vault, "take_inventory", self.inventory),
-                (Slot, "_lasting", lambda slot: self.lasting(slot)),
+                (Slot, "_lasting", lasting),
                 (Slot, "adopt", lambda slot, area: None),
                 (Slot, "unmap", lambda slot: None),
                 (Slot, "is_whole", lambda slot: slot.path in self.files),
                 (Path, "mkdir", lambda *_, **__: None),
                 (Path, "chmod", lambda *_, **__: None),
             ):
-                stack.enter_context(put(where, name, what))
-            import tiercheck_sidecar.vault.slots as slots
-
+                stack.enter_context(mock.patch.object(where, name, what))
             stack.enter_context(mock.patch.object(slots, "break_seal", lambda path: self.seals.pop(path, None)))
-            stack.enter_context(mock.patch.object(vault, "near", lambda _: contextlib.nullcontext()))
+            stack.enter_context(mock.patch.object(vault, "near", return_value=contextlib.nullcontext()))
             yield
 
 
@@ -105,18 +104,16 @@ _STEP = SlotLayout.plan([("before", "U8", (8,), 8), ("after", "U8", (8,), 8)])
 SNAPSHOT_BYTES, DELTA_BYTES = _STATE.size, _STEP.size
 
 
-def write_snapshot(area: memoryview, rank: int, version: Version, world: int, state: bytes) -> None:
-    _write(area, _STATE, (state,), rank, version, world, Kind.SNAPSHOT)
+def write_snapshot(area: memoryview, name: Artifact, world: int, state: bytes) -> None:
+    _write(area, _STATE, name, world, (state,))
 
 
-def write_delta(area: memoryview, rank: int, version: Version, world: int, before: bytes, after: bytes) -> None:
-    _write(area, _STEP, (before, after), rank, version, world, Kind.DELTA)
+def write_delta(area: memoryview, name: Artifact, world: int, before: bytes, after: bytes) -> None:
+    _write(area, _STEP, name, world, (before, after))
 
 
-def _write(
-    area: memoryview, layout: SlotLayout, parts: tuple[bytes, ...], rank: int, version: Version, world: int, kind: Kind
-) -> None:
-    header = layout.header(rank, version, world, {}, kind)
+def _write(area: memoryview, layout: SlotLayout, name: Artifact, world: int, parts: tuple[bytes, ...]) -> None:
+    header = layout.header(name.rank, name.version, world, {}, name.kind)
     area[8 : 8 + len(header)] = header
     for tensor, part in zip(layout.tensors, parts, strict=True):
         area[tensor.begin : tensor.end] = part

@@ -16,14 +16,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import msgspec
-
 from tests.simulation.store import Folder
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Directive, Peer, Source, Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Break, Quarantined, Report
-from tiercheck_sidecar import offload, rank_restore, replicate, restore, restore_sources, tiers
+from tiercheck_sidecar import offload, rank_restore, replicate, restore, tiers
 from tiercheck_sidecar.board import Board, Refused
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.control_client import CallFailed
@@ -55,7 +53,7 @@ from tiercheck_sidecar.vault.slots import Slot
 from tiercheck_sidecar.watermark import TierReport, Verdict
 
 if TYPE_CHECKING:
-    from tests.simulation.world import Pod, Simulation
+    from tests.simulation.whole import Pod, Simulation
 
 JOB_UID, JOB = "job-uid", "ns/j"
 _LOOK = (0.05, 0.6)

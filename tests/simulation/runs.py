@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.simulation.checker import BOUND, Broken, check
 from tests.simulation.mutations import MUTATIONS, Mutation
 from tests.simulation.plan import plan_of
-from tests.simulation.world import Entry, Simulation
+from tests.simulation.whole import Entry, Simulation
 
 KEPT = Path(__file__).with_name("seeds.txt")
 """Every seed that ever failed, with a line why."""
@@ -88,7 +88,9 @@ def _told(fields: dict[str, object]) -> str:
     for name, value in fields.items():
         if name == "body":
             continue
-        text = value.hex() if isinstance(value, bytes) else _artifacts(value) if name in ("what", "held") else str(value)
+        text = (
+            value.hex() if isinstance(value, bytes) else _artifacts(value) if name in ("what", "held") else str(value)
+        )
         shown.append(f"{name}={text}")
     return " ".join(shown)
 
@@ -123,4 +125,16 @@ def find(mutation: Mutation, most: int, first: int = 0) -> Found:
     return Found(mutation, None, tried, "", time.process_time() - began)
 
 
-__all__ = ["BOUND", "MUTATIONS", "Found", "Outcome", "digest_of", "find", "history_of", "kept_seeds", "run", "run_many", "tell"]
+__all__ = [
+    "BOUND",
+    "MUTATIONS",
+    "Found",
+    "Outcome",
+    "digest_of",
+    "find",
+    "history_of",
+    "kept_seeds",
+    "run",
+    "run_many",
+    "tell",
+]

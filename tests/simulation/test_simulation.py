@@ -44,7 +44,9 @@ def test_same_seed_gives_the_same_history_in_every_process() -> None:
     )
     here = digest_of(history_of(seed))
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
-    other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    other = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
     assert other.stdout.strip() == here == digest_of(history_of(seed))
     assert here != digest_of(history_of(seed + 1))
 

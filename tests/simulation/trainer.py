@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation import pages
-from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import DeltaMode, Phase
 from tiercheck.protocol.local import Hello, LauncherEvent, Order, Request, Welcome
 from tiercheck.protocol.slot import NotASlot
@@ -22,7 +22,7 @@ from tiercheck_sidecar.rank_session import RankSession
 
 if TYPE_CHECKING:
     from tests.simulation.process import Process
-    from tests.simulation.world import Pod, Simulation
+    from tests.simulation.whole import Pod, Simulation
 
 FRESH = bytes(8)
 
@@ -191,7 +191,9 @@ class Launcher:
         self.position = version.step if version else 0
         self._ask(Request("restored"))
         self.loaded = True
-        self.world.record("started", pod=self.pod.uid, rank=self.rank, attempt=self.attempt, version=version, state=self.state)
+        self.world.record(
+            "started", pod=self.pod.uid, rank=self.rank, attempt=self.attempt, version=version, state=self.state
+        )
 
     def _read(self, welcome: Welcome) -> bytes:
         """The snapshot, and each delta applied to what came before. Raises KeyError, NotASlot."""
@@ -232,9 +234,10 @@ class Launcher:
         self._every = reply.snapshot_every or self._every or (self._session._board.every if self._session else 0)
         if not reply.path:
             return
-        session, state, version = self._session, self.state, Version(self.position, self.attempt)
+        session, state = self._session, self.state
+        name = Artifact(self.rank, Version(self.position, self.attempt), kind)
         assert self.order is not None
-        world_size, rank = self.order.workers, self.rank
+        world_size = self.order.workers
 
         def write() -> None:
             """The copy ends before the next step's update."""
@@ -245,9 +248,9 @@ class Launcher:
                 self._given_up = True
                 return
             if kind is Kind.SNAPSHOT:
-                pages.write_snapshot(area, rank, version, world_size, state)
+                pages.write_snapshot(area, name, world_size, state)
             else:
-                pages.write_delta(area, rank, version, world_size, before, state)
+                pages.write_delta(area, name, world_size, before, state)
             session._answer(Request("complete", path=reply.path, bytes=size, kind=kind))
 
         self.world.later(self.world.rng.uniform(0.05, 0.8), write)

@@ -171,7 +171,9 @@ class Simulation(World):
         if protected is None or not (protected.status or protected.reason in lasting):
             return False
         since = self.history[healed][0]
-        steps = [f["step"] for at, what, f in self.history[healed:] if what == "step" and f["attempt"] == self.status.attempt]
+        steps = [
+            f["step"] for at, what, f in self.history[healed:] if what == "step" and f["attempt"] == self.status.attempt
+        ]
         marks = [f for at, what, f in self.history[healed:] if what == "verdict" and at > since]
         if not steps or not marks:
             return False
@@ -245,7 +247,11 @@ class Simulation(World):
             if self._reaches(uid) and pod is not None and pod.process is not None:
                 report = pod.report()
                 stale = known.answered_at is None or self.now - known.answered_at >= 5.0
-                new = known.report is None or report.serial != known.report.serial or report.instance != known.report.instance
+                new = (
+                    known.report is None
+                    or report.serial != known.report.serial
+                    or report.instance != known.report.instance
+                )
                 if not (new or stale or eager or uid in self._asked or known.silent_since is not None):
                     continue
                 self._heard(uid, report)
