@@ -215,7 +215,8 @@ class Offloader:
                     artifact = store.put_artifact(rank, version, slot.path, seal.digests, limit, mapped=view)
             except RemoteCorrupt:
                 # What has rotted is no longer held: the coordinator learns that, and names another version.
-                distrust(self._board, self._vault, seal)
+                if slot.seal is not None:
+                    distrust(self._board, self._vault, slot.seal)
                 raise
             except NotHeld:
                 continue  # the coordinator learns that from our next report, and names another version
