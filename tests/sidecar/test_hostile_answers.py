@@ -72,12 +72,12 @@ def test_step_by_step_nobody_is_led_away_either(board: Board) -> None:
     assert board.newest_attempt <= board.attempt + 1000
 
 
-@pytest.mark.parametrize("text", ["²", "٣", "-1", "1_0", "1e3", "9" * 5000, " 1"])
-def test_an_environment_of_nonsense_is_named(make_world: MakeWorld, text: str) -> None:
+def test_an_environment_of_nonsense_is_named(make_world: MakeWorld) -> None:
     env = make_world().env(0)
-    for name in (names.ENV_WORKER, names.ENV_MEMORY_LIMIT, names.ENV_GRACE_SECONDS):
-        with pytest.raises(ConfigError, match=name):
-            SidecarConfig.from_env({**env, name: text})
+    for text in ("²", "٣", "-1", "1_0", "1e3", "9" * 5000, " 1"):
+        for name in (names.ENV_WORKER, names.ENV_MEMORY_LIMIT, names.ENV_GRACE_SECONDS):
+            with pytest.raises(ConfigError, match=name):
+                SidecarConfig.from_env({**env, name: text})
 
 
 def test_a_compressed_body_is_no_message(make_world: MakeWorld) -> None:
@@ -90,15 +90,13 @@ def test_a_compressed_body_is_no_message(make_world: MakeWorld) -> None:
     assert world.report(0).attempt == 0
 
 
-@pytest.mark.parametrize("path", ["/v1/directive", "/v1/tiers", "/v1/watermarks"])
-@pytest.mark.parametrize("body", SENSELESS, ids=lambda text: repr(text[:20]))
-def test_the_control_api_refuses_every_senseless_body_with_a_sentence(
-    make_world: MakeWorld, path: str, body: bytes
-) -> None:
+def test_the_control_api_refuses_every_senseless_body_with_a_sentence(make_world: MakeWorld) -> None:
     world = make_world()
     world.start()
-    status, said = world.call(0, "POST" if path == "/v1/tiers" else "PUT", path, body)
-    assert (status, error_of(said)[:5]) == (422, "not a")
+    for method, path in (("PUT", "/v1/directive"), ("POST", "/v1/tiers"), ("PUT", "/v1/watermarks")):
+        for body in SENSELESS:
+            status, said = world.call(0, method, path, body)
+            assert (status, error_of(said)[:5]) == (422, "not a"), (path, body[:40])
 
 
 def test_an_answer_without_end_is_not_read_to_its_end(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:

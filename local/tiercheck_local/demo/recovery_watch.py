@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import http.client
-import json
 import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck.protocol.encoding import from_json
+from tiercheck.protocol.encoding import Malformed, from_json
 from tiercheck.protocol.report import RankRestore, Report
 
 
@@ -86,5 +85,5 @@ def ask(address: str, context: ssl.SSLContext, token: str, timeout: float = 3.0)
             response = http_connection.getresponse()
             body = response.read()
             return from_json(body, Report) if response.status == http.HTTPStatus.OK else None
-    except (OSError, http.client.HTTPException, json.JSONDecodeError):
+    except (OSError, http.client.HTTPException, Malformed):
         return None
