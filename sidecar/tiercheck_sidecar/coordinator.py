@@ -31,6 +31,10 @@ _LOOK_EVERY = 60.0
 """Seconds; who this is changes with a directive, and that wakes everybody."""
 
 
+_TOLD = 20
+"""Versions in the remote tier that everybody is told of, every second; worker 0 knows all."""
+
+
 class NotNow(Exception):
     """A tier report that cannot be taken; the message is a sentence."""
 
@@ -237,7 +241,7 @@ class Coordinator:
             upload=upload,
             placement=directive.placement,
             received=received,
-            stored=self._stored,
+            stored=None if self._stored is None else tuple(sorted(stored)[-_TOLD:]),
             cadence=decide(world, self._needs, directive.policy.snapshot_every),
             over=self._is_over(directive, upload),
         )

@@ -98,7 +98,7 @@ class Verdict:
     placement: str = ""
     """The placement that it was found under."""
     stored: tuple[Version, ...] | None = None
-    """What is in the remote tier, so that one sidecar lists it for all; None: not known yet."""
+    """The newest of this history in the remote tier, so that one sidecar lists it for all; None: not known yet."""
     over: bool = False
     """The job is over and nothing more goes to the remote tier: every sidecar may go."""
 

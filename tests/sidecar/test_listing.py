@@ -1,0 +1,74 @@
+"""The remote tier is listed by one sidecar for all: what a bucket is asked does not grow with the job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tiercheck.protocol.report import Watermarks
+from tiercheck.protocol.version import Version
+from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.config import SidecarConfig
+from tiercheck_sidecar.coordinator import Coordinator
+from tiercheck_sidecar.offload import Offloader
+from tiercheck_sidecar.remote.errors import Reason, RemoteError
+from tiercheck_sidecar.watermark import Verdict
+
+FIRST, SECOND = Version(10, 1), Version(20, 1)
+
+
+class Store:
+    """Counts how often it is listed."""
+
+    weakness = ""
+
+    def __init__(self) -> None:
+        self.listed = 0
+        self.failure: RemoteError | None = None
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def versions(self) -> list[Version]:
+        self.listed += 1
+        return [FIRST] if self.listed == 1 else [FIRST, SECOND]
+
+    def newest_attempt(self, job_uid: str) -> int:
+        return 0
+
+    def read_manifest(self, version: Version) -> object:
+        raise AssertionError("only worker 0 asks how many ranks made a version")
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Board:
+    (tmp_path / "token").write_text("x")
+    env = {"JOB": "ns/j", "JOB_UID": "u", "WORKER": "1", "PROCS_PER_WORKER": "1", "POD_UID": "p", "POD_IP": "127.0.0.1"}
+    env |= {"MEMORY_LIMIT": "1", "CREDENTIALS_DIR": str(tmp_path), "REMOTE": '{"directory": {"path": "/x"}}'}
+    return Board(SidecarConfig.from_env({f"TIERCHECK_{name}": value for name, value in env.items()}))
+
+
+def verdict(*stored: Version) -> Verdict:
+    return Verdict(1, Watermarks(remote=max(stored)), stored=stored)
+
+
+def test_worker_lists_when_it_starts_and_then_hears_from_the_coordinator(board: Board) -> None:
+    store, offloader = Store(), Offloader(board, None, Coordinator(board))  # type: ignore[arg-type]
+    offloader._list_when_due(store, None)  # type: ignore[arg-type]
+    assert (board.remote.reachable, board.remote.versions, store.listed) == (True, (FIRST,), 1)
+    for _ in range(3):
+        offloader._list_when_due(store, verdict(FIRST, SECOND))  # type: ignore[arg-type]
+    assert (board.remote.versions, store.listed) == ((FIRST, SECOND), 1)
+
+
+def test_worker_that_had_trouble_looks_for_itself_again(board: Board) -> None:
+    store, offloader = Store(), Offloader(board, None, Coordinator(board))  # type: ignore[arg-type]
+    store.failure = RemoteError(Reason.FORBIDDEN, "refused", retriable=False)
+    with pytest.raises(RemoteError):
+        offloader._list_when_due(store, verdict(FIRST))  # type: ignore[arg-type]
+    assert board.remote.reachable is None, "that others reach it says nothing of this node"
+    store.failure = None
+    offloader._list_when_due(store, verdict(FIRST))  # type: ignore[arg-type]
+    assert (board.remote.reachable, store.listed) == (True, 1)
