@@ -71,11 +71,11 @@ class Replicator:
             self._forget()
             era = _Era(directive.attempt, directive.holders)
             if era != self._era:
-                self._board.problem("PeerUnreachable", "")
                 with self._lock:
                     kept = self._acknowledged if self._era and self._era.attempt == era.attempt else {}
                     self._era, self._troubles, self._lanes = era, {}, set()
                     self._acknowledged = {holder: kept.get(holder, frozenset()) for holder in era.holders}
+                self._board.problem("PeerUnreachable", "")
             for holder in era.holders:
                 for kind in Kind:
                     self._begin_lane(holder, kind, era)
