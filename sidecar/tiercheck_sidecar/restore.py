@@ -58,10 +58,10 @@ class Restorer:
                 self._done = wanted
 
     def _carry_out_or_fail(self, directive: Directive) -> None:
-        """What nobody thought of may pass, so it is tried again. When it does not pass, the controller must hear of it: it waits for an answer."""
+        """What nobody thought of may pass, so it is tried again. When it does not, the controller is told: it waits for an answer."""
         try:
             self.carry_out(directive)
-        except Exception as error:
+        except BaseException as error:
             if self._tried[1] < _TRIES:
                 raise
             log.exception("the restore of attempt %d is given up", directive.attempt)

@@ -45,9 +45,8 @@ class Threads:
         self._troubles: dict[str, tuple[float, str]] = {}
 
     def loop(self, name: str, body: Callable[[], None], *, vital: bool = False) -> threading.Thread:
-        """A thread that runs `body` until it returns. `vital`: without it nothing is kept or restored, so the process ends if it keeps dying.
-
-        Raises RuntimeError if the system gives no thread.
+        """A thread that runs `body` until it returns. `vital`: without it nothing is kept or restored, so the process ends if
+        it keeps dying. Raises RuntimeError if the system gives no thread.
         """
 
         def died(error: BaseException, deaths: int) -> None:
@@ -63,7 +62,7 @@ class Threads:
     def serve(
         self, name: str, connection: socket.socket, body: Callable[[], None], undo: Callable[[], None] = lambda: None
     ) -> None:
-        """A thread for one connection, closed when `body` ends, however it ends. If the system gives no thread it is closed at once, after `undo`."""
+        """A thread for one connection, which is closed however `body` ends; at once, after `undo`, if the system gives no thread."""
 
         def run() -> None:
             try:

@@ -122,6 +122,25 @@ def test_status_says_how_the_job_is_saved() -> None:
     assert world.status.checkpoint.snapshot_every == 4
 
 
+def test_part_of_a_sidecar_that_failed_unforeseen_is_told_unless_something_better_known_is() -> None:
+    world = running_world()
+    first, second = world.live_sidecar(0), world.live_sidecar(2)
+    assert first is not None
+    assert second is not None
+    first.problems = (Problem("InternalError", "its loop reclaim failed and began again"),)
+    world.tick()
+    protected = world.status.condition("Protected")
+    assert protected is not None
+    assert (protected.status, protected.reason) == (False, "InternalError")
+    assert protected.message == "worker 0: its loop reclaim failed and began again"
+    assert world.status.phase == "Running"
+    second.problems = (Problem("RemoteFull", "the bucket is full"),)
+    world.tick()
+    protected = world.status.condition("Protected")
+    assert protected is not None
+    assert protected.reason == "RemoteFull"
+
+
 def test_sidecar_that_the_kernel_holds_back_is_named_until_it_is_not_and_the_job_stays_protected() -> None:
     world = running_world()
     assert world.status.condition("Throttled") is None, "nothing is said of jobs that it never happened to"

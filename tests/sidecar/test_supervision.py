@@ -6,6 +6,8 @@ import errno
 import itertools
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -107,6 +109,16 @@ def test_vital_loop_that_keeps_dying_ends_the_process_and_another_never_does(vit
     threads.loop("reclaim", fail, vital=vital).join(20)
     assert bool(threads.ends) == vital
     assert len(threads.clock.pauses) == 3 * MOST_DEATHS
+
+
+def test_process_ends_at_once_and_with_an_error() -> None:
+    script = (
+        "from tiercheck import supervised; from tiercheck_sidecar.supervision import Threads;"
+        "supervised.FIRST = 0.0; Threads().loop('reclaim', lambda: 1 / 0, vital=True).join(60)"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "the loop reclaim fails again and again" in ended.stderr
 
 
 def test_trouble_is_told_at_once_and_for_as_long_as_it_is_fresh() -> None:

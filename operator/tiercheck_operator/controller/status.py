@@ -199,9 +199,11 @@ def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report])
     if away is not None:
         return Finding(*away)  # it explains what others say of it
     problems = [(worker, problem) for worker in sorted(reports) for problem in reports[worker].problems]
-    for worker, problem in problems:
-        if problem.reason in _TOLD_ELSEWHERE:
-            continue  # copies are as good as ever; conditions of their own tell it. What was rehearsed comes last
+    # Copies are as good as ever; conditions of their own tell it. What was rehearsed comes last.
+    told = [each for each in problems if each[1].reason not in _TOLD_ELSEWHERE]
+    told.sort(key=lambda each: each[1].reason == conditions.INTERNAL_ERROR)  # what has a known cause first
+    if told:
+        worker, problem = told[0]
         return Finding(problem.reason, f"worker {worker}: {problem.message}")
     ended = sidecar_ended(obs, record, reports)
     if ended:
