@@ -18,7 +18,7 @@ OFTEN = ("one too many", "early manifest", "one too few")
 """Bugs that show at once. `make simulate-mutations` looks for all."""
 
 
-@pytest.mark.parametrize("seed", range(examples(30)))
+@pytest.mark.parametrize("seed", range(examples(60)))
 def test_promises_hold_in_any_schedule(seed: int) -> None:
     outcome = run(seed)
     assert not outcome.broken, tell(seed)
