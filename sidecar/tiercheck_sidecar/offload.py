@@ -207,10 +207,11 @@ class Offloader:
                 continue
             if not self._is_ours(store, directive):
                 return
+            seal = self._vault.find(rank, version, Tier.LOCAL)
+            if seal is None:
+                continue  # the coordinator learns that from our next report, and names another version
             try:
                 with self._vault.pin(rank, version, Tier.LOCAL) as slot, slot.mapped() as view:
-                    seal = slot.seal
-                    assert seal is not None
                     limit = directive.policy.remote_bandwidth
                     artifact = store.put_artifact(rank, version, slot.path, seal.digests, limit, mapped=view)
             except RemoteCorrupt:
@@ -219,7 +220,7 @@ class Offloader:
                     distrust(self._board, self._vault, slot.seal)
                 raise
             except NotHeld:
-                continue  # the coordinator learns that from our next report, and names another version
+                continue  # freed meanwhile
             except OSError as error:
                 raise RemoteCorrupt(f"The slot of rank {rank}, {version}, cannot be read ({error}).") from error
             with self._lock:

@@ -174,7 +174,10 @@ class Checker:
         watched = [
             (name, self.announced[name], tiers)
             for name, tiers in (("local", ("local",)), ("peer", ("peer",)))
-            if f["by"] == "reclaim" and name in self.announced and not (name == "peer" and self.bare)
+            if f["by"] == "reclaim"
+            and not self.flipped
+            and name in self.announced
+            and not (name == "peer" and self.bare)
         ]
         before = [max(self._common(self.memory, tiers, self.attempt), default=(0, 0)) for _, _, tiers in watched]
         held -= set(f["what"])

@@ -122,10 +122,6 @@ def _acknowledge_before_verification() -> list[Patch]:
     return [(Session, "_commit", commit)]
 
 
-def _accept_what_other_histories_made() -> list[Patch]:
-    return [(History, "accepts", lambda self, version: True), (History, "continues", lambda self, version: True)]
-
-
 def _restore_unverified() -> list[Patch]:
     return [(rank_restore, "fault_of", lambda *_: "")]
 
@@ -295,12 +291,6 @@ def _rotten_uploads_stay() -> list[Patch]:
     return [(offload, "distrust", lambda *_: None)]
 
 
-def _again(plan: Plan) -> bool:
-    """The job comes back more than once, and takes deltas."""
-    back = [fault for fault in plan.faults if fault.name in ("crash", "evict", "delete", "vanish", "node")]
-    return len(back) >= 2 and plan.spec.delta.value != "None"
-
-
 _LOSSES = _struck("vanish", "evict", "node", "rack", "delete")
 MUTATIONS = (
     Mutation("no fence", "directives of older attempts and earlier phases are followed", _stale_directives, lambda plan: plan.echo > 0),
@@ -310,7 +300,6 @@ MUTATIONS = (
     Mutation("one tier's mark", "reclaim goes by the local watermark alone", _reclaim_at_the_mark_of_one_tier, _copies),
     Mutation("never free", "nothing is reclaimed", _reclaim_nothing),
     Mutation("early acknowledgement", "a holder acknowledges what it has not kept", _acknowledge_before_verification, _copies),
-    Mutation("any history", "artifacts of other histories are accepted", _accept_what_other_histories_made, _again),
     Mutation("unverified restore", "own memory is loaded without a look at digests", _restore_unverified, _struck("flip")),
     Mutation("uncommitted restore", "a rank restores what it has at hand, not the version of the attempt", _restore_what_is_at_hand, _struck("crash")),
     Mutation("oldest version", "the version with the greatest loss is taken", _restore_the_oldest),

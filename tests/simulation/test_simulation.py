@@ -14,7 +14,7 @@ from tests.simulation.mutations import MUTATIONS
 from tests.simulation.runs import digest_of, find, history_of, kept_seeds, run, tell
 
 ROOT = Path(__file__).parents[2]
-OFTEN = ("one too many", "early manifest", "one too few")
+OFTEN = ("falling watermark", "one too few")
 """Bugs that show at once. `make simulate-mutations` looks for all."""
 
 
@@ -34,6 +34,17 @@ def test_promises_hold_in_a_thousand_schedules_more(first: int) -> None:
 @pytest.mark.parametrize(("seed", "why"), kept_seeds().items())
 def test_what_once_failed_does_not_fail_again(seed: int, why: str) -> None:
     assert not run(seed).broken, f"{why}\n{tell(seed)}"
+
+
+OPEN = {10223: "reclaim frees a snapshot that the next verdict's local watermark rests on"}
+"""What is broken and not mended: docs/benchmarks/simulation.md."""
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.xfail(reason=why, strict=True)) for seed, why in OPEN.items()]
+)
+def test_what_is_known_to_fail(seed: int) -> None:
+    assert not run(seed).broken
 
 
 def test_same_seed_gives_the_same_history_in_every_process() -> None:
