@@ -62,7 +62,10 @@ def test_defaults_are_filled_in_by_the_server(api: Api) -> None:
         "spares": 0,
         "topology": {"preset": "generic"},
         "checkpoint": {"snapshot": {}, "delta": {"mode": "Auto"}, "sanityGate": "Finite", "verify": "Sampled"},
-        "tiers": {"local": {"medium": "PodMemory", "sizeLimit": "8Gi"}, "peer": {"spread": {"mode": "Preferred"}}},
+        "tiers": {
+            "local": {"medium": "PodMemory", "sizeLimit": "8Gi"},
+            "peer": {"encryption": "Authenticated", "spread": {"mode": "Preferred"}},
+        },
         "restore": {"rehearseEvery": "10m"},
         "failurePolicy": {
             "maxRestarts": 10,
