@@ -43,7 +43,7 @@ def test_operator_brings_a_job_to_its_end_and_helm_test_passes(
     cluster: LocalCluster, start_pod: StartPod, tmp_path: Path
 ) -> None:
     account = tmp_path / "account"
-    with in_cluster(load(cluster.kubeconfig).server, account, NAMESPACE) as variables:
+    with in_cluster(load(cluster.kubeconfig), account, NAMESPACE) as variables:
         pod = start_pod(operators_pod(), variables=variables, account=account)
         operator = pod.start("operator")
         operator.wait_for(lambda: answers(f"{pod.ip}:8080", "/readyz"), "readiness")

@@ -22,6 +22,7 @@ from tests.images.test_operator_image import operators_pod
 from tests.images.tls_front import in_cluster
 from tests.images.worker import Worker
 from tiercheck.protocol import names
+from tiercheck_local.kubeconfig import Access
 
 MOMENTS = (0.0, 0.05, 0.15, 0.4, 0.8, 1.5, 3.0)
 SECONDS = 2.0
@@ -34,7 +35,7 @@ TRIES = 3
 
 def operator(start_pod: StartPod, folder: Path) -> tuple[Pod, str]:
     """No API server answers it."""
-    with in_cluster("http://127.0.0.1:9", folder / "account", NAMESPACE) as variables:
+    with in_cluster(Access("http://127.0.0.1:9", {}, None), folder / "account", NAMESPACE) as variables:
         return start_pod(operators_pod(), variables=variables, account=folder / "account"), "operator"
 
 

@@ -12,16 +12,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from tiercheck_local.kubeconfig import Access
 from tiercheck_operator.certificates import issue_pair
 
 
 @contextmanager
-def in_cluster(api: str, folder: Path, namespace: str) -> Iterator[dict[str, str]]:
+def in_cluster(api: Access, folder: Path, namespace: str) -> Iterator[dict[str, str]]:
     """The variables that tell a pod where it is; `folder` becomes its service account's volume."""
-    target = urlsplit(api)
+    target = urlsplit(api.server)
+    token = api.headers.get("Authorization", "").removeprefix("Bearer ") or "nobody-looks"
     pair = issue_pair("api", ["127.0.0.1"], datetime.timedelta(days=1))
     folder.mkdir()
-    for name, content in (("ca.crt", pair.ca), ("token", b"nobody-looks"), ("namespace", namespace.encode())):
+    for name, content in (("ca.crt", pair.ca), ("token", token.encode()), ("namespace", namespace.encode())):
         (folder / name).write_bytes(content)
     chain = folder.with_suffix(".pem")
     chain.write_bytes(pair.certificate + b"\n" + pair.key)
@@ -32,7 +34,7 @@ def in_cluster(api: str, folder: Path, namespace: str) -> Iterator[dict[str, str
 
     async def connected(client: asyncio.StreamReader, answers: asyncio.StreamWriter) -> None:
         try:
-            server, requests = await asyncio.open_connection(target.hostname, target.port)
+            server, requests = await asyncio.open_connection(target.hostname, target.port, ssl=api.tls)
             await asyncio.gather(_copy(client, requests), _copy(server, answers))
         except (OSError, asyncio.CancelledError):
             answers.close()  # one of them went away, or the test is over

@@ -33,7 +33,7 @@ def application(storage: Storage, token: str) -> web.Application:
 class _Handler:
     def __init__(self, objects: Objects, token: str) -> None:
         self._objects = objects
-        self._credentials = f"Bearer {token}".encode()
+        self._token = token.encode()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -46,8 +46,12 @@ class _Handler:
         """Other users of the machine, and web pages that were given a name for 127.0.0.1, are strangers."""
         if (request.url.host or "") not in _OWN_HOSTS:
             raise errors.ApiError(403, "Forbidden", f"this server is not {request.host!r}")
-        shown = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if path not in _PUBLIC and not hmac.compare_digest(shown, self._credentials):
+        # The scheme's case does not matter (RFC 9110, 11.1); the official client writes it small inside of a cluster.
+        scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
+        believed = scheme.lower() == "bearer" and hmac.compare_digest(
+            shown.encode(errors="surrogateescape"), self._token
+        )
+        if path not in _PUBLIC and not believed:
             raise errors.ApiError(401, "Unauthorized", "Unauthorized")
 
     async def _routed(self, request: web.Request) -> web.StreamResponse:
