@@ -45,11 +45,11 @@ class Server:
         return found
 
 
-async def make(server: Server, identity: ClusterIdentity) -> None:
+async def make(server: Server, identity: ClusterIdentity, remote: Mapping[str, Any] | None = REMOTE) -> None:
     world = World()
     job = world.observe().job
     kube = cast(Kube, server)
-    job = replace(job, spec=replace(job.spec, remote=REMOTE))
+    job = replace(job, spec=replace(job.spec, remote=remote))
     executor = Executor(kube, Config(), Belongings(kube), identity)
     await executor.run(job, [CreatePod(0, 0, ()), CreateSpare(0, ())], None)
 
@@ -80,3 +80,10 @@ async def test_operator_without_the_right_makes_pods_that_do_not_know_until_it_h
     server.failure = None
     await make(server, identity)
     assert server.clusters()[2:] == ["uid-of-the-cluster"] * 2
+
+
+async def test_job_without_a_store_depends_on_no_cluster_and_nobody_is_warned(caplog: pytest.LogCaptureFixture) -> None:
+    server = Server()
+    server.failure = ApiFailure(0, "the API server does not answer")
+    await make(server, ClusterIdentity(cast(Kube, server)), remote=None)
+    assert (len(server.created), server.asked, caplog.text) == (2, 0, "")

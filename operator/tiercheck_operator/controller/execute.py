@@ -147,7 +147,9 @@ class Executor:
                         )
 
     async def _with_cluster(self, job: JobView) -> JobView:
-        return job if self._cluster is None else replace(job, cluster=await self._cluster.uid())
+        if self._cluster is None or job.spec.remote is None:
+            return job  # nobody else's store is shared
+        return replace(job, cluster=await self._cluster.uid())
 
     async def _create_pod(self, job: JobView, pod: Mapping[str, Any]) -> None:
         pod = with_pull_settings(pod, self._config.sidecar_pull_policy, self._config.sidecar_pull_secrets)
