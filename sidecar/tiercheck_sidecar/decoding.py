@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
 import threading
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +10,7 @@ from msgspec.json import Decoder
 
 from tiercheck.protocol.plain_json import MOST_BYTES, Malformed, decode_with
 from tiercheck_sidecar.digest import digest_chunk
+from tiercheck_sidecar.plain_files import open_plain
 
 __all__ = ["Malformed", "decode", "read_checked", "with_checksum"]
 
@@ -40,11 +39,7 @@ def with_checksum(text: bytes) -> bytes:
 
 def read_checked(path: Path, cls: type[T], most: int = MOST_BYTES) -> T:
     """What a file made by `with_checksum` says. Raises Malformed if it is none, or any bit of it has changed; OSError."""
-    # Others may put anything there: to open a pipe for reading would wait for its writer.
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    with open(file, "rb") as reader:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise Malformed(f"{path} is no file")
+    with open(open_plain(path), "rb") as reader:
         content = reader.read(most + 1)
     text = content[: -len(_end_of(b""))]
     if content != with_checksum(text):

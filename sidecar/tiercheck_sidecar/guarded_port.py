@@ -7,7 +7,6 @@ handshake on, is a stranger (`strangers`) until a request on it is believed, and
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import ssl
 from collections.abc import Coroutine
@@ -16,14 +15,11 @@ from typing import Any
 
 from aiohttp import web
 
+from tiercheck.arrivals import arrivals, listen
 from tiercheck_sidecar.strangers import Guest, Strangers, hang_up
-
-log = logging.getLogger(__name__)
 
 PATIENCE = 10.0
 """Seconds from the connection to a believed request."""
-_AGAIN = 0.2
-"""Seconds after which a failed accept is tried again: descriptors may be short for a while."""
 
 
 class GuardedPort:
@@ -40,9 +36,7 @@ class GuardedPort:
     async def start(self, host: str, port: int) -> None:
         """Raises OSError."""
         await self._runner.setup()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=128)
-        self._listener.setblocking(False)
+        self._listener = listen(host, port)
         self._run(self._accept(self._listener))
 
     async def stop(self) -> None:
@@ -59,13 +53,7 @@ class GuardedPort:
             waiting.set()
 
     async def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, (address, *_) = await asyncio.get_running_loop().sock_accept(listener)
-            except OSError as error:
-                log.warning("no connection can be accepted: %s", error)
-                await asyncio.sleep(_AGAIN)
-                continue
+        async for connection, address in arrivals(listener):
             guest = self._strangers.enter(address, partial(hang_up, connection))
             self._run(self._watch(connection, guest))
 

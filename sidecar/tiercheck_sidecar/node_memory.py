@@ -19,7 +19,6 @@ if __name__ == "__main__":  # PID 1 ends by no signal that it does not catch
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 import contextlib
-import errno
 import fcntl
 import logging
 import shutil
@@ -32,8 +31,9 @@ from pathlib import Path
 from tiercheck.protocol.encoding import to_json
 from tiercheck.redaction import log_redacted
 from tiercheck_sidecar.decoding import Malformed, read_checked, with_checksum
+from tiercheck_sidecar.plain_files import is_plain, open_plain
 from tiercheck_sidecar.vault.inventory import SLOT_SUFFIX
-from tiercheck_sidecar.vault.seal import is_plain, seal_path
+from tiercheck_sidecar.vault.seal import seal_path
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ def _dead(folder: Path) -> Iterator[bool]:
     try:
         if not stat.S_ISREG((folder / OWNER).lstat().st_mode):
             raise FileNotFoundError  # nobody's claim: those are plain files
-        file = _open_owner(folder)
+        file = open_plain(folder / OWNER)
     except FileNotFoundError:
         yield True
         return
@@ -193,15 +193,6 @@ def _read(folder: Path) -> Owner | None:
         return read_checked(folder / OWNER, Owner, _MOST_OWNER)
     except (OSError, Malformed):
         return None
-
-
-def _open_owner(folder: Path) -> int:
-    """Without waiting: a trainer of any job may have put a FIFO there. Raises OSError."""
-    file = os.open(folder / OWNER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if stat.S_ISREG(os.fstat(file).st_mode):
-        return file
-    os.close(file)
-    raise OSError(errno.EINVAL, "no plain file", str(folder / OWNER))
 
 
 def _remove(path: Path) -> None:

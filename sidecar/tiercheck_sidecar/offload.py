@@ -216,8 +216,7 @@ class Offloader:
                     artifact = store.put_artifact(rank, version, slot.path, seal.digests, limit, mapped=view)
             except RemoteCorrupt:
                 # What has rotted is no longer held: the coordinator learns that, and names another version.
-                if slot.seal is not None:
-                    distrust(self._board, self._vault, slot.seal)
+                distrust(self._board, self._vault, seal)
                 raise
             except NotHeld:
                 continue  # freed meanwhile

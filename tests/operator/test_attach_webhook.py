@@ -8,7 +8,7 @@ import contextlib
 import datetime
 import json
 import ssl
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import aiohttp
@@ -146,14 +146,23 @@ def review(pod: shapes.Object) -> shapes.Object:
     return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request}
 
 
-async def test_api_server_gets_its_answer_over_a_connection_that_it_can_verify() -> None:
-    cluster = Cluster(shapes.job(), shapes.POLICY)
+@contextlib.asynccontextmanager
+async def answering(cluster: Cluster) -> AsyncIterator[int]:
+    """The port of a webhook that answers."""
     (port,) = free_ports(1)
     webhook = Webhook("127.0.0.1", port, trust(cluster), Admission(cluster, Outfit("sidecar:1")))
     webhook.start()
     try:
         async with asyncio.timeout(60):
             await webhook.serving.wait()
+        yield port
+    finally:
+        await webhook.stop()
+
+
+async def test_api_server_gets_its_answer_over_a_connection_that_it_can_verify() -> None:
+    cluster = Cluster(shapes.job(), shapes.POLICY)
+    async with answering(cluster) as port:
         pod = shapes.job_pod(2)
         status, answer = await asked(cluster, port, review(pod))
         assert status == 200
@@ -173,18 +182,11 @@ async def test_api_server_gets_its_answer_over_a_connection_that_it_can_verify()
         for odd in ({"metadata": []}, {"metadata": {"labels": {names.LABEL_INJECT: "x"}, "ownerReferences": 7}}):
             status, answer = await asked(cluster, port, review(odd))
             assert (status, answer["response"]["allowed"]) == (200, True), "whatever happens, the pod is allowed"
-    finally:
-        await webhook.stop()
 
 
 async def test_what_is_no_review_is_refused_and_whatever_is_asked_elsewhere_is_not_there() -> None:
     cluster = Cluster()
-    (port,) = free_ports(1)
-    webhook = Webhook("127.0.0.1", port, trust(cluster), Admission(cluster, Outfit("sidecar:1")))
-    webhook.start()
-    try:
-        async with asyncio.timeout(60):
-            await webhook.serving.wait()
+    async with answering(cluster) as port:
         context = ssl.create_default_context(cadata=cluster.authorities.decode())
         async with aiohttp.ClientSession(f"https://127.0.0.1:{port}") as session:
 
@@ -196,5 +198,3 @@ async def test_what_is_no_review_is_refused_and_whatever_is_asked_elsewhere_is_n
                 assert await status("POST", PATH, odd) == 400
             assert await status("POST", "/elsewhere", b"{}") == 404
             assert await status("GET", PATH, b"") == 405
-    finally:
-        await webhook.stop()

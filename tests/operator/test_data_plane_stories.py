@@ -13,7 +13,7 @@ from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Problem
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.actions import Push
-from tiercheck_operator.controller.record import render_record
+from tiercheck_operator.controller.record import Condition, render_record
 
 
 def running_world(steps: int = 9, racks: int = 2, nodes_per_rack: int = 2, **changes: object) -> World:
@@ -39,6 +39,13 @@ def lose_node_of(world: World, worker: int) -> None:
     node = world.pods[world.member(worker)].node
     assert node is not None
     world.kill_node(node)
+
+
+def shown(world: World, kind: str) -> Condition:
+    """A condition that the status has."""
+    found = world.status.condition(kind)
+    assert found is not None
+    return found
 
 
 def test_crash_loses_no_step_because_every_one_is_kept() -> None:
@@ -111,12 +118,10 @@ def test_status_says_how_the_job_is_saved() -> None:
     known = world.status.checkpoint
     assert known is not None
     assert (known.deltas, known.deltas_reason) == ("EveryStep", "")
-    active = world.status.condition("DeltasActive")
-    assert active is not None
+    active = shown(world, "DeltasActive")
     assert (active.status, active.reason) == (True, "EveryStep")
     world = running_world(delta=DeltaMode.NONE, snapshot_every=4)
-    active = world.status.condition("DeltasActive")
-    assert active is not None
+    active = shown(world, "DeltasActive")
     assert (active.status, active.reason) == (False, "TurnedOff")
     assert world.status.checkpoint is not None
     assert world.status.checkpoint.snapshot_every == 4
@@ -129,15 +134,13 @@ def test_part_of_a_sidecar_that_failed_unforeseen_is_told_unless_something_bette
     assert second is not None
     first.problems = (Problem("InternalError", "its loop reclaim failed and began again"),)
     world.tick()
-    protected = world.status.condition("Protected")
-    assert protected is not None
+    protected = shown(world, "Protected")
     assert (protected.status, protected.reason) == (False, "InternalError")
     assert protected.message == "worker 0: its loop reclaim failed and began again"
     assert world.status.phase == "Running"
     second.problems = (Problem("RemoteFull", "the bucket is full"),)
     world.tick()
-    protected = world.status.condition("Protected")
-    assert protected is not None
+    protected = shown(world, "Protected")
     assert protected.reason == "RemoteFull"
 
 
@@ -148,16 +151,14 @@ def test_sidecar_that_the_kernel_holds_back_is_named_until_it_is_not_and_the_job
     assert sidecar is not None
     sidecar.problems = (Problem("SidecarThrottled", "it used up its limit of 0.5 cores"),)
     world.tick()
-    throttled = world.status.condition("Throttled")
-    assert throttled is not None
+    throttled = shown(world, "Throttled")
     assert (throttled.status, throttled.reason) == (True, "SidecarThrottled")
     assert throttled.message == "worker 2: it used up its limit of 0.5 cores"
     assert "SidecarThrottled" in world.notices
     assert world.status.holds("Protected")
     sidecar.problems = ()
     world.tick()
-    throttled = world.status.condition("Throttled")
-    assert throttled is not None
+    throttled = shown(world, "Throttled")
     assert (throttled.status, throttled.reason) == (False, "NotThrottled")
 
 
@@ -168,15 +169,13 @@ def test_store_that_keeps_a_promise_not_is_named_and_the_job_stays_protected() -
     assert sidecar is not None
     sidecar.problems = (Problem("RemoteNotSafe", "it ignores If-None-Match"),)
     world.tick()
-    safe = world.status.condition("RemoteSafe")
-    assert safe is not None
+    safe = shown(world, "RemoteSafe")
     assert (safe.status, safe.reason, safe.message) == (False, "RemoteNotSafe", "it ignores If-None-Match")
     assert "RemoteNotSafe" in world.notices
     assert world.status.holds("Protected")
     sidecar.problems = ()
     world.tick()
-    safe = world.status.condition("RemoteSafe")
-    assert safe is not None
+    safe = shown(world, "RemoteSafe")
     assert (safe.status, safe.reason) == (True, "PromisesKept")
 
 
@@ -186,8 +185,7 @@ def test_optimizer_that_cannot_be_replayed_is_named_and_the_job_stays_protected(
     assert sidecar is not None
     sidecar.trainer = replace(sidecar.trainer, no_deltas="the optimizer of rank 2 needs a closure")
     world.tick()
-    active = world.status.condition("DeltasActive")
-    assert active is not None
+    active = shown(world, "DeltasActive")
     assert (active.status, active.reason) == (False, "DeltasOff")
     assert active.message == "worker 2: the optimizer of rank 2 needs a closure"
     assert "DeltasOff" in world.notices
@@ -339,8 +337,7 @@ def test_job_that_diverges_again_and_again_is_given_up() -> None:
     world = running_world(rollback_after=2, max_restarts=2)
     world.poisoned = {1, 2, 3}
     world.until("Failed")
-    failed = world.status.condition("Failed")
-    assert failed is not None
+    failed = shown(world, "Failed")
     assert failed.reason == "MaxRestartsExceeded"
     assert "not finite" in failed.message
     assert world.status.crashes == 2
@@ -409,8 +406,7 @@ def test_snapshot_of_unequal_replicas_is_not_chosen_again_and_its_failure_is_no_
 def test_job_that_cannot_fit_is_refused_with_numbers_before_any_pod_is_made() -> None:
     world = World(make_spec(delta=DeltaMode.AUTO, snapshot_every=None, state_size=300 * 2**20, size_limit="1Gi"))
     world.train(5)
-    placed = world.status.condition("Placed")
-    assert placed is not None
+    placed = shown(world, "Placed")
     assert (placed.status, placed.reason) == (False, "MemoryTooSmall")
     assert "1Gi" in placed.message
     assert "at least 1.2 GiB" in placed.message

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from stations import Stations
 from world import World, write_credentials
 
+from tiercheck import arrivals
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Peer
 from tiercheck_sidecar import guarded_port
@@ -242,7 +243,7 @@ async def test_port_that_could_not_accept_for_a_while_accepts_again(
         return await accept(listener)
 
     monkeypatch.setattr(loop, "sock_accept", failing)
-    monkeypatch.setattr(guarded_port, "_AGAIN", 0.0)
+    monkeypatch.setattr(arrivals, "_AGAIN", 0.0)
 
     async def hello(_: web.Request) -> web.Response:
         return web.Response(text="hello")

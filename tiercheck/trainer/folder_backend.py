@@ -9,7 +9,6 @@ that looks complete; a corrupt file is found by its checksums and an older versi
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import zlib
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tiercheck.durable import sync_folder
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.manifest import parse_version_name, version_name
@@ -29,7 +29,6 @@ from tiercheck.trainer.ranks import distributed
 
 _CHUNK = 4 * 1024 * 1024
 _NONE = Version(-1, -1)
-_NOT_SYNCED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.ENOTSUP)
 
 
 class FolderBackend:
@@ -94,7 +93,7 @@ class FolderBackend:
             if not path.parent.is_dir():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 for above in path.parent.parents:
-                    _sync_folder(above)
+                    sync_folder(above)
             with open(path, "wb") as file:
                 os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, not a SIGBUS later
         except OSError as error:
@@ -116,7 +115,7 @@ class FolderBackend:
                 os.fsync(file.fileno())
             os.rename(temporary, self._record(self._rank, version))
             # Else a crash of the node could lose the new names, and keep the removal of the old ones.
-            _sync_folder(self._place(self._rank))
+            sync_folder(self._place(self._rank))
             self._prune()
         except OSError as error:
             raise Skipped("CannotWrite", f"{path}: {error.strerror}") from error
@@ -228,19 +227,6 @@ class FolderBackend:
 
     def _temporary(self, version: Version) -> Path:
         return self._place(self._rank) / f"{version_name(version)}.tmp"
-
-
-def _sync_folder(folder: Path) -> None:
-    """Raises OSError, but not where folders may not be opened, or the file system syncs none."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        if error.errno not in _NOT_SYNCED:
-            raise
 
 
 def _checksums(path: Path, chunk: int = _CHUNK) -> list[int]:

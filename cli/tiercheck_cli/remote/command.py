@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
 
 import typer
 
@@ -65,7 +66,7 @@ def owner(
     else:
         cluster = Cluster.connect(kubeconfig, context, namespace)
         namespace = cluster.namespace
-        settings = _settings(cluster, job, place, endpoint, region)
+        settings = _settings(lambda: cluster.job(job), place, endpoint, region)
     found = tier.owner_of(tier.open_remote(settings, f"{namespace}/{job}"))
     print("nobody's yet" if found is None else found.described)
 
@@ -103,7 +104,7 @@ def take_over(
         cluster = Cluster.connect(kubeconfig, context, namespace)
         namespace = cluster.namespace
         found = cluster.job(job)
-        settings = _settings(cluster, job, place, endpoint, region)
+        settings = _settings(lambda: found, place, endpoint, region)
         attached = (found["spec"].get("attach") or {}).get("owner") or {}
         uid = str(attached.get("uid") or found["metadata"]["uid"])  # what its pods know it by
         cluster_uid = cluster_uid or cluster.uid()
@@ -115,9 +116,10 @@ def take_over(
     remark("before: " + ("nobody" if former is None else former.described))
 
 
-def _settings(cluster: Cluster, job: str, place: str | None, endpoint: str | None, region: str | None) -> str:
+def _settings(job: Callable[[], Mapping[str, Any]], place: str | None, endpoint: str | None, region: str | None) -> str:
+    """`job` is looked up only where nothing else says where its folder is."""
     from tiercheck_cli.checkpoint import remote as tier
 
     if place is not None:
         return tier.settings_of_url(place, endpoint, region)
-    return tier.settings_of_job(cluster.job(job), endpoint, region)
+    return tier.settings_of_job(job(), endpoint, region)

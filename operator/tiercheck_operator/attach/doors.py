@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 import ssl
 from collections import Counter
@@ -17,7 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
-log = logging.getLogger(__name__)
+from tiercheck.arrivals import arrivals, listen
 
 PATIENCE = 10.0
 """Seconds for the TLS handshake, for the headers, and for the body; of a connection without a request, too."""
@@ -28,8 +27,6 @@ _SMALL = 128 * 2**10
 _SMALL_AT_ONCE, _LARGE_AT_ONCE = 64, 2
 _CONNECTIONS, _OF_ONE_ADDRESS = 256, 128
 """An API server may call from one address only, and opens a connection for each review under way."""
-_AGAIN = 0.2
-"""Seconds after which a failed accept is tried again: descriptors may be short for a while."""
 
 Handler = Callable[[web.BaseRequest, bytes], Awaitable[web.StreamResponse]]
 
@@ -54,9 +51,7 @@ class Doors:
     async def start(self, host: str, port: int) -> None:
         """Raises OSError."""
         await self._runner.setup()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=128)
-        self._listener.setblocking(False)
+        self._listener = listen(host, port)
         self._run(self._accept(self._listener))
 
     async def stop(self) -> None:
@@ -69,13 +64,7 @@ class Doors:
         await self._runner.cleanup()
 
     async def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, (address, *_) = await asyncio.get_running_loop().sock_accept(listener)
-            except OSError as error:
-                log.warning("no connection can be accepted: %s", error)
-                await asyncio.sleep(_AGAIN)
-                continue
+        async for connection, address in arrivals(listener):
             guests = self._guests()
             if guests.total() >= _CONNECTIONS or guests[address] >= _OF_ONE_ADDRESS:
                 connection.close()

@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -232,7 +232,7 @@ class JobLoop:
                 await self._write_status(job, raw, refused(observation, decision, str(error)))
             raise
         except Exception as error:
-            # Most likely of a template that the schema lets through: its owner must hear of it, not only our log.
+            # A fault of ours, most likely: the job's owner must hear of it, and not only our log.
             why = f"what the spec asks for cannot be made: {type(error).__name__}: {error}"[:500]
             await self._write_status(job, raw, refused(observation, decision, why))
             raise
@@ -258,10 +258,12 @@ class JobLoop:
         """Whether nobody needs what the job owns any more: finished jobs may be kept by the hundred."""
         return finished(job.status) and all(pod.terminal for pod in self._pods(job))
 
-    def _pods(self, job: JobView) -> list[PodView]:
+    def _pods(self, job: JobView) -> Iterator[PodView]:
         """Its own, or those that were attached: nobody gets at the pods of another job by naming that as his workload."""
         attached = job.spec.attach is not None
-        return [pod for pod in self._around.pods(job.namespace, job.identity) if bool(pod.attached) is attached]
+        for pod in self._around.pods(job.namespace, job.identity):
+            if bool(pod.attached) is attached:
+                yield pod
 
     def _observe(self, job: JobView) -> Observation:
         around = self._around

@@ -168,8 +168,8 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
     """
     metadata, spec, status = raw.get("metadata") or {}, raw.get("spec") or {}, raw.get("status") or {}
     labels = metadata.get("labels") or {}
-    own, vouched = _controlled(metadata, labels)
-    if not vouched:
+    maker = _controller(metadata)
+    if labels.get(names.LABEL_JOB_UID) not in _vouched_for(maker, labels):
         return None
     try:
         spare = int(labels[names.LABEL_SPARE]) if names.LABEL_SPARE in labels else None
@@ -186,6 +186,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
     created = parse_time(metadata.get("creationTimestamp")) or 0.0
     deletion = parse_time(metadata.get("deletionTimestamp"))
     grace = float(metadata.get("deletionGracePeriodSeconds") or 0)
+    own = _group(maker) == names.API_GROUP
     attached = "" if own else str((metadata.get("annotations") or {}).get(names.ANNOTATION_ATTACHED) or "")
     return PodView(
         name=str(metadata.get("name") or ""),
@@ -227,20 +228,24 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
     )
 
 
-def _controlled(metadata: Mapping[str, Any], labels: Mapping[str, str]) -> tuple[bool, bool]:
-    """Whether the job that the label names made the pod, and whether that job or the owner of an attached one did."""
-    controller: Mapping[str, Any] = next(
-        (entry for entry in metadata.get("ownerReferences") or [] if entry.get("controller")), {}
-    )
-    group, uid = str(controller.get("apiVersion") or "").partition("/")[0], controller.get("uid")
-    known_as = labels.get(names.LABEL_JOB_UID)
-    if not uid or not known_as:
-        return False, False
-    if group == names.API_GROUP:
-        own = uid == known_as and controller.get("kind") == names.KIND
-        return own, own
-    # Pods of a JobSet have a Job between them and it.
-    return False, known_as in (uid, labels.get(names.LABEL_JOBSET_UID) if group == "batch" else uid)
+def _controller(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The owner reference of the one that made a pod; empty: nobody did."""
+    return next((entry for entry in metadata.get("ownerReferences") or [] if entry.get("controller")), {})
+
+
+def _group(maker: Mapping[str, Any]) -> str:
+    return str(maker.get("apiVersion") or "").partition("/")[0]
+
+
+def _vouched_for(maker: Mapping[str, Any], labels: Mapping[str, str]) -> set[Any]:
+    """UIDs that a pod of this controller may have in the label of its job: the job's own, or that of the workload that it is attached to."""
+    group = _group(maker)
+    if not maker.get("uid") or (group == names.API_GROUP and maker.get("kind") != names.KIND):
+        return set()
+    found = {maker["uid"]}
+    if group == "batch" and names.LABEL_JOBSET_UID in labels:
+        found.add(labels[names.LABEL_JOBSET_UID])  # pods of a JobSet have a Job between them and it
+    return found
 
 
 def _trainer_name(attached: str) -> str:

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from tiercheck.durable import sync_folder
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
 from tiercheck_sidecar.remote.keys import ARTIFACTS, PROBE
 from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored
@@ -20,7 +21,6 @@ from tiercheck_sidecar.remote.verify import nothing_arrived
 
 PIECE = 4 * 1024 * 1024
 _TEMPORARY = ".tmp-"
-_NOT_SYNCED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.ENOTSUP)
 
 
 class DirectoryObjects(Objects):
@@ -117,7 +117,7 @@ class DirectoryObjects(Objects):
                 folders.add(path.parent)
             for folder in folders:
                 with contextlib.suppress(FileNotFoundError):
-                    _sync_folder(folder)  # a manifest must be gone for good before its artifacts go
+                    sync_folder(folder)  # a manifest must be gone for good before its artifacts go
                 self._remove_empty(folder)
 
     def forget_unfinished(self, dead: Callable[[str], bool]) -> None:
@@ -132,9 +132,9 @@ class DirectoryObjects(Objects):
     def _sync_up(self, folder: Path) -> None:
         """A folder that was just made is an entry of its parent, and lost with it: so every one up to the root is synced."""
         while folder != self._root:
-            _sync_folder(folder)
+            sync_folder(folder)
             folder = folder.parent
-        _sync_folder(folder)
+        sync_folder(folder)
 
     def _remove_empty(self, folder: Path) -> None:
         """With its parents, but not those that every job has: others may be writing there."""
@@ -201,19 +201,6 @@ def _write_all(descriptor: int, view: memoryview) -> None:
     done = 0
     while done < len(view):
         done += os.write(descriptor, view[done:])
-
-
-def _sync_folder(folder: Path) -> None:
-    """Raises OSError, but not where folders may not be opened, or the file system syncs none."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        if error.errno not in _NOT_SYNCED:
-            raise
 
 
 def _walk(folder: Path) -> Iterator[tuple[Path, str]]:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from tiercheck.protocol.slot import NotASlot, read_header
 from tiercheck_sidecar.digest import first_mismatch
-from tiercheck_sidecar.vault.seal import SUFFIX, Seal, is_plain, read_seal, seal_path
+from tiercheck_sidecar.plain_files import is_plain
+from tiercheck_sidecar.vault.seal import SUFFIX, Seal, read_seal, seal_path
 from tiercheck_sidecar.vault.slots import Pool, Slot, SlotState, remove
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,6 @@ _VERIFIERS = 4
 
 def take_inventory(directory: Path) -> list[Slot]:
     """Every slot in `directory` that is sealed and verified. All other slot files are removed."""
-    # A trainer writes into this folder too. Whoever opens a FIFO waits for its writer, for ever.
     files = [path for path in sorted(directory.glob(f"*{SLOT_SUFFIX}")) if is_plain(path) and is_plain(seal_path(path))]
     with ThreadPoolExecutor(_VERIFIERS) as pool:
         found = list(pool.map(_inspect, files))

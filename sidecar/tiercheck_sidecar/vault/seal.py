@@ -7,7 +7,6 @@ the whole tells a seal from what memory made of it.
 from __future__ import annotations
 
 import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,14 +59,6 @@ def write_seal(slot: Path, seal: Seal) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def is_plain(path: Path) -> bool:
-    """Whether it is a file of bytes: no link, no folder, and nothing that could keep its reader waiting."""
-    try:
-        return stat.S_ISREG(path.lstat().st_mode)
-    except OSError:
-        return False
 
 
 def read_seal(slot: Path) -> Seal | None:

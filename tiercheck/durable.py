@@ -1,0 +1,25 @@
+"""What is on disk for good, whatever happens to the power."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+_NOT_SYNCED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.ENOTSUP)
+
+
+def sync_folder(folder: Path) -> None:
+    """Its entries: names that were made in it, or taken out of it.
+
+    Raises OSError, but not where folders may not be opened, or the file system syncs none.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_SYNCED:
+            raise
