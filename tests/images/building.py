@@ -58,8 +58,6 @@ class Store:
         self._choose("overlay")
         if self._run("info").returncode != 0:
             self._choose("vfs")  # works everywhere, and copies every layer
-        if int(_output(["du", "--summarize", "--block-size=1", str(folder)]).split()[0]) > _MOST_KEPT:
-            self.buildah("rmi", "--all", "--force")
 
     @property
     def environment(self) -> dict[str, str]:
@@ -108,7 +106,9 @@ def image_name(target: str, tag: str) -> str:
 
 
 def make_base(store: Store, say: Say) -> None:
-    """A small Debian with its Python, unless the store has it."""
+    """A small Debian with its Python, unless the store has it. A store that has grown too large begins anew."""
+    if int(_output(["du", "--summarize", "--block-size=1", str(store.folder)]).split()[0]) > _MOST_KEPT:
+        store.buildah("rmi", "--all", "--force")
     if store.has(BASE):
         return
     say(f"making {BASE} (debootstrap)")

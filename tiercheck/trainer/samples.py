@@ -101,8 +101,9 @@ def content(seen: Tensor) -> bytes:
     return ctypes.string_at(there.data_ptr(), there.numel())
 
 
-def _read(group: list[Tensor] | list[_Odd]) -> list[Tensor]:
-    return [part.tensor[part.index].view(-1).view(torch.uint8) if isinstance(part, _Odd) else part for part in group]
+def _read(group: Any) -> list[Tensor]:
+    """Of one kind of parts, as `_look_around` sorts them."""
+    return [odd.tensor[odd.index].view(-1).view(torch.uint8) for odd in group] if type(group[0]) is _Odd else group
 
 
 def _part(tensor: Tensor) -> Tensor | _Odd:
