@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,13 +14,16 @@ from losses import LossReader
 from play import Play
 from report import Report, Row
 from stage import SYSTEM, TRAINING, Stage, job, remote, wait_until_gone
-from testbed.processes import run
+from testbed.processes import run, wait_for
 from training import Training
 
 from tiercheck_operator.controller.causes import Cause
 
 PRIVILEGED = "memory-of-nodes"
 """A namespace that allows hostPath volumes, as NodeMemory needs them."""
+
+NEIGHBOUR = "next-door"
+"""Where another team works."""
 
 Begin = Callable[..., Training]
 
@@ -67,6 +71,71 @@ def test_memory_of_a_node_outlives_the_pod(stage: Stage, begin: Begin, report: R
         causes=(Cause.POD_DELETED,), replaced={1}, bound=10,
     )  # fmt: skip
     assert row.tiers == "2 local"
+
+
+def test_node_that_fails_the_jobs_own_check_is_left_before_anybody_trains(begin: Begin) -> None:
+    manifest = job("checked", workers=2)
+    check = 'case "$HOSTNAME" in *-1-0) echo "no CUDA-capable device"; exit 1;; esac'
+    manifest["spec"]["failurePolicy"] = {"healthCheck": {"command": ["sh", "-c", check]}}
+    began = time.time()
+    training = begin(TRAINING, manifest)
+    training.wait_until_protected()
+    places = {
+        sighting.body["metadata"]["name"]: sighting.body["spec"].get("nodeName") for sighting in training.pods_seen
+    }
+    assert places["checked-1-0"] not in (None, training.node_of(1).name), f"the worker went nowhere else: {places}"
+    assert training.pod(0)["metadata"]["name"] == "checked-0-0", "the worker whose check passed was moved too"
+    said = [event["message"] for event in training.events(began) if event["reason"] == "HealthCheckFailed"]
+    assert any("no CUDA-capable device" in message for message in said), said
+    assert training.steps[0].step == 1
+    assert not (training.status.get("restarts") or {}).get("counted"), "it counts as a restart"
+
+
+def test_strangers_pod_that_says_it_is_a_worker_changes_nothing(stage: Stage, begin: Begin) -> None:
+    """All of a worker's labels and annotations, in the job's own namespace and in another one. The chart's policy refuses such pods; where
+    an admin left it out, they are nobody's."""
+    training = begin(TRAINING, job("left-alone", workers=2))
+    training.wait_until_protected()
+    attempt, ours = training.attempt, [pod["metadata"]["uid"] for pod in training.pods()]
+    stage.make_namespace(NEIGHBOUR, "restricted")
+    strangers = [_stranger(training.pod(1), namespace) for namespace in (NEIGHBOUR, TRAINING)]
+    for stranger in strangers:
+        assert "operator alone" in _refusal(stage, stranger), "the policy let it in"
+    stage.upgrade(reserved={"enabled": False})
+    for stranger in strangers:
+        wait_for(lambda stranger=stranger: not _refusal(stage, stranger), 60, "the policy to be gone")
+    reached = training.step
+    training.wait_for_step(reached + 60)
+    assert training.attempt == attempt
+    assert training.condition("Protected")["status"] == "True"
+    assert not [
+        pod for pod in training.pods() if pod["metadata"]["uid"] in ours and "deletionTimestamp" in pod["metadata"]
+    ]
+    for stranger in strangers:
+        place = stranger["metadata"]["namespace"]
+        stage.testbed.kubectl("-n", place, "delete", "pod", "stranger")  # fails if somebody else did
+    stage.upgrade()
+
+
+def _stranger(worker: dict[str, Any], namespace: str) -> dict[str, Any]:
+    known = worker["metadata"]
+    pod = job("x")["spec"]["template"]["spec"]
+    container = {**pod["containers"][0], "command": ["sleep", "infinity"]}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": "stranger", "namespace": namespace, "labels": known["labels"], "annotations": known.get("annotations", {}),
+        },
+        "spec": {**pod, "containers": [container], "terminationGracePeriodSeconds": 0},
+    }  # fmt: skip
+
+
+def _refusal(stage: Stage, manifest: dict[str, Any]) -> str:
+    """Why the API server does not make it; empty: it does."""
+    command = ["kubectl", f"--kubeconfig={stage.testbed.kubeconfig}", "create", "-f", "-"]
+    done = subprocess.run(command, input=yaml.safe_dump(manifest), text=True, capture_output=True, check=False)
+    return done.stderr
 
 
 def test_completed_job_leaves_its_last_step_in_the_bucket_and_ends_within_seconds(
