@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import DeltaMode, Directive, Phase
 from tiercheck.protocol.report import (
     SPARE,
@@ -81,6 +81,10 @@ class Board:
         self.remote = RemoteReport(configured=config.remote is not None, reachable=None)
         self.verdict: Verdict | None = None
         """The coordinator's newest word in this attempt; None: nothing heard, so nothing is freed."""
+        self.leaving: frozenset[Artifact] = frozenset()
+        """Own snapshots newer than the local watermark that are given up as soon as the coordinator counts on them no more."""
+        self.left_out: frozenset[Artifact] = frozenset()
+        """Of those, what it does not count on: its newest report leaves them out, and so does one that is on its way."""
         self.reached: dict[int, Version] = {}
         """Per own rank, the newest snapshot that it captured or skipped in this attempt."""
         self.snapshot_every = 0

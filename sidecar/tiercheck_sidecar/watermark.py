@@ -24,9 +24,11 @@ class RankTiers:
 
     rank: int
     local: tuple[Span, ...] = ()
-    """What can be rebuilt from its own memory."""
+    """What can be rebuilt from its own memory, without what is `leaving`."""
     snapshots: tuple[Version, ...] = ()
     """Sealed in its own memory."""
+    leaving: tuple[Version, ...] = ()
+    """Those of them that go as soon as this has been heard."""
     unfinished: tuple[Version, ...] = ()
     """Snapshots being written or sealed."""
     unfinished_deltas: tuple[Version, ...] = ()
