@@ -1,6 +1,6 @@
 """Named places at which a test may have this process fail: be killed, stop, be slow, or meet an error.
 
-After FreeBSD's fail(9) and TiKV's fail-rs. A point is one line, `failpoint("after-seal")`, and does nothing unless the environment named a file
+After FreeBSD's fail(9) and TiKV's fail-rs. A point is one line, `failpoint(NAME)`, and does nothing unless the environment named a file
 (`TIERCHECK_FAILPOINTS`) when the process began. Each line of that file, which may change at any time, arms one point:
 
     POINT ACTION [times=N] [skip=K] [seconds=S]

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.chaos import campaign
+from tests.chaos import campaign, report
 
 
 def main() -> int:
@@ -25,9 +25,11 @@ def main() -> int:
     print(f"logs: {folder}", flush=True)
     plan = campaign.Plan(options.seed, options.injections, options.seconds, workers=options.workers, only=options.only)
     course = campaign.run(plan, folder, lambda line: print(line, flush=True))
+    print(*report.table(course.strikes), "", *report.summary(course), sep="\n", flush=True)
     for broken in course.broken:
         print(f"BROKEN {broken}", flush=True)
-    print(f"{len(course.strikes)} strikes in {course.seconds:.0f} s, {len(course.broken)} promises broken", flush=True)
+    if options.report is not None:
+        report.write(course, options.report)
     return min(100, len(course.broken))
 
 

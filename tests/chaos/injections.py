@@ -75,7 +75,7 @@ FAULTS = {
     "node": Fault(3, ends=True),
     "rack": Fault(1, ends=True, costs_copies=True),
     "every pod": Fault(1, ends=True, costs_copies=True),
-    "cut": Fault(2, ends=True, seconds=20.0),
+    "cut": Fault(2, ends=False, seconds=20.0),
     "sidecar": Fault(2, ends=False),
     "all sidecars": Fault(1, ends=False),
     "kubelet": Fault(2, ends=False, seconds=10.0),
@@ -86,7 +86,8 @@ FAULTS = {
     "store trouble": Fault(1, ends=False, seconds=15.0),
     "store slow": Fault(1, ends=False, seconds=15.0),
 }
-"""By name. "container": all of a trainer container, its launcher too. "cut": a worker's pod from all other pods and the operator. "deaf": from the
+"""By name. "container": all of a trainer container, its launcher too. "cut": a worker's pod from all other pods and the operator;
+the trainers have a network of their own. "deaf": from the
 operator only. "kubelet": the node's agent is silent, its pods go on."""
 
 _SHARE_OF_POINTS = 0.65
