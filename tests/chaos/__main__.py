@@ -14,7 +14,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make chaos", description=__doc__)
     parser.add_argument("--injections", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=1e9, help="no injection begins later")
+    parser.add_argument("--hours", type=float, default=1e9, help="no injection begins later")
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--only", default="", help="nothing but this point or fault")
     parser.add_argument("--folder", type=Path, help="for logs; a new one if not given")
@@ -23,7 +23,9 @@ def main() -> int:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="tiercheck-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"logs: {folder}", flush=True)
-    plan = campaign.Plan(options.seed, options.injections, options.seconds, workers=options.workers, only=options.only)
+    plan = campaign.Plan(
+        options.seed, options.injections, options.hours * 3600, workers=options.workers, only=options.only
+    )
     course = campaign.run(plan, folder, lambda line: print(line, flush=True))
     print(*report.table(course.strikes), "", *report.summary(course), sep="\n", flush=True)
     for broken in course.broken:

@@ -140,7 +140,7 @@ def draw(course: Course, folder: Path) -> None:
         plt.close(sheet)
 
 
-_INTRODUCTION = """`make chaos N=500 SEED=0` trains one job on the laptop cluster: the operator's process, sidecars, launchers and trainers as processes, an S3 server, four nodes in two racks, copies in the other rack. Every few seconds something strikes that a seed has drawn, and only
+_INTRODUCTION = """`make chaos N=500 SEED=0` trains one job on the laptop cluster: the operator's process, sidecars, launchers and trainers as processes, an S3 server, six nodes in three racks with room for one worker each, copies in another rack. Every few seconds something strikes that a seed has drawn, and only
 once the job has healed from what struck before: every rank has made a step beyond, newer versions are complete in own and peer memory, and the job says Protected. There are two kinds. A *failpoint* strikes one process at one line, where it hurts most
 (`tiercheck/failpoints.py`): SIGKILL, SIGSTOP for 30 s, an exception that no code knows, ENOSPC, EMFILE, EIO, two seconds of nothing. A *fault* comes from outside: processes, containers, pods, nodes, racks, links, the store. Points that are passed only on the way back are
 armed before a fault that leads there, so they are two failures at once.

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tiercheck_local.nodespec import NodeSpec
 
 ROOT = Path(__file__).parents[2]
 JOB = "chaos"
+RACKS = 3
 OPERATOR = "operator"
 OPERATOR_ENV = {
     "TIERCHECK_SETTLE_SECONDS": "0.5",
@@ -236,8 +238,8 @@ def _manifest(workers: int, stop: Path, endpoint: str, pace: float) -> Object:
 
 @contextlib.contextmanager
 def staged(folder: Path, workers: int, seed: int, pace: float) -> Iterator[Stage]:
-    """Four nodes in two racks, the operator, the store, and the job, which has just been applied."""
-    nodes = NodeSpec.load(ROOT / "examples" / "clusters" / "two-racks.yaml")
+    """Three racks of two nodes that have room for one worker each, the operator, the store, and the job, which has just been applied."""
+    nodes = [replace(node, pods=1) for node in NodeSpec.racks(2 * RACKS, RACKS)]
     stop = folder / "stop"
     with LocalCluster(
         folder / "cluster", nodes, lease_grace=4.0, back_off=0.5, cuttable=True, failpoints=True
