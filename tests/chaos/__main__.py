@@ -15,6 +15,9 @@ def main() -> int:
     parser.add_argument("--injections", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hours", type=float, default=1e9, help="no injection begins later")
+    parser.add_argument(
+        "--bound", type=float, default=campaign.Plan.bound, help="seconds in which all must be well again"
+    )
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--only", default="", help="nothing but this point or fault")
     parser.add_argument("--folder", type=Path, help="for logs; a new one if not given")
@@ -24,7 +27,12 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     print(f"logs: {folder}", flush=True)
     plan = campaign.Plan(
-        options.seed, options.injections, options.hours * 3600, workers=options.workers, only=options.only
+        options.seed,
+        options.injections,
+        options.hours * 3600,
+        workers=options.workers,
+        bound=options.bound,
+        only=options.only,
     )
     course = campaign.run(plan, folder, lambda line: print(line, flush=True))
     print(*report.table(course.strikes), "", *report.summary(course), sep="\n", flush=True)

@@ -147,5 +147,5 @@ armed before a fault that leads there, so they are two failures at once.
 
 A history is written from the outside: every status, every pod, every step that a rank makes with its loss and a digest of its state, every object in the store. The [simulation's checker](../../tests/simulation/checker.py) reads it ([what it asks for](simulation.md#what-is-checked)),
 with these differences: whose memory holds what is not seen, so *committed is kept* means that no attempt goes back behind a version that was told to be complete in peer memory or in the store (in the store only, where a rack or every pod was lost); what strikes sidecars, the
-operator, the store or the library by an error must lead to no new attempt at all; and all must be well within 120 s. In the end the job is told to finish, and every loss and every state that any rank ever told is compared with a run to which nothing happened, bit for bit. The exit
+operator, the store or the library by an error must lead to no new attempt at all; and all must be well within two minutes. In the end the job is told to finish, and every loss and every state that any rank ever told is compared with a run to which nothing happened, bit for bit. The exit
 code is the number of broken promises."""
