@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import groupby
 
+from tiercheck.failpoints import failpoint
 from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Directive, Source, Tier
 from tiercheck.protocol.report import Quarantined, RankRestore
@@ -57,6 +58,7 @@ class RankRestorer:
 
     def run(self) -> RankRestore:
         began = time.monotonic()
+        failpoint("before-restore-load")
         done = self._complete()
         seconds, failures = time.monotonic() - began, tuple(self._failures)
         if done is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tiercheck.failpoints import failpoint
 from tiercheck.protocol.artifact import Artifact, Kind, Share
 from tiercheck.protocol.chain import Chain
 from tiercheck.protocol.directive import Directive, Phase, Tier
@@ -95,6 +96,7 @@ class Reclaimer:
             gone |= {(name, kind, version) for kind, version in doomed}
         gone -= self._counted_on(gone, directive, verdict)
         if gone:
+            failpoint("before-reclaim")
             self._vault.free(lambda seal: (where(seal), seal.kind, seal.version) in gone)
         self._vault.tidy()
 

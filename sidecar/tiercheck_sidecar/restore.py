@@ -12,6 +12,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from tiercheck.failpoints import failpoint
 from tiercheck.protocol.directive import Directive, Phase, Restore, Tier
 from tiercheck.protocol.report import RankRestore, RestoreReport, RestoreState
 from tiercheck.supervised import describe
@@ -101,6 +102,7 @@ class Restorer:
                 for rank in self._vault.ranks
             ]
             ranks = tuple(pool.map(RankRestorer.run, restorers))
+        failpoint("after-restore")
         state = RestoreState.FAILED if any(rank.tier is None for rank in ranks) else RestoreState.READY
         self._publish(directive, RestoreReport(state, restore.version, ranks, time.monotonic() - began))
 

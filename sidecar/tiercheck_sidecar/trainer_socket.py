@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import BinaryIO
 
+from tiercheck.failpoints import failpoint
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json
@@ -153,6 +154,8 @@ class TrainerSocket:
             with self._board.lock:
                 order = self._order()
             if order is not None and order != last:
+                if order.phase is Phase.RELEASE:
+                    failpoint("before-release")
                 connection.sendall(to_json(order) + b"\n")
                 last = order
             seen = self._board.wait(seen, timeout=1.0)

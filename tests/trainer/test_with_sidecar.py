@@ -276,3 +276,32 @@ def test_end_of_a_script_that_does_well_is_no_failure(sidecar: ScriptedSidecar, 
     with pytest.raises(SystemExit):
         end_with(run, SystemExit(0))
     assert not sidecar.asked("failing")
+
+
+def test_host_memory_does_not_grow_with_what_was_saved(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+    """marin#6774, the hero run: each save left something in the host's memory, and every few hours the kernel ended the training."""
+    turn = iter(range(10**6))
+
+    def two_slots(request: Request) -> Reply | None:
+        reply = sidecar.behave(request)
+        if request.op != "begin" or reply is None:
+            return reply
+        slot = Path(reply.path).with_name(f"slot-{next(turn) % 2}")
+        if not slot.exists():
+            Path(reply.path).rename(slot)
+        return Reply(True, path=str(slot))
+
+    def kept() -> tuple[int, int, int]:
+        """Descriptors, threads, and mappings of slots."""
+        maps = Path("/proc/self/maps").read_text().count(str(tmp_path / "slots"))
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), maps
+
+    sidecar.answer = two_slots
+    run = trained(tmp_path, 20)
+    before, captured = kept(), run.checkpointer.captured
+    for _ in range(60):
+        run.train(2)
+        run.checkpointer.wait(DEADLINE)
+    assert run.checkpointer.captured == captured + 60
+    assert kept() == before
+    run.checkpointer.close()

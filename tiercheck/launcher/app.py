@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tiercheck.failpoints import failpoint
 from tiercheck.launcher import command as processes
 from tiercheck.launcher.environment import command_environment, seconds_of
 from tiercheck.launcher.health_check import RunningCheck
@@ -268,6 +269,7 @@ class Launcher:
             if not self._place_is_well(order):
                 return None
             if order.phase is Phase.HOLD:
+                failpoint("before-idle")
                 self._tell(LauncherEvent("idle", order.attempt))
             else:
                 self._start(order)
@@ -313,6 +315,7 @@ class Launcher:
             self._execute(order)
         else:
             self._tell(LauncherEvent("started", order.attempt))
+        failpoint("after-spawn")
 
     def _execute(self, order: Order) -> None:
         """Start the command with a new interpreter."""

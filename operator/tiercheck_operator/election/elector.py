@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from tiercheck.failpoints import failpoint
 from tiercheck_operator.belonging import DEPLOYMENT, owned_by
 from tiercheck_operator.election.candidate import Candidate, Move, Terms
 from tiercheck_operator.election.lease import LEASES, build_lease, parse_lease
@@ -144,6 +145,7 @@ class Elector(threading.Thread):
             self._raw = self._api.call("POST", self._path, body)
         else:
             self._raw = self._api.call("PUT", self._path + "/" + self._lease, body)
+        failpoint("after-lease")
         self._candidate.wrote(parse_lease(self._raw), sent)
 
     def _belonging(self) -> dict[str, Any]:

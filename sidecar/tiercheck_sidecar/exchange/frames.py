@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from tiercheck.failpoints import failpoint
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests
@@ -224,6 +225,7 @@ class Wire:
         granted, end = 0, offset + length
         try:
             self._socket.sendall(header, socket.MSG_MORE)
+            failpoint("mid-chunk")
             while offset < end:
                 if pace and not granted:
                     granted = min(pace.piece or length, end - offset)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
+from tiercheck.failpoints import failpoint
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import Ask, Pace, Say, Wire, WireBroken, from_bitmap
 from tiercheck_sidecar.exchange.line import Line
@@ -35,6 +36,7 @@ def push(vault: Vault, seal: Seal, line: Line, pace: Pace | None = None) -> Push
 
 def _push(seal: Seal, line: Line, file: int, pace: Pace | None) -> Pushed:
     (wire,) = line.wires(1)
+    failpoint("before-push")
     wire.send(Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind))
     said = wire.receive(Say)
     if said.state == "have":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from tiercheck.failpoints import failpoint
 from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Quarantined
@@ -50,6 +51,7 @@ class Session:
                 self._wire.send(self._offer(ask))
             elif ask.op == "commit":
                 self._wire.send(self._commit(ask))
+                failpoint("after-ack")
             elif ask.op == "corrupt":
                 self._wire.send(self._corrupt(ask.artifact))
             elif ask.op == "pulse":
@@ -115,6 +117,7 @@ class Session:
             self._inbox.keep(transfer)
         except (NotASlot, OSError) as error:
             return Say("refused", str(error))
+        failpoint("before-ack")
         return Say("ok")
 
     # A copy is read

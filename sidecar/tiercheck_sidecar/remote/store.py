@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from tiercheck.failpoints import failpoint
 from tiercheck.protocol.encoding import Malformed, from_json, to_json
 from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
 from tiercheck.protocol.version import History, Version
@@ -137,8 +138,10 @@ class RemoteStore:
                     f"{manifest.version} was not completed: {self.location}/{artifact.key} has "
                     f"{sizes.get(artifact.key, 0)} of {artifact.bytes} bytes."
                 )
+        failpoint("before-manifest")
         try:
             if self._objects.create(keys.manifest_key(manifest.version), to_json(_content(manifest, manifest.created))):
+                failpoint("after-manifest")
                 return True
         except RemoteError as error:
             # No answer does not mean that nothing happened: the request may have been carried out.

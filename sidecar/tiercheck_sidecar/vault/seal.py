@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from tiercheck.failpoints import failpoint
 from tiercheck.protocol.artifact import Kind, Share
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.encoding import to_json
@@ -55,6 +56,7 @@ def write_seal(slot: Path, seal: Seal) -> None:
     temporary = target.with_name(target.name + ".new")
     try:
         temporary.write_bytes(with_checksum(to_json(seal)))
+        failpoint("mid-seal")
         os.replace(temporary, target)
     except OSError:
         temporary.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from tiercheck.failpoints import failpoint
 from tiercheck.protocol import sizing
 from tiercheck.protocol.artifact import Artifact, Kind, Share
 from tiercheck.protocol.directive import Tier
@@ -52,6 +53,7 @@ class Vault:
 
     def open(self) -> None:
         """Take inventory of what an earlier process left. Raises OSError if the volume cannot be used."""
+        failpoint("before-inventory")
         self._directory.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(PermissionError):  # the volume's root may belong to the kubelet
             self._directory.chmod(0o777)
@@ -294,6 +296,7 @@ class Vault:
             for slot in doomed:
                 slot.doomed = True
                 self._settle(slot)
+                failpoint("mid-reclaim")
         if doomed:
             self._trim()
             self._on_change()
@@ -419,6 +422,7 @@ class Vault:
 
     def _seal(self, slot: Slot, seal: Seal) -> None:
         write_seal(slot.path, seal)
+        failpoint("after-seal")
         with self._lock:
             slot.seal, slot.state = seal, SlotState.SEALED
             self._settle(slot)
