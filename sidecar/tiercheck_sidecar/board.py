@@ -28,6 +28,7 @@ from tiercheck.protocol.report import (
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.peer_watch import PeerWatch
+from tiercheck_sidecar.progress_meter import ProgressMeter
 from tiercheck_sidecar.supervision import Threads
 from tiercheck_sidecar.trainer_watch import TrainerWatch
 from tiercheck_sidecar.watermark import Verdict
@@ -77,6 +78,8 @@ class Board:
         self.saw_hold = False
         """Whether this process has seen the current attempt from its beginning."""
         self.restore = RestoreReport(RestoreState.IDLE, None)
+        self.meter = ProgressMeter()
+        """Of the restore of the current attempt."""
         self.trainer = TrainerWatch()
         self.remote = RemoteReport(configured=config.remote is not None, reachable=None)
         self.verdict: Verdict | None = None
@@ -187,6 +190,7 @@ class Board:
                 self._quarantined = {}
                 version = directive.restore.version if directive.restore else None
                 self.restore = RestoreReport(RestoreState.RUNNING, version)
+                self.meter.begin()
                 resumed = directive.phase is Phase.RELEASE and not self.saw_hold
                 self.trainer.begin_attempt(directive.attempt, resumed, self.clock())
             elif directive.placement != old.placement:

@@ -367,7 +367,7 @@ class Broken:
     def listed(self, rank: int, version: Version) -> dict[Artifact, int]:
         return {Artifact(rank, version): 100_000}
 
-    def fetch(self, rank: int, version: Version) -> None:
+    def fetch(self, rank: int, version: Version, heard: object) -> None:
         fail()
 
 

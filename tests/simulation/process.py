@@ -446,7 +446,7 @@ class Reach:
     def bring(self, artifact: Artifact, sources: Sequence[Source]) -> Brought:
         self._process.world.stroll(self._process)
         if sources[0].tier is Tier.REMOTE:
-            self.remote.fetch(artifact.rank, artifact.version)
+            self.remote.fetch(artifact.rank, artifact.version, lambda _: None)
             return Brought(sources[0])
         reasons: list[str] = []
         bad: list[Quarantined] = []

@@ -53,11 +53,29 @@ class RankRestore:
 
 
 @dataclass(frozen=True)
+class RestoreProgress:
+    """Of a restore that is under way."""
+
+    bytes: int
+    """That are here."""
+    wanted: int
+    """Bytes that all local ranks need, as far as is known."""
+    idle_seconds: float
+    """Since a byte came, or a source was given up for the next one."""
+    sources: tuple[str, ...] = ()
+    """That are waited for, as sentences call them; at most 8."""
+
+
+@dataclass(frozen=True)
 class RestoreReport:
     state: RestoreState
     version: Version | None
     ranks: tuple[RankRestore, ...] = ()
     seconds: float = 0.0
+    progress: RestoreProgress | None = None
+    """While it runs; None: an older sidecar, which does not say."""
+    stalled: tuple[str, ...] = ()
+    """Sources that were given up because nothing came from them for `Policy.restore_stall` seconds, as sentences call them; at most 8."""
 
 
 @dataclass(frozen=True)

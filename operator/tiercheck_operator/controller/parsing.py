@@ -104,6 +104,7 @@ def _spec(raw: Mapping[str, Any]) -> JobSpec:
         spares=int(raw.get("spares") or 0),
         min_workers=_int((raw.get("elastic") or {}).get("minWorkers")),
         capacity_timeout=_float(policy.get("capacityTimeoutSeconds")),
+        restore_stall=float(_or(policy.get("restoreStallSeconds"), JobSpec.restore_stall)),
         node_memory=local.get("medium") == "NodeMemory",
         sidecar_resources=_resources((raw.get("sidecar") or {}).get("resources") or {}),
         parity=(int(parity["data"]), int(parity["parity"])) if parity else None,

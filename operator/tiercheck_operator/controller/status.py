@@ -20,6 +20,7 @@ from tiercheck_operator.controller.record import Condition, JobRecord, MemoryRec
 from tiercheck_operator.controller.saving import EVERY_STEP, TURNED_OFF, saved
 from tiercheck_operator.controller.sidecar_ends import sidecar_away, sidecar_ended
 from tiercheck_operator.controller.spares import SparesStanding, spares_standing
+from tiercheck_operator.controller.stalled import restored_bytes
 from tiercheck_operator.controller.suspend import resumed
 from tiercheck_operator.manifests.node_memory import forbidden
 from tiercheck_operator.manifests.resources import limits_advice
@@ -141,7 +142,12 @@ def _progress(obs: Observation, record: JobRecord, reports: Mapping[int, Report]
         for name, version in (("local", marks.local), ("peer", marks.peer), ("remote", marks.remote)):
             tiers = _tier(obs, tiers, name, version)
     lagged = {name: replace(tier, lag_steps=max(0, (step or 0) - tier.step)) for name, tier in tiers.items()}
-    return replace(record, step=step, step_seconds=pace, tiers=lagged)
+    way_back = record.recovery is not None and record.recovery.decided_at is not None
+    restoring = (
+        way_back and record.recovery is not None and record.recovery.released_at is None and bool(record.recovery.step)
+    )
+    done, wanted = restored_bytes(reports) if restoring else (0, 0)
+    return replace(record, step=step, step_seconds=pace, tiers=lagged, restored_bytes=done, restore_bytes=wanted)
 
 
 def _tier(obs: Observation, tiers: dict[str, TierRecord], name: str, version: Version | None) -> dict[str, TierRecord]:

@@ -135,6 +135,8 @@ class Wire:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_CONTROL)
         self.sent = 0
         """Bytes of chunks, whether or not they arrived."""
+        self.heard: Callable[[int], None] = _nobody
+        """Called with the bytes of each piece of a chunk that was received; what it raises ends the receiving."""
         self._deadline = float("inf")
         self._out: Direction | None = None
         self._in: Direction | None = None
@@ -261,6 +263,7 @@ class Wire:
         self._left -= len(view)
         if self._left == 0:
             self._check(self._chunk)
+        self.heard(len(view))
 
     def _sending(self, header: bytes) -> Frame:
         if self._out is None:
@@ -301,6 +304,10 @@ class Wire:
             self._socket.sendall(data)
         except OSError as error:
             raise broken(error) from error
+
+
+def _nobody(_: int) -> None:
+    """For connections that nobody watches."""
 
 
 def _address(of: Callable[[], Any]) -> tuple[str, int]:

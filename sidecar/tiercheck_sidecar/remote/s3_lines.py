@@ -121,7 +121,7 @@ class Lines:
             connection.putheader("Content-Length", str(len(body)))
             connection.endheaders()
             self._send(connection, memoryview(body))
-            _patience(connection, ANSWER_SECONDS)
+            _patience(connection, ANSWER_SECONDS if body else STALL_SECONDS)
             response = connection.getresponse()
             _patience(connection, STALL_SECONDS)
             received, rest = 0, b""

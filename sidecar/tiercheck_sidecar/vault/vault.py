@@ -7,6 +7,7 @@ Nothing here decides what may be freed; the watermark does (`reclaim.py`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import threading
 import uuid
@@ -286,6 +287,15 @@ class Vault:
             self._drop(slot)
             raise
 
+    def leave(self, artifact: Artifact) -> None:
+        """Whoever fills a slot with this own artifact may never come to an end, and may still be writing: the file is never used again."""
+        with self._lock:
+            for slot in self._slots.values():
+                filling = slot.state is SlotState.WRITING and slot.tier is Tier.LOCAL
+                if filling and Artifact(slot.rank, Version(slot.step, slot.attempt), slot.kind) == artifact:
+                    slot.state = SlotState.GONE
+        self._trim()
+
     # Freeing
 
     def free(self, unwanted: Callable[[Seal], bool]) -> tuple[Seal, ...]:
@@ -421,6 +431,8 @@ class Vault:
         return None
 
     def _seal(self, slot: Slot, seal: Seal) -> None:
+        if slot.state is SlotState.GONE:
+            raise OSError(errno.ESTALE, f"{slot.path.name} was given up")
         write_seal(slot.path, seal)
         failpoint("after-seal")
         with self._lock:
