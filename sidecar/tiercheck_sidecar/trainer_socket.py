@@ -35,6 +35,10 @@ _SEALERS = {Kind.SNAPSHOT: 4, Kind.DELTA: 2}
 """Threads, apart, so that a delta does not wait until snapshots are digested."""
 
 
+_LONGEST_FAULT = 200
+"""Characters of what a launcher says of itself."""
+
+
 class TrainerSocket:
     """Serves one trainer container. `start` raises OSError if the socket cannot be made."""
 
@@ -126,6 +130,9 @@ class TrainerSocket:
             while line := lines.readline(LONGEST_LINE):
                 event = decode(line, LauncherEvent)
                 log.info("launcher: %s", event)
+                if event.fault:
+                    told = f"its launcher failed and goes on ({event.fault[:_LONGEST_FAULT]}): see the log of the container trainer"
+                    board.threads.trouble("launcher", told)
                 with board.lock:
                     board.trainer.event(event, board.clock())
                 board.bump()

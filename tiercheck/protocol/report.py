@@ -252,6 +252,8 @@ class Counters:
     uploaded: int = 0
     refused_stale: int = 0
     """Messages refused because they carried an older attempt."""
+    refused_reports: int = 0
+    """Tier reports of other sidecars that were refused because they cannot be true, or cannot be reckoned with."""
     deltas: int = 0
     """Deltas captured."""
     deltas_skipped: int = 0
