@@ -28,7 +28,8 @@ class Plan:
     seconds: float
     """No injection begins later."""
     workers: int = 3
-    pace: float = 0.1
+    pace: float = 0.2
+    """Seconds per step."""
     rest: tuple[float, float] = (0.5, 2.0)
     """Seconds between that all is well and the next strike, at least and at most."""
     stopped: float = 30.0
