@@ -12,7 +12,6 @@ from pathlib import Path
 from tests.chaos.injections import FAULTS, Injection, drawn
 from tests.chaos.promises import LifeChecker
 from tests.chaos.stage import Stage, staged
-from tests.chaos.trainer import undisturbed
 from tests.simulation.checker import Broken
 
 _PASSED_WITHIN = 20.0
@@ -28,7 +27,8 @@ class Plan:
     seconds: float
     """No injection begins later."""
     workers: int = 3
-    pace: float = 0.1
+    pace: float = 0.2
+    """Seconds per step."""
     rest: tuple[float, float] = (0.5, 2.0)
     """Seconds between that all is well and the next strike, at least and at most."""
     stopped: float = 30.0
@@ -204,6 +204,8 @@ class _Campaign:
 
     def _compare(self) -> None:
         """Every loss and every state that any rank ever told, with those of a run that nothing happened to."""
+        from tests.chaos.trainer import undisturbed  # torch: not before the cluster has what it needs of the processors
+
         recorder, course = self._stage.recorder, self._course
         ended = set(recorder.ended.values())
         if len(recorder.ended) != self._plan.workers or len(ended) != 1:

@@ -68,10 +68,13 @@ class Recorder:
 
     def poll(self) -> None:
         for path in sorted(self._logs.glob(f"{self._job}-*/{names.TRAINER_CONTAINER}.log")):
+            known = self._offsets.get(path, 0)
+            if path.stat().st_size == known:
+                continue
             with path.open("rb") as file:
-                file.seek(self._offsets.get(path, 0))
+                file.seek(known)
                 whole, newline, _ = file.read().rpartition(b"\n")
-            self._offsets[path] = self._offsets.get(path, 0) + len(whole) + len(newline)
+            self._offsets[path] = known + len(whole) + len(newline)
             for line in whole.splitlines():
                 if line.startswith(b'{"') and line.endswith(b"}"):
                     self._heard(json.loads(line), path.parent.name)

@@ -8,14 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import matplotlib as mpl
-
-mpl.use("agg")
-
-from matplotlib import pyplot as plt
-
 from benchmarks import machine
-from benchmarks.plots import LIMIT, MISSED, OURS
 from tests.chaos.campaign import Course, Outcome
 from tests.chaos.injections import FAULTS, POINTS
 
@@ -118,6 +111,10 @@ def write(course: Course, folder: Path) -> None:
 
 def draw(course: Course, folder: Path) -> None:
     """Each strike as a dot: its pause, by where it struck."""
+    import matplotlib as mpl  # takes longer to import than all else here
+
+    from benchmarks.plots import LIMIT, MISSED, OURS, plt
+
     names = [name for name in (*POINTS, *FAULTS) if any(each.injection.name == name for each in course.strikes)]
     style = {"svg.fonttype": "none", "svg.hashsalt": "tiercheck", "font.size": 9, "figure.constrained_layout.use": True}
     with mpl.rc_context(style):

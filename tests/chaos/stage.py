@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import signal
 import sys
@@ -41,16 +42,19 @@ OPERATOR_ENV = {
 }
 """As impatient as the laptop cluster is: it gives a silent node 4 s, where Kubernetes gives 40."""
 _LOOK_EVERY = 0.1
+_PROBE_EVERY, _PROBES = 10.0, 6
+"""Seconds, and failures in a row: the chart's liveness probe."""
 
 
 class Stage:
-    """Whoever waits here also does what a Deployment does: an operator that has ended is started again."""
+    """Whoever waits here also does what a Deployment and a kubelet do: an operator that has ended, or says that it is ill, is started again."""
 
     def __init__(self, cluster: LocalCluster, recorder: Recorder, store: Store, workers: int, stop: Path) -> None:
         self.cluster, self.recorder, self.store, self.workers = cluster, recorder, store, workers
         self._stop = stop
         self._job = LaptopStage(cluster, "default", JOB)
         self._undo: list[Callable[[], None]] = []
+        self._ill, self._probe_at = 0, 0.0
 
     # How it stands
 
@@ -73,7 +77,7 @@ class Stage:
         status = self.status
         if status.get("phase") != "Running" or status.get("recovery"):
             return f"the job is {status.get('phase')}"
-        if not condition_is(status, "Protected"):
+        if not (condition_is(status, "Protected") or _told_of_a_fault(status)):
             return "the job is not Protected"
         here = [pod for pod in self.recorder.pods.values() if not pod["metadata"].get("deletionTimestamp")]
         if len(here) != self.workers or not all(map(_ready, here)):
@@ -101,6 +105,23 @@ class Stage:
         operator = self.cluster.operator
         if operator is None or operator.poll() is not None:
             self.cluster.start_operator(OPERATOR_ENV, OPERATOR)
+            self._ill, self._probe_at = 0, time.monotonic() + _PROBE_EVERY
+        elif time.monotonic() >= self._probe_at:
+            self._ill = 0 if self._operator_is_well() else self._ill + 1
+            self._probe_at = time.monotonic() + _PROBE_EVERY
+            if self._ill >= _PROBES:
+                operator.kill()
+                operator.wait()
+
+    def _operator_is_well(self) -> bool:
+        connection = http.client.HTTPConnection(self.cluster.metrics_address, timeout=5)
+        try:
+            connection.request("GET", "/healthz")
+            return connection.getresponse().status == http.HTTPStatus.OK
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
 
     # Failpoints
 
@@ -199,6 +220,11 @@ class Stage:
         """Whether all ranks ended as they were asked to, and the job is complete."""
         self._stop.touch()
         return self.wait(lambda: condition_is(self.status, "Completed"), seconds)
+
+
+def _told_of_a_fault(status: Mapping[str, Any]) -> bool:
+    """A loop of a sidecar that failed and began again is told for ten minutes, whatever is well by then."""
+    return any(each["reason"] == "InternalError" for each in status.get("conditions") or ())
 
 
 def _ready(pod: Object) -> bool:

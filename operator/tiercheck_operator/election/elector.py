@@ -84,8 +84,14 @@ class Elector(threading.Thread):
 
     def run(self) -> None:
         while not self._ending.is_set():
-            self.look()
-            self._tell()
+            try:
+                self.look()
+                self._tell()
+            except (
+                Exception
+            ):  # whatever it was, the next look is still to come; until then time takes the lead away, if anything
+                log.exception("a look at lease %s failed", self._lease)
+                self._raw = None
             pause = self._terms.retry
             if not self._led:
                 pause *= 1 + _JITTER * self._random()
