@@ -30,6 +30,7 @@ from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.peer_watch import PeerWatch
 from tiercheck_sidecar.progress_meter import ProgressMeter
 from tiercheck_sidecar.supervision import Threads
+from tiercheck_sidecar.tags import Tagger
 from tiercheck_sidecar.trainer_watch import TrainerWatch
 from tiercheck_sidecar.watermark import Verdict
 
@@ -244,6 +245,13 @@ class Board:
         """Whether the job wants connections between sidecars to be encrypted."""
         directive = self.directive
         return directive is not None and directive.policy.peer_encrypted
+
+    def tagger(self, artifact: Artifact) -> Tagger | None:
+        """For what is sealed here and then travels over connections that are not encrypted; None if it will not."""
+        directive = self.directive
+        if directive is None or self.peers_encrypted or not (directive.holders or directive.parity):
+            return None
+        return Tagger(self.config.token, self.config.job_uid, artifact)
 
     @property
     def every(self) -> int:

@@ -21,7 +21,7 @@ from tiercheck.protocol.artifact import Artifact, Kind, Share
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.slot import NotASlot, SlotHeader, read_header
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.digest import digest
+from tiercheck_sidecar.tags import Tagger, digest_and_tag
 from tiercheck_sidecar.vault.demand import Demand
 from tiercheck_sidecar.vault.draft import Draft
 from tiercheck_sidecar.vault.errors import MemoryTooSmall, NoDeltas, NoFreeSlot, NotHeld
@@ -38,13 +38,19 @@ class Vault:
     """Thread-safe. No method waits for the network; only allocation and sealing touch many bytes, outside the lock."""
 
     def __init__(
-        self, directory: Path, limit: int, ranks: Sequence[int], on_change: Callable[[], None] = lambda: None
+        self,
+        directory: Path,
+        limit: int,
+        ranks: Sequence[int],
+        on_change: Callable[[], None] = lambda: None,
+        tagger: Callable[[Artifact], Tagger | None] = lambda _: None,
     ) -> None:
+        """`tagger`: makes the tags of an own artifact that is sealed now; None if they are not worth it."""
         self.limit = limit
         self.ranks = tuple(ranks)
         """The worker's own; none while this is a spare. See `identify`."""
         self._directory = directory
-        self._on_change = on_change
+        self._on_change, self._tagger = on_change, tagger
         self._lock = threading.RLock()
         self._slots: dict[Path, Slot] = {}
         self._demand = Demand(limit)
@@ -236,8 +242,9 @@ class Vault:
         try:
             with slot.mapped() as view:
                 header = read_header(view)
-                digests = digest(view[: header.size])
-            seal = Seal(slot.rank, header.version, header.world_size, Tier.LOCAL, digests, slot.kind)
+                tagger = self._tagger(Artifact(slot.rank, header.version, slot.kind))
+                digests, tags = digest_and_tag(view[: header.size], tagger)
+            seal = Seal(slot.rank, header.version, header.world_size, Tier.LOCAL, digests, slot.kind, tags=tags)
             self._seal(slot, seal)
         except (OSError, NotASlot) as error:
             log.warning("%s could not be sealed: %s", path.name, error)
