@@ -536,6 +536,10 @@ def in_simulation(world: Simulation) -> Iterator[None]:
             stack.enter_context(mock.patch.object(where, name, what))
         from tiercheck_sidecar import coordinator
         from tiercheck_sidecar.exchange import transfers
+        from tiercheck_sidecar.remote import preflight
+
+        stack.enter_context(mock.patch.object(preflight, "CHUNK", 64))
+        stack.enter_context(mock.patch.object(preflight, "SIZE", 17 * 64))
 
         stack.enter_context(mock.patch.object(coordinator, "time", clock))
         stack.enter_context(mock.patch.object(transfers, "time", clock))

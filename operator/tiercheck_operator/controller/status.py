@@ -57,14 +57,16 @@ def derive_status(
 ) -> tuple[JobRecord, Budget]:
     """`record` with everything that follows from it, evictions included. `reports`: those of the current attempt, by worker."""
     record = _progress(obs, record, reports)
-    record = replace(record, checkpoint=saved(obs, record, reports), memory=_memory(obs, record, reports))
+    generation = obs.job.generation
     record = replace(
         record,
-        observed_generation=obs.job.generation,
+        checkpoint=saved(obs, record, reports),
+        memory=_memory(obs, record, reports),
+        placement=as_it_is(record, copied=findings.copied),
+        observed_generation=generation,
         started=_started(obs, record, findings),
         completed=record.completed or (rfc3339(obs.now) if findings.completed or findings.failed else None),
     )
-    record = replace(record, placement=as_it_is(record, copied=findings.copied))
     over = findings.completed or findings.failed is not None
     if over or findings.suspended or findings.suspending:
         record = last_words(obs, record)
@@ -73,10 +75,9 @@ def derive_status(
     if over or findings.suspended:  # the memory went with the pods
         remote = {name: tier for name, tier in record.tiers.items() if name == "remote"}
         record = replace(record, placement=None, tiers=remote)
-    record = replace(record, proofs=newest_proofs(obs, record, reports))
     idle = over or findings.suspended or findings.suspending
     spares = None if idle else spares_standing(obs)
-    record = replace(record, spares=spares.record if spares else None)
+    record = replace(record, proofs=newest_proofs(obs, record, reports), spares=spares.record if spares else None)
     wanted = [
         _placed(obs, findings),
         _ended_protection(record, findings) or _protected(obs, record, reports),
@@ -92,7 +93,10 @@ def derive_status(
         else None,
         _outcome(conditions.FAILED, findings.failed) if findings.failed is not None else None,
     ]
-    known = tuple(replace(entry, observed_generation=obs.job.generation) for entry in record.conditions)
+    known = tuple(
+        entry if entry.observed_generation == generation else replace(entry, observed_generation=generation)
+        for entry in record.conditions
+    )
     merged = _merge(obs, known, [entry for entry in wanted if entry is not None])
     record = replace(record, conditions=merged)
     record = replace(record, phase=_phase(record, findings))

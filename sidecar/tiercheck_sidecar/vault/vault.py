@@ -429,11 +429,13 @@ class Vault:
         with self._lock:
             if not self._demand.plan().fits:
                 return None  # saving is refused, so a slot would only raise hopes
-            count, used = self._count(), self.used()
+            count = self._count()
             for rank in self._demand.own:
                 pool = Pool(Tier.LOCAL, rank, kind)
                 size = self._demand.capacity(pool)
-                if size and count[pool] < self._demand.cap(pool) and used + sizing.cost(size) <= self.limit:
+                if not size or count[pool] >= self._demand.cap(pool):
+                    continue
+                if self.used() + sizing.cost(size) <= self.limit:
                     return self._place(pool, size)
         return None
 
