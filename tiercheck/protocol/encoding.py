@@ -12,7 +12,6 @@ import json
 import types
 import typing
 from enum import Enum
-from functools import cache
 from typing import Any, TypeVar, Union
 
 from tiercheck.protocol.plain_json import MOST_BYTES, Malformed, parse_json
@@ -45,10 +44,14 @@ def to_builtins(value: Any) -> Any:
     return value
 
 
-@cache
 def field_names(kind: type) -> tuple[str, ...] | None:
     """Of a dataclass; None if it is none."""
-    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
+    if kind not in _FIELDS:
+        _FIELDS[kind] = tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
+    return _FIELDS[kind]
+
+
+_FIELDS: dict[type, tuple[str, ...] | None] = {}
 
 
 def from_json(text: bytes | str, cls: type[T], most: int = MOST_BYTES) -> T:
