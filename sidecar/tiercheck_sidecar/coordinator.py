@@ -91,6 +91,9 @@ class Coordinator:
         if report.attempt < directive.attempt:
             self._board.count(refused_stale=1)
             raise StaleReport(f"attempt {report.attempt} is over, the job is at attempt {directive.attempt}")
+        world = directive.workers * directive.procs_per_worker
+        if not 0 <= report.worker < directive.workers or not all(0 <= each.rank < world for each in report.ranks):
+            raise NotNow(f"the job has {directive.workers} workers with {world} ranks")
         with self._lock:
             self._enter(directive)
             self._heard[report.worker] = self._clock()
