@@ -149,7 +149,6 @@ class ParityHolder:
         key = (share, artifact.version, artifact.kind)
         with self._lock:
             size = max(self._largest.get((share, artifact.kind), 0), roomy(digests.size))
-            self._largest[share, artifact.kind] = size
             if not self._opened.wait_for(lambda: key not in self._opening, _OPENING):
                 raise NoFreeSlot("another member has just begun the block")
             block = self._blocks.get(key)
@@ -162,6 +161,8 @@ class ParityHolder:
             block = self._open(key, world_size, size)
             with self._lock:
                 self._blocks[key] = block
+                # Not before there is room for one: what one member claims must not make all later blocks impossible.
+                self._largest[share, artifact.kind] = max(self._largest.get((share, artifact.kind), 0), size)
             return block
         finally:
             with self._lock:

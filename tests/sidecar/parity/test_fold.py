@@ -10,6 +10,7 @@ from station import JOB, Job, Station, until
 
 from tiercheck.protocol.artifact import Artifact, Kind, Share
 from tiercheck.protocol.directive import Directive, Peer
+from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
@@ -112,6 +113,16 @@ def test_block_is_not_acknowledged_before_all_members_are_in(make_job: MakeJob) 
     assert not job.holders[0].blocks()
     second.save(1, V, 5_000_000)
     until(lambda: V in first.copied(0) and V in second.copied(1), "both are protected")
+
+
+def test_a_claim_that_does_not_fit_makes_no_later_block_impossible(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1)
+    job.begin()
+    size = 1 << 38
+    digests = Digests(size, CHUNK, ("a" * 32,) * (size // CHUNK))
+    said = job.holders[0].holder.offer(claim(job, 0), ParityAsk("offer", Artifact(0, V), 2, digests))
+    assert said.state == "busy"
+    job.protect(V, 5_000_000)
 
 
 def claim(job: Job, worker: int) -> Claim:
