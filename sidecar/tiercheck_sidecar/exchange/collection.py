@@ -38,6 +38,8 @@ class Collection:
         self._streams: Counter[int] = Counter()
         self._wires: set[Wire] = set()
         self._brought: set[int] = set()
+        self._doubted: set[int] = set()
+        """Whose bare chunks were not what was sealed."""
         self._writers: dict[int, Wire] = {}
         self._draft = vault.draft(seal)
 
@@ -76,6 +78,7 @@ class Collection:
                     return
                 except Altered as error:
                     brought, reason, bare = int(bare), str(error), False
+                    self._doubted.add(dial.worker)
                 except WireBroken as error:
                     reason = str(error)
                 opening = None
@@ -182,12 +185,16 @@ class Collection:
         self._changed.notify_all()
 
     def _examine(self) -> None:
-        """A holder whose chunks came damaged reads its copy again: is the copy bad, or the line?"""
+        """A holder whose chunks came damaged reads its copy again: is the copy bad, or the line? Of one whose bare chunks were altered nothing
+        bad is believed but its own word.
+        """
         for opening in self._openings:
             worker = opening.dial.worker
-            if not self._gathering.brought_damaged(worker):
+            damaged = self._gathering.brought_damaged(worker)
+            if not damaged and worker not in self._doubted:
                 continue
-            if self._says_good(opening.dial):
+            word = self._word(opening.dial)
+            if word == "ok" or not (word or damaged):
                 self.reasons.append(f"worker {worker}: chunks came damaged, although its copy is good")
             else:
                 self.bad.append(
@@ -195,8 +202,9 @@ class Collection:
                 )
                 self.reasons.append(self.bad[-1].reason)
 
-    def _says_good(self, dial: Dial) -> bool:
+    def _word(self, dial: Dial) -> str:
+        """What a holder says of its copy; empty if it says nothing."""
         with contextlib.suppress(OSError, PeerRefused), contextlib.closing(dial.connect()) as wire:
             wire.send(Ask("corrupt", self.seal.rank, self.seal.version, kind=self.seal.kind))
-            return wire.receive(Say).state == "ok"
-        return False
+            return wire.receive(Say).state
+        return ""
