@@ -12,7 +12,6 @@ import json
 import types
 import typing
 from enum import Enum
-from functools import cache
 from typing import Any, TypeVar, Union
 
 from tiercheck.protocol.plain_json import MOST_BYTES, Malformed, parse_json
@@ -22,6 +21,7 @@ __all__ = ["Malformed", "from_builtins", "from_json", "to_builtins", "to_json"]
 T = TypeVar("T")
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
+_FIELDS: dict[type, tuple[str, ...] | None] = {}
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
@@ -45,10 +45,12 @@ def to_builtins(value: Any) -> Any:
     return value
 
 
-@cache
 def field_names(kind: type) -> tuple[str, ...] | None:
     """Of a dataclass; None if it is none."""
-    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
+    if kind not in _FIELDS:
+        found = dataclasses.is_dataclass(kind)
+        _FIELDS[kind] = tuple(field.name for field in dataclasses.fields(kind)) if found else None
+    return _FIELDS[kind]
 
 
 def from_json(text: bytes | str, cls: type[T], most: int = MOST_BYTES) -> T:
