@@ -37,10 +37,10 @@ def history_of(seed: int) -> list[Entry]:
     try:
         return Simulation(plan_of(seed)).play()
     finally:
-        logging.disable(quiet)
+        gc.collect()
         if collecting:
             gc.enable()
-            gc.collect()
+        logging.disable(quiet)
 
 
 def digest_of(history: Iterable[Entry]) -> str:

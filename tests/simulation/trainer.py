@@ -157,7 +157,8 @@ class Launcher:
         if welcome.error:
             return None
         self._session, self._served_by = session, process
-        self._every, self._deltas = welcome.snapshot_every, welcome.delta is not DeltaMode.NONE
+        self._every = welcome.snapshot_every or self._every  # a sidecar that has just begun may not know it yet
+        self._deltas = welcome.delta is not DeltaMode.NONE
         deltas = pages.DELTA_BYTES if self._deltas else 0
         self._ask(Request("reserve", bytes=pages.SNAPSHOT_BYTES, delta_bytes=deltas, elementwise=True))
         return welcome

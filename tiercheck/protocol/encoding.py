@@ -21,6 +21,7 @@ __all__ = ["Malformed", "from_builtins", "from_json", "to_builtins", "to_json"]
 T = TypeVar("T")
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
+_FIELDS: dict[type, tuple[str, ...] | None] = {}
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
@@ -47,11 +48,9 @@ def to_builtins(value: Any) -> Any:
 def field_names(kind: type) -> tuple[str, ...] | None:
     """Of a dataclass; None if it is none."""
     if kind not in _FIELDS:
-        _FIELDS[kind] = tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
+        found = dataclasses.is_dataclass(kind)
+        _FIELDS[kind] = tuple(field.name for field in dataclasses.fields(kind)) if found else None
     return _FIELDS[kind]
-
-
-_FIELDS: dict[type, tuple[str, ...] | None] = {}
 
 
 def from_json(text: bytes | str, cls: type[T], most: int = MOST_BYTES) -> T:
