@@ -21,15 +21,16 @@ arguments = $(foreach one,$(BUILD_ARGS) $(and $(PYTHON_IMAGE),PYTHON_IMAGE=$(PYT
 each_image = @set -e; test -n "$(BUILDER)" || { echo "neither docker nor podman nor buildah works here" >&2; exit 1; }; \
 	for target in $(IMAGES); do name=$(REGISTRY)/tiercheck-$$target:$(TAG); echo "== $$name"; $(1); done
 
-.PHONY: help setup demo test test-extended fuzz simulate simulate-mutations lint types contracts chart bench gpu-acceptance radosgw-test real-cluster-test real-cluster-up real-cluster-down images images-push images-archive images-test clean
+.PHONY: help setup demo test test-extended fuzz simulate simulate-mutations chaos lint types contracts chart bench gpu-acceptance radosgw-test real-cluster-test real-cluster-up real-cluster-down images images-push images-archive images-test clean
 
 help:
 	@echo "make demo       a job on a laptop cluster, hit by every size of failure (about 3 minutes)"
 	@echo "make test       the test suite (about 15 minutes on 2 cores)"
 	@echo "make test-extended  every failure class on the laptop cluster as well, and properties on more examples (about half an hour)"
 	@echo "make fuzz       random nonsense into everything that reads what others wrote; TIME=seconds, TARGETS=\"seal directive\""
-	@echo "make simulate N=1000 SEED=0  the whole in one thread under random faults, from seeds (SEED_TOLD=7 prints what happens in that one)"
+	@echo "make simulate N=1000 SEED=20000 JOBS=2  the whole in one thread under random faults, from seeds (SEED_TOLD=7 prints what happens in that one)"
 	@echo "make simulate-mutations N=10000  that it finds every deliberate bug"
+	@echo "make chaos N=500 SEED=0  strikes on real processes of a job that trains on; HOURS=1 bounds it; report in docs/benchmarks/chaos.md"
 	@echo "make lint       ruff: format and lint"
 	@echo "make types      mypy: strict on the pure parts"
 	@echo "make contracts  import-linter: who may import whom"
@@ -65,7 +66,7 @@ fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz $(or $(TIME),600) $(TARGETS)
 
 N ?= 1000
-SEED ?= 0
+SEED ?= 20000
 SIMULATION := $(BIN)/python -m tests.simulation
 
 simulate: $(READY)
@@ -73,6 +74,11 @@ simulate: $(READY)
 
 simulate-mutations: $(READY)
 	$(SIMULATION) --mutations --schedules $(N) --seed $(SEED)
+
+# Ends with the number of broken promises.
+chaos: N := 500
+chaos: $(READY)
+	$(BIN)/python -m tests.chaos --injections $(N) --seed $(SEED) $(and $(HOURS),--hours $(HOURS)) --report $(or $(REPORT),docs/benchmarks) $(CHAOS_FLAGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

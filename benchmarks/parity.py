@@ -44,7 +44,7 @@ from tiercheck.protocol.slot import SlotLayout
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.config import SidecarConfig
-from tiercheck_sidecar.digest import CHUNK, digest
+from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import Identity, dial
 from tiercheck_sidecar.exchange.line import Line
@@ -57,6 +57,7 @@ from tiercheck_sidecar.parity.push import converse, push
 from tiercheck_sidecar.parity.rebuild import rebuild
 from tiercheck_sidecar.parity.session import serving
 from tiercheck_sidecar.parity.unfold import FRAGMENT
+from tiercheck_sidecar.tags import Tagger, digest_and_tag
 from tiercheck_sidecar.vault import Seal, Vault
 
 CODES = ((4, 1), (4, 2))
@@ -214,7 +215,9 @@ class _Worker:
         content = bytearray(_noise(layout.size, self.worker))
         header = layout.state_word + layout.header(self.worker, VERSION, self.job.data, {})
         content[: len(header)] = header
-        seal = Seal(self.worker, VERSION, self.job.data, Tier.LOCAL, digest(memoryview(content)))
+        tagger = Tagger(self.job.token, _JOB, Artifact(self.worker, VERSION))
+        digests, tags = digest_and_tag(memoryview(content), tagger)
+        seal = Seal(self.worker, VERSION, self.job.data, Tier.LOCAL, digests, tags=tags)
         draft = self.vault.draft(seal)
         draft.view[:] = content
         draft.keep()

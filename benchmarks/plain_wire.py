@@ -1,14 +1,11 @@
 """The exchange's wire as it would be without tags: what they cost is measured against it.
 
-Chunks go from the page cache to the socket by `sendfile`, and nobody looks at them on their way.
+Chunks go from the page cache to the socket by `sendfile`, nobody looks at them on their way, and who receives them compares digests.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -16,20 +13,18 @@ from tiercheck_sidecar.exchange import handshake, server
 from tiercheck_sidecar.exchange.frames import Pace, Wire
 from tiercheck_sidecar.exchange.protection import TAG, Direction, Frame
 
-_CHUNK = struct.Struct("<II")
-
 
 class PlainWire(Wire):
     """Takes anything for a tag."""
 
-    def send_chunk(self, file: int, index: int, offset: int, length: int, pace: Pace | None = None) -> None:
-        self._socket.sendall(_CHUNK.pack(index, length), socket.MSG_MORE)
-        self.sent += length
-        while length:
-            sent = os.sendfile(self._socket.fileno(), file, offset, length)
-            offset += sent
-            length -= sent
-        self._socket.sendall(bytes(TAG))
+    def send_chunk(
+        self, file: int, index: int, offset: int, length: int, pace: Pace | None = None, *, bare: bool = False
+    ) -> None:
+        super().send_chunk(file, index, offset, length, pace, bare=True)
+
+    def receive_into(self, view: memoryview, fits: Callable[[memoryview], bool] | None = None) -> bool:
+        self._fill(view)
+        return False
 
 
 class _PlainFrame(Frame):
@@ -44,6 +39,8 @@ class _PlainFrame(Frame):
 
 
 class _PlainDirection(Direction):
+    encrypted = False
+
     def __init__(self) -> None: ...
 
     def sending(self, header: bytes) -> Frame:

@@ -87,7 +87,7 @@ class Store:
     def digests(self, artifact: Artifact) -> Digests:
         return from_json((self._folder / f"digests-{artifact.rank}").read_bytes(), Digests)
 
-    def fetch_chunks(self, artifact: Artifact, indices: Sequence[int], into: memoryview) -> None:
+    def fetch_chunks(self, artifact: Artifact, indices: Sequence[int], into: memoryview, heard: object) -> None:
         digests = self.digests(artifact)
         assert self._offer.borrow is not None
         with open(self._offer.borrow(artifact.rank, ()), "rb", buffering=0) as file:

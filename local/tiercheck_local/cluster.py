@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from tiercheck.failpoints import ENV_FAILPOINTS
 from tiercheck_local import api, links, markers, remains
 from tiercheck_local.addresses import Octet, free_ports
 from tiercheck_local.api import Api
@@ -40,7 +41,7 @@ class LocalCluster:
     `control_plane`: "embedded", "real" or "existing". `image_paths`: folders of this machine that stand for paths inside images.
     `lease_grace`: seconds after which a silent node is unreachable. `back_off`: for how long a container that ended twice is held back,
     in seconds. `cuttable`: links may be cut (`Faults.cut_links`), which every
-    Python process in the cluster pays for with a thread.
+    Python process in the cluster pays for with a thread. `failpoints`: those of operator and containers may be armed (`Faults.arm`).
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class LocalCluster:
         lease_grace: float = 2.0,
         back_off: float = FIRST,
         cuttable: bool = False,
+        failpoints: bool = False,
     ) -> None:
         self.directory = directory.absolute()
         self.nodes = {node.name: node for node in nodes}
@@ -65,6 +67,8 @@ class LocalCluster:
         self._back_off = back_off
         self.cuts = self.directory / "cut-links" if cuttable else None
         """The file that names the links that are cut."""
+        self.failpoints = self.directory / "failpoints" if failpoints else None
+        """Folder of the files that arm failpoints: <pod>.<container>, and one for each replica of the operator."""
         self._numbers = {node.name: number for number, node in enumerate(nodes, start=1)}
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
         self._controllers: subprocess.Popen[bytes] | None = None
@@ -102,6 +106,8 @@ class LocalCluster:
     def start(self) -> None:
         """Returns when every node is Ready. Raises ControlPlaneFailed, GaveUp; nothing is left behind then."""
         self.logs.mkdir(parents=True, exist_ok=True)
+        if self.failpoints is not None:
+            self.failpoints.mkdir(exist_ok=True)
         self._octet = Octet()
         self.id = f"{self._octet.value}-{secrets.token_hex(3)}"
         try:
@@ -161,6 +167,7 @@ class LocalCluster:
             "--pods", str(node.pods), "--resources", _pairs(node.resources), "--image-paths", _pairs(self._image_paths),
             "--back-off", str(self._back_off), "--cluster", self.id, "--memory", str(memory), "--scratch", str(scratch), "--lifeline",
             *(["--cuts", str(self.cuts)] if self.cuts is not None else []),
+            *(["--failpoints", str(self.failpoints)] if self.failpoints is not None else []),
         ]  # fmt: skip
         self._agents[name] = self._start(f"node-{name}", ["-m", "tiercheck_local.node", *arguments], lifeline=True)
 
@@ -182,6 +189,8 @@ class LocalCluster:
         }
         if self.cuts is not None:
             environment = links.hooked({**os.environ, **environment}, str(self.cuts))
+        if self.failpoints is not None:
+            environment[ENV_FAILPOINTS] = str(self.failpoints / replica)
         self.operator = self._start(replica, ["-m", "tiercheck_operator"], environment)
         self._operators.append(self.operator)
         return self.operator

@@ -7,9 +7,11 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tiercheck.failpoints import STRUCK, Arming
 from tiercheck.protocol.slot import NotASlot, SlotHeader, read_header
 from tiercheck.warm import IDLE_NAME
 from tiercheck_local import links, markers
@@ -23,6 +25,15 @@ if TYPE_CHECKING:
 
 
 _HEADER_ROOM = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Strike:
+    """Of a failpoint."""
+
+    pid: int
+    at: float
+    """Unix seconds."""
 
 
 class NothingToHit(LookupError):
@@ -217,6 +228,34 @@ class Faults:
         if self._cluster.operator is None:
             raise NothingToHit("the operator was not started")
         return self._cluster.operator
+
+    # Failpoints.
+
+    def arm(self, whose: str, arming: Arming) -> None:
+        """From now on this strikes the process, or all those of a container. `whose`: a replica of the operator, or <pod>.<container>. What had
+        struck there before is forgotten. Raises NothingToHit if the cluster was not made with `failpoints`."""
+        path = self._armed(whose)
+        path.unlink(missing_ok=True)  # what was armed before must not find its strikes forgotten
+        Path(f"{path}{STRUCK}").unlink(missing_ok=True)
+        fresh = path.with_name(f".{path.name}")
+        fresh.write_text(f"{arming}\n")
+        os.replace(fresh, path)
+
+    def disarm(self, whose: str) -> None:
+        self._armed(whose).unlink(missing_ok=True)
+
+    def strikes(self, whose: str) -> list[Strike]:
+        """Of what `arm` was called with last."""
+        try:
+            lines = Path(f"{self._armed(whose)}{STRUCK}").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [Strike(int(pid), float(at)) for _, _, pid, at in map(str.split, lines)]
+
+    def _armed(self, whose: str) -> Path:
+        if self._cluster.failpoints is None:
+            raise NothingToHit("failpoints can be armed in a cluster that was made with failpoints=True only")
+        return self._cluster.failpoints / whose
 
     # Copies.
 

@@ -1,18 +1,47 @@
-"""What others may ask the process over HTTP: metrics, whether it is well, whether it could take over."""
+"""What others may ask the process over HTTP: metrics, whether it is well, whether it could take over. It asks nobody who he is, so each
+connection lasts for seconds only, and of too many the oldest of whoever has most gives way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from aiohttp import web
+
+from tiercheck.arrivals import arrivals, listen
+from tiercheck.strangers import Strangers, hang_up
+
+_PATIENCE = 10.0
+"""Seconds that a connection lasts, whatever comes over it."""
+_MOST = 256
+
+
+@web.middleware
+async def _once(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Whoever watches is not known: a connection is closed once it was answered."""
+    response = await handler(request)
+    response.force_close()
+    return response
 
 
 class Pages:
     """`metrics` in the exposition format, `trouble` as sentences (empty: none), `ready` or not."""
 
-    def __init__(self, metrics: Callable[[], bytes], trouble: Callable[[], str], ready: Callable[[], bool]) -> None:
-        self._metrics, self._trouble, self._ready = metrics, trouble, ready
-        app = web.Application()
+    def __init__(
+        self,
+        metrics: Callable[[], bytes],
+        trouble: Callable[[], str],
+        ready: Callable[[], bool],
+        patience: float = _PATIENCE,
+    ) -> None:
+        self._metrics, self._trouble, self._ready, self._patience = metrics, trouble, ready, patience
+        app = web.Application(middlewares=[_once])
         app.add_routes(
             [
                 web.get("/metrics", self._metrics_page),
@@ -20,15 +49,43 @@ class Pages:
                 web.get("/readyz", self._ready_page),
             ]
         )
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self._strangers = Strangers(lambda: _MOST)
+        self._listener: socket.socket | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int) -> None:
         """Raises OSError if the address is taken."""
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, port).start()
+        self._listener = listen(host, port)
+        self._run(asyncio.create_task(self._accept(self._listener)))
 
     async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._listener is not None:
+            self._listener.close()
         await self._runner.cleanup()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        async for connection, address in arrivals(listener):
+            self._run(asyncio.create_task(self._serve(connection, address)))
+
+    async def _serve(self, connection: socket.socket, address: str) -> None:
+        server = self._runner.server
+        assert server is not None
+        guest = self._strangers.enter(address, partial(hang_up, connection))
+        try:
+            with contextlib.suppress(OSError):
+                await asyncio.get_running_loop().connect_accepted_socket(server, connection)
+                await asyncio.sleep(self._patience)
+        finally:
+            hang_up(connection)
+            self._strangers.leave(guest)
+
+    def _run(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _metrics_page(self, _: web.Request) -> web.Response:
         return web.Response(body=self._metrics(), content_type="text/plain", charset="utf-8")

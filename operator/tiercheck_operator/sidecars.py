@@ -25,6 +25,7 @@ from tiercheck.protocol.report import Report
 from tiercheck_operator.clock_skew import ClockSkew, by_our_clock
 from tiercheck_operator.controller.observation import HostSign, WorkerReport
 from tiercheck_operator.manifests.secret import Credentials
+from tiercheck_operator.plausible import plausible
 
 log = logging.getLogger(__name__)
 
@@ -196,7 +197,7 @@ class JobSidecars:
             raise SidecarError(f"{host} sent no report: {error}") from error
         if report.job_uid != self._job_uid:
             raise SidecarError(f"{host} belongs to another job")
-        return by_our_clock(report, ahead)
+        return plausible(by_our_clock(report, ahead))
 
     def _heard(self, uid: str, report: Report) -> None:
         known = self._reports.get(uid)

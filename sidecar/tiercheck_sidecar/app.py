@@ -66,7 +66,7 @@ class Sidecar:
     def __init__(self, config: SidecarConfig) -> None:
         self.config = config
         self.board = Board(config)
-        self.vault = Vault(config.vault_dir, config.memory_limit, config.ranks, self.board.bump)
+        self.vault = Vault(config.vault_dir, config.memory_limit, config.ranks, self.board.bump, self.board.tagger)
         self.reporter = Reporter(self.board, self.vault)
         self.reclaimer = Reclaimer(self.board, self.vault)
         self.identity = Identity(

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import DeltaMode, Directive, Phase
 from tiercheck.protocol.report import (
     SPARE,
@@ -28,7 +28,9 @@ from tiercheck.protocol.report import (
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.peer_watch import PeerWatch
+from tiercheck_sidecar.progress_meter import ProgressMeter
 from tiercheck_sidecar.supervision import Threads
+from tiercheck_sidecar.tags import Tagger
 from tiercheck_sidecar.trainer_watch import TrainerWatch
 from tiercheck_sidecar.watermark import Verdict
 
@@ -77,10 +79,16 @@ class Board:
         self.saw_hold = False
         """Whether this process has seen the current attempt from its beginning."""
         self.restore = RestoreReport(RestoreState.IDLE, None)
+        self.meter = ProgressMeter()
+        """Of the restore of the current attempt."""
         self.trainer = TrainerWatch()
         self.remote = RemoteReport(configured=config.remote is not None, reachable=None)
         self.verdict: Verdict | None = None
         """The coordinator's newest word in this attempt; None: nothing heard, so nothing is freed."""
+        self.leaving: frozenset[Artifact] = frozenset()
+        """Own snapshots newer than the local watermark that are given up as soon as the coordinator counts on them no more."""
+        self.left_out: frozenset[Artifact] = frozenset()
+        """Of those, what it does not count on: its newest report leaves them out, and so does one that is on its way."""
         self.reached: dict[int, Version] = {}
         """Per own rank, the newest snapshot that it captured or skipped in this attempt."""
         self.snapshot_every = 0
@@ -183,6 +191,7 @@ class Board:
                 self._quarantined = {}
                 version = directive.restore.version if directive.restore else None
                 self.restore = RestoreReport(RestoreState.RUNNING, version)
+                self.meter.begin()
                 resumed = directive.phase is Phase.RELEASE and not self.saw_hold
                 self.trainer.begin_attempt(directive.attempt, resumed, self.clock())
             elif directive.placement != old.placement:
@@ -236,6 +245,13 @@ class Board:
         """Whether the job wants connections between sidecars to be encrypted."""
         directive = self.directive
         return directive is not None and directive.policy.peer_encrypted
+
+    def tagger(self, artifact: Artifact) -> Tagger | None:
+        """For what is sealed here and then travels over connections that are not encrypted; None if it will not."""
+        directive = self.directive
+        if directive is None or self.peers_encrypted or not (directive.holders or directive.parity):
+            return None
+        return Tagger(self.config.token, self.config.job_uid, artifact)
 
     @property
     def every(self) -> int:

@@ -17,10 +17,12 @@ from tiercheck.protocol.directive import Directive, Phase
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Manifest, RankArtifact
 from tiercheck.protocol.version import Version
+from tiercheck.supervised import describe
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.cadence import Needs, decide
 from tiercheck_sidecar.control_client import CallFailed, ControlClient
 from tiercheck_sidecar.ending import is_hopeless, present
+from tiercheck_sidecar.sound_reports import objection
 from tiercheck_sidecar.tiers import pace
 from tiercheck_sidecar.watermark import Copy, RankTiers, Standing, TierReport, Verdict, judge, next_upload
 
@@ -30,6 +32,10 @@ _PUSHERS = 8
 _LOOK_EVERY = 60.0
 """Seconds; who this is changes with a directive, and that wakes everybody."""
 
+
+BAD_REPORT = "BadReport"
+"""Reason of the problem that a worker's reports are refused."""
+_ADVICE = "What it reported before stands, and nothing new of its ranks is complete. Its pod's log says more; delete the pod if this lasts"
 
 _TOLD = 20
 """Versions in the remote tier that everybody is told of, every second; worker 0 knows all."""
@@ -41,6 +47,10 @@ class NotNow(Exception):
 
 class StaleReport(NotNow):
     """It is of an older attempt."""
+
+
+class BadReport(NotNow):
+    """It cannot be true, or cannot be reckoned with."""
 
 
 class Coordinator:
@@ -68,6 +78,12 @@ class Coordinator:
         self._verdict: Verdict | None = None
         self._is_dirty = False
         self._told: Verdict | None = None
+        self._proved: dict[int, TierReport] = {}
+        """Each worker's newest report that all could be reckoned with."""
+        self._unproved: dict[int, TierReport] = {}
+        """What came since, the newest in the end."""
+        self._refused: dict[int, str] = {}
+        """By worker whose newest report was refused: why."""
 
     @property
     def may_go(self) -> bool:
@@ -91,31 +107,104 @@ class Coordinator:
         if report.attempt < directive.attempt:
             self._board.count(refused_stale=1)
             raise StaleReport(f"attempt {report.attempt} is over, the job is at attempt {directive.attempt}")
+        wrong = objection(report, directive)
         with self._lock:
             self._enter(directive)
-            self._heard[report.worker] = self._clock()
-            if report.placement and report.placement != directive.placement:
-                raise NotNow("holders change, and not everybody has heard of it")
-            self._hosts[report.worker] = report.host
-            self._copies[report.worker] = report.copies
-            self._final = self._final | {report.worker} if report.final else self._final - {report.worker}
-            self._done = self._done | {report.worker} if report.done else self._done - {report.worker}
-            for tiers in report.ranks:
-                before = self._ranks.get(tiers.rank)
-                if before is not None and before.holders != tiers.holders:
-                    # Protection begins anew.
-                    self._standing = dataclasses.replace(self._standing, peer=None, anchor=None, copy=None)
-                self._ranks[tiers.rank] = tiers
-                if tiers.needs is not None:
-                    self._needs[tiers.rank] = tiers.needs
-                for artifact in tiers.uploaded:
-                    self._artifacts[tiers.rank] = artifact
-            self._is_dirty = True
-            if self._verdict is None or len(self._ranks) <= directive.procs_per_worker:
-                self._judge(directive)
+            if wrong:
+                self._refuse(report.worker, wrong)
+            else:
+                self._take(report, directive)
+                wrong = "" if report.worker in self._unproved else self._refused.get(report.worker, "")
+            verdict = self._verdict
             self._dirty.notify_all()
-            assert self._verdict is not None
-            return self._verdict
+        self._tell_refusals()
+        if wrong:
+            raise BadReport(f"the report is refused: {wrong}")
+        if verdict is None:
+            raise NotNow("what is known cannot be reckoned with")
+        return verdict
+
+    def _take(self, report: TierReport, directive: Directive) -> None:
+        """Raises NotNow."""
+        worker = report.worker
+        if worker not in self._refused:  # who is refused again and again is not waited for at the end
+            self._heard[worker] = self._clock()
+        if report.placement and report.placement != directive.placement:
+            raise NotNow("holders change, and not everybody has heard of it")
+        self._unproved.pop(worker, None)
+        self._unproved[worker] = report
+        self._merge(report)
+        self._is_dirty = True
+        if self._verdict is None or len(self._ranks) <= directive.procs_per_worker:
+            self._reckon(directive)
+
+    def _merge(self, report: TierReport) -> None:
+        worker = report.worker
+        self._hosts[worker] = report.host
+        self._copies[worker] = report.copies
+        self._final = self._final | {worker} if report.final else self._final - {worker}
+        self._done = self._done | {worker} if report.done else self._done - {worker}
+        for tiers in report.ranks:
+            before = self._ranks.get(tiers.rank)
+            if before is not None and before.holders != tiers.holders:
+                # Protection begins anew.
+                self._standing = dataclasses.replace(self._standing, peer=None, anchor=None, copy=None)
+            self._ranks[tiers.rank] = tiers
+            if tiers.needs is not None:
+                self._needs[tiers.rank] = tiers.needs
+            for artifact in tiers.uploaded:
+                self._artifacts[tiers.rank] = artifact
+
+    def _take_back(self, worker: int, directive: Directive) -> None:
+        """The worker's unproved report. Whatever else it told before, it tells again within a second."""
+        del self._unproved[worker]
+        self._hosts.pop(worker, None)
+        self._copies.pop(worker, None)
+        self._final, self._done = self._final - {worker}, self._done - {worker}
+        for rank in range(worker * directive.procs_per_worker, (worker + 1) * directive.procs_per_worker):
+            self._ranks.pop(rank, None)
+            self._artifacts.pop(rank, None)
+        if worker in self._proved:
+            self._merge(self._proved[worker])
+
+    def _reckon(self, directive: Directive) -> None:
+        """Judge. Where that fails, the newest reports are taken back until it does not, those of workers that were refused before first:
+        nobody's report stops the others."""
+        suspects = sorted(reversed(self._unproved), key=lambda worker: worker not in self._refused)
+        blamed: tuple[int, str] | None = None
+        while True:
+            try:
+                self._judge(directive)
+                break
+            except Exception as error:
+                self._is_dirty = False
+                if not suspects:
+                    log.exception("what is known cannot be reckoned with")
+                    return
+                blamed = suspects.pop(0), f"it cannot be reckoned with ({describe(error)})"
+                self._take_back(blamed[0], directive)
+        self._proved |= self._unproved
+        for worker in self._unproved:
+            self._refused.pop(worker, None)
+        self._unproved = {}
+        if blamed is not None:
+            self._refuse(*blamed)
+
+    def _refuse(self, worker: int, why: str) -> None:
+        if self._refused.get(worker) != why:
+            log.warning("the report of worker %d is refused: %s", worker, why)
+        self._refused[worker] = why
+        self._board.count(refused_reports=1)
+
+    def _tell_refusals(self) -> None:
+        """Not under the lock."""
+        with self._lock:
+            refused = sorted(self._refused.items())
+        more = f", and so are those of {len(refused) - 1} other workers" if len(refused) > 1 else ""
+        told = "".join(
+            f"the report of worker {worker} is refused: {why}{more}. {_ADVICE}" for worker, why in refused[:1]
+        )
+        self._board.problem(BAD_REPORT, told)
 
     def stored(self, versions: tuple[Version, ...]) -> None:
         """What the remote tier holds."""
@@ -169,10 +258,11 @@ class Coordinator:
             if directive is None or not (self._is_dirty or directive.phase is Phase.FINISH):
                 return None
             self._enter(directive)
-            self._judge(directive)
-            if self._verdict is None or self._verdict == self._told:
-                return None
-            return self._verdict, self._audience(directive)
+            self._reckon(directive)
+            news = self._verdict is not None and self._verdict != self._told
+            word = (self._verdict, self._audience(directive)) if news and self._verdict is not None else None
+        self._tell_refusals()
+        return word
 
     def announced(self, verdict: Verdict) -> None:
         """Everybody who could be reached has been told."""
@@ -207,17 +297,18 @@ class Coordinator:
         if directive.attempt == self._attempt and directive.placement != self._placement:
             # Protection begins anew, and nothing counts that was said under the old placement.
             self._ranks, self._copies, self._verdict = {}, {}, None
+            self._proved, self._unproved, self._refused = {}, {}, {}
             self._final = set(self._done)  # those may have gone, and add nothing under any placement
             self._standing = Standing(snapshot=self._standing.snapshot)
         self._placement = directive.placement
         if directive.attempt != self._attempt:
             self._attempt, self._ranks, self._hosts, self._copies = directive.attempt, {}, {}, {}
             self._heard, self._final, self._done = {}, set(), set()
+            self._proved, self._unproved, self._refused = {}, {}, {}
             self._standing, self._verdict, self._artifacts = Standing(), None, {}
             self._uploading = None
 
     def _judge(self, directive: Directive) -> None:
-        self._is_dirty = False
         world = directive.workers * directive.procs_per_worker
         copies = [copy for each in self._copies.values() for copy in each]
         self._standing, verdict = judge(world, self._ranks, directive.history, self._standing, copies)
@@ -245,6 +336,7 @@ class Coordinator:
             cadence=decide(world, self._needs, directive.policy.snapshot_every),
             over=self._is_over(directive, upload),
         )
+        self._is_dirty = False
 
 
 def _tell(client: ControlClient, verdict: Verdict) -> None:

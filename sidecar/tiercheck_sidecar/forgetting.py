@@ -92,7 +92,7 @@ def _needed(
             only = _base(version, snapshots, deltas, history)
             if only is not None:
                 wanted.add(only)
-    # What is newest here may be announced on our last report's word before this verdict's successor is heard.
+    # What is newest here may still become complete, if the others come to it by another way.
     newest = max(rebuildable(snapshots, deltas, history), default=None)
     if len(wanted) < place.to_keep and _base(newest, wanted, deltas, history) is None:
         wanted |= {each for each in (_base(newest, snapshots, deltas, history),) if each is not None}

@@ -13,8 +13,9 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.chain import chain_from
@@ -22,6 +23,7 @@ from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.slot import NotASlot, beginning
 from tiercheck.protocol.version import Version
+from tiercheck_sidecar.bounded_calls import Call, Stalled
 from tiercheck_sidecar.digest import digest_chunk, length_of, piece
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import PeerRefused
@@ -32,6 +34,8 @@ from tiercheck_sidecar.vault import MemoryTooSmall, NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.inventory import header_fault
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FOLDER = "lent"
 _STATE_WORD = 8
@@ -58,14 +62,34 @@ Bring = Callable[[Sequence[int], memoryview], None]
 """Chunk indices, and the whole artifact's bytes, of which these chunks are to be filled: there, or in the file behind them. Raises SourceFailed, SourceCorrupt."""
 
 
+Opened = Callable[[Call], contextlib.AbstractContextManager[tuple[Digests, Bring]]]
+"""A place that was asked for an artifact, by a call."""
+
+
+class Bounded(Protocol):
+    """Makes calls that are left behind when nothing comes."""
+
+    def __call__(self, place: str, body: Callable[[Call], T], rank: int) -> T:
+        """What `body` brings for `rank` from `place`. Raises what it raises, Stalled."""
+
+
+def _unbounded(place: str, body: Callable[[Call], T], rank: int) -> T:
+    return body(Call(lambda _: None))
+
+
 class RemotePart(Protocol):
     """What lending needs of the remote tier."""
 
     def digests(self, artifact: Artifact) -> Digests:
         """Of a snapshot of a complete version. Raises SourceFailed."""
 
-    def fetch_chunks(self, artifact: Artifact, indices: Sequence[int], into: memoryview) -> None:
-        """Fill these chunks of `into`, verified. Raises SourceFailed, SourceCorrupt."""
+    def fetch_chunks(
+        self, artifact: Artifact, indices: Sequence[int], into: memoryview, heard: Callable[[int], None]
+    ) -> None:
+        """Fill these chunks of `into`, verified; `heard` is told of the bytes as they come, and what it raises ends the reading.
+
+        Raises SourceFailed, SourceCorrupt.
+        """
 
 
 @dataclass
@@ -84,8 +108,16 @@ class _Loan:
 class Lender:
     """For one rank's session. Not thread-safe; `close` ends all loans."""
 
-    def __init__(self, vault: Vault, folder: Path, dial: Callable[[Peer], Wire], remote: RemotePart) -> None:
-        self._vault, self._dial, self._remote = vault, dial, remote
+    def __init__(
+        self,
+        vault: Vault,
+        folder: Path,
+        dial: Callable[[Peer], Wire],
+        remote: RemotePart,
+        bounded: Bounded = _unbounded,
+    ) -> None:
+        """`bounded` makes calls to the places."""
+        self._vault, self._dial, self._remote, self._bounded = vault, dial, remote, bounded
         self._folder = folder / uuid.uuid4().hex[:8]
         self._loans: dict[Artifact, _Loan] = {}
         self._pinned = contextlib.ExitStack()
@@ -96,11 +128,14 @@ class Lender:
         own = self._own(artifact)
         if own is not None:
             return own
-        reasons = []
+        reasons, wanted = [], tuple(ranges)
         for name, opened in self._sources(directive, artifact):
+            borrow = partial(self._borrow, artifact, opened, wanted)
             try:
-                with opened as (digests, bring):
-                    return self._fill(artifact, digests, bring, ranges)
+                return self._bounded(name, borrow, artifact.rank)
+            except Stalled as error:
+                self._forget(artifact)
+                reasons.append(f"{name}: {error}")
             except (SourceFailed, SourceCorrupt) as error:
                 reasons.append(f"{name}: {error}")
         raise SourceFailed("; ".join(reasons) or "no source is known")
@@ -129,23 +164,32 @@ class Lender:
         self._lent[artifact] = slot.path
         return slot.path
 
-    def _sources(
-        self, directive: Directive, artifact: Artifact
-    ) -> Iterator[tuple[str, contextlib.AbstractContextManager[tuple[Digests, Bring]]]]:
+    def _sources(self, directive: Directive, artifact: Artifact) -> Iterator[tuple[str, Opened]]:
         named = directive.restore.ranks if directive.restore else ()
         sources = next((entry.sources for entry in named if entry.rank == artifact.rank), ())
         for source in sources:
             if source.peer is not None:
-                yield f"worker {source.peer.worker}", self._from_peer(artifact, source.peer)
+                yield f"worker {source.peer.worker}", partial(self._from_peer, artifact, source.peer)
             elif source.parity is not None:
-                yield "parity", self._from_parity(artifact, source.parity)
+                yield "parity", partial(self._from_parity, artifact, source.parity)
         if artifact.kind is Kind.SNAPSHOT:
-            yield "the remote tier", self._from_remote(artifact)
+            yield "the remote tier", partial(self._from_remote, artifact)
+
+    def _borrow(self, artifact: Artifact, opened: Opened, ranges: Iterable[tuple[int, int]], call: Call) -> Path:
+        with opened(call) as (digests, bring):
+            call.arrived(0)
+            return self._fill(artifact, digests, bring, ranges)
+
+    def _forget(self, artifact: Artifact) -> None:
+        """Somebody was left behind who may still write into the loan: the next one gets a file of its own."""
+        loan = self._loans.pop(artifact, None)
+        if loan is not None:
+            loan.path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def _from_peer(self, artifact: Artifact, peer: Peer) -> Iterator[tuple[Digests, Bring]]:
+    def _from_peer(self, artifact: Artifact, peer: Peer, call: Call) -> Iterator[tuple[Digests, Bring]]:
         try:
-            opening = open_copy(artifact, Dial(peer.worker, lambda: self._dial(peer)), Tier.LOCAL)
+            opening = open_copy(artifact, Dial(peer.worker, lambda: call.own(self._dial(peer))), Tier.LOCAL)
         except Senseless as error:
             raise SourceCorrupt(str(error)) from error
         except (PeerRefused, OSError) as error:
@@ -159,9 +203,9 @@ class Lender:
             )
 
     @contextlib.contextmanager
-    def _from_parity(self, artifact: Artifact, group: ParityGroup) -> Iterator[tuple[Digests, Bring]]:
+    def _from_parity(self, artifact: Artifact, group: ParityGroup, call: Call) -> Iterator[tuple[Digests, Bring]]:
         """Of a rank that nobody has: added up from what it was coded with, as far as it is wanted here."""
-        found = Rebuild(artifact, group.ranks, group, self._dial)
+        found = Rebuild(artifact, group.ranks, group, lambda peer: call.own(self._dial(peer)))
 
         def bring(indices: Sequence[int], into: memoryview) -> None:
             with open(self._path(artifact), "r+b") as file:
@@ -170,9 +214,9 @@ class Lender:
         yield found.digests, bring
 
     @contextlib.contextmanager
-    def _from_remote(self, artifact: Artifact) -> Iterator[tuple[Digests, Bring]]:
+    def _from_remote(self, artifact: Artifact, call: Call) -> Iterator[tuple[Digests, Bring]]:
         digests = self._remote.digests(artifact)
-        yield digests, lambda indices, into: self._remote.fetch_chunks(artifact, indices, into)
+        yield digests, lambda indices, into: self._remote.fetch_chunks(artifact, indices, into, call.arrived)
 
     def _fill(self, artifact: Artifact, digests: Digests, bring: Bring, ranges: Iterable[tuple[int, int]]) -> Path:
         if digests.size < _STATE_WORD:

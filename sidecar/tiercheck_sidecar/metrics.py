@@ -84,6 +84,7 @@ class ReportCollector(Collector):
         )
         yield _counter("tiercheck_uploaded", "Artifacts brought to the remote tier.", counters.uploaded)
         yield _counter("tiercheck_refused_stale", "Messages of older attempts refused.", counters.refused_stale)
+        yield _counter("tiercheck_refused_reports", "Senseless tier reports refused.", counters.refused_reports)
 
 
 def _artifacts(report: Report) -> Iterable[Metric]:

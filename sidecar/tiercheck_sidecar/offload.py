@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tiercheck.protocol.artifact import Artifact
@@ -252,14 +252,14 @@ class Offloader:
                     found[Artifact(rank, each)] = named.bytes
             return found
 
-    def fetch(self, rank: int, version: Version) -> Seal:
+    def fetch(self, rank: int, version: Version, heard: Callable[[int], None]) -> Seal:
         """Copy one rank's snapshot from the remote tier into an own slot. Raises SourceFailed, SourceCorrupt, NoFreeSlot, NotASlot, OSError."""
         with self._opened() as store:
             artifact, world_size = store.artifact(rank, version), self._manifest(store, version).world_size
             assert artifact.digests is not None
             draft = self._vault.draft(Seal(rank, version, world_size, Tier.LOCAL, artifact.digests))
             try:
-                store.fetch(artifact, draft.view)
+                store.fetch(artifact, draft.view, heard=heard)
                 draft.keep()
             finally:
                 draft.discard()
@@ -272,10 +272,12 @@ class Offloader:
             assert found is not None
             return found
 
-    def fetch_chunks(self, artifact: Artifact, indices: Sequence[int], into: memoryview) -> None:
+    def fetch_chunks(
+        self, artifact: Artifact, indices: Sequence[int], into: memoryview, heard: Callable[[int], None]
+    ) -> None:
         """Fill these chunks of `into`, verified. Raises SourceFailed, SourceCorrupt."""
         with self._opened() as store:
-            store.fetch(store.artifact(artifact.rank, artifact.version), into, indices)
+            store.fetch(store.artifact(artifact.rank, artifact.version), into, indices, heard)
 
     def fetch_chunk(self, artifact: Artifact, digests: Digests, index: int, into: memoryview) -> None:
         """Read one chunk into `into`, which is as long as it, verified; for those who keep nothing of it. Raises SourceFailed, SourceCorrupt."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tiercheck.protocol import names
+from tiercheck.protocol.encoding import field_names
 from tiercheck.protocol.report import Report
 from tiercheck.redaction import is_secret_name, redacted
 
@@ -42,14 +43,10 @@ class Discretion:
         return dataclasses.replace(report, **{name: self._without(getattr(report, name)) for name in _TOLD})
 
     def _without(self, value: Any) -> Any:
-        if isinstance(value, Enum):
-            return value
-        if isinstance(value, str):
+        if isinstance(value, str) and not isinstance(value, Enum):
             return self._hide(value) if value else value
         if isinstance(value, tuple):
             return tuple(self._without(entry) for entry in value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-            clean = {name: self._without(content) for name, content in fields.items()}
-            return dataclasses.replace(value, **clean) if clean != fields else value
-        return value
+        fields = {name: getattr(value, name) for name in field_names(type(value)) or ()}
+        clean = {name: self._without(content) for name, content in fields.items()}
+        return dataclasses.replace(value, **clean) if clean != fields else value

@@ -16,9 +16,10 @@ def is_plain(path: Path) -> bool:
         return False
 
 
-def open_plain(path: Path) -> int:
-    """A descriptor to read from, without waiting for anybody. Raises OSError, also if it is no plain file."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+def open_plain(path: Path, *, write: bool = False) -> int:
+    """A descriptor to read from, or to `write` to as well, without waiting for anybody. Raises OSError, also if it is no plain file."""
+    access = os.O_RDWR if write else os.O_RDONLY
+    file = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(file).st_mode):
         return file
     os.close(file)

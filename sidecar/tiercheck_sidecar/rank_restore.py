@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import groupby
 
+from tiercheck.failpoints import failpoint
 from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Directive, Source, Tier
 from tiercheck.protocol.report import Quarantined, RankRestore
@@ -57,6 +58,7 @@ class RankRestorer:
 
     def run(self) -> RankRestore:
         began = time.monotonic()
+        failpoint("before-restore-load")
         done = self._complete()
         seconds, failures = time.monotonic() - began, tuple(self._failures)
         if done is None:
@@ -90,6 +92,7 @@ class RankRestorer:
                     continue
                 self._failures.append(str(found) + ("" if self._sources else ", and no other source is known"))
                 return None
+            self._measure(found)
             unsure = [each for each in found.artifacts(self._rank) if each in self._own() and each not in self._sound]
             if not found.needs and not unsure:
                 return found
@@ -100,6 +103,13 @@ class RankRestorer:
                 for fetched in fetching:
                     fetched.result()
 
+    def _measure(self, found: Plan) -> None:
+        """How far the way is, and how far we are."""
+        own, chain = self._own(), found.artifacts(self._rank)
+        wanted = sum(own[each] for each in chain if each in own) + sum(need.size for need in found.needs)
+        done = sum(own[each] for each in chain if each in own and each in self._sound)
+        self._board.meter.plan(self._rank, wanted, done)
+
     def _own(self) -> dict[Artifact, int]:
         return own_artifacts(self._vault.held(), self._rank)
 
@@ -108,8 +118,12 @@ class RankRestorer:
         self._failures += failures
 
     def _verify(self, artifact: Artifact) -> None:
+        meter = self._board.meter
         try:
-            reason = fault_of(self._vault, artifact, self._verifiers)
+            with meter.waiting("own memory"):
+                reason = fault_of(
+                    self._vault, artifact, self._verifiers, lambda count: meter.arrived(artifact.rank, count)
+                )
         except NotHeld:
             return
         except OSError as error:

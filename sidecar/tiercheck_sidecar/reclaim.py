@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tiercheck.protocol.artifact import Kind, Share
+from tiercheck.failpoints import failpoint
+from tiercheck.protocol.artifact import Artifact, Kind, Share
 from tiercheck.protocol.chain import Chain
 from tiercheck.protocol.directive import Directive, Phase, Tier
 from tiercheck.protocol.report import RestoreState
@@ -18,6 +19,10 @@ from tiercheck_sidecar.forgetting import Place, expendable
 from tiercheck_sidecar.lending import lent_chain
 from tiercheck_sidecar.stock import Stock, Where, hosted_lanes, hosted_ranks, stocks, where
 from tiercheck_sidecar.vault import Vault
+from tiercheck_sidecar.watermark import Verdict
+
+Gone = tuple[Where, Kind, Version]
+"""What is where, and given up."""
 
 
 class Reclaimer:
@@ -79,7 +84,7 @@ class Reclaimer:
         plan = self._vault.size_plan()
         slots, came_from = plan.own_slots, _came_from(directive, plan)
         owed = verdict.upload if verdict and slots == OWN_SLOTS else None
-        gone: set[tuple[Where, Kind, Version]] = set()
+        gone: set[Gone] = set()
         for name, stock in stocks(self._vault.held()).items():
             mine = name.tier is Tier.LOCAL and (verdict is None or name.rank not in verdict.received)
             doomed = expendable(
@@ -89,9 +94,30 @@ class Reclaimer:
                 owed if mine else None,
             )
             gone |= {(name, kind, version) for kind, version in doomed}
+        gone -= self._counted_on(gone, directive, verdict)
         if gone:
+            failpoint("before-reclaim")
             self._vault.free(lambda seal: (where(seal), seal.kind, seal.version) in gone)
         self._vault.tidy()
+
+    def _counted_on(self, gone: set[Gone], directive: Directive, verdict: Verdict | None) -> set[Gone]:
+        """What has to wait. By our last report the coordinator may announce what rests on an own snapshot, as long as that is newer than
+        what it has announced: so it is left out of a report first, and goes when that has been heard.
+        """
+        mark = verdict.watermarks.local if verdict is not None else None
+        doomed = {
+            Artifact(name.rank, version): (name, kind, version)
+            for name, kind, version in gone
+            if name.tier is Tier.LOCAL and name.rank in self._vault.ranks and kind is Kind.SNAPSHOT
+            if (mark is None or version > mark) and directive.history.continues(version)
+        }
+        with self._board.lock:
+            news = self._board.leaving != doomed.keys()
+            self._board.leaving = frozenset(doomed)
+            left_out = self._board.left_out
+        if news:
+            self._board.bump()
+        return {each for artifact, each in doomed.items() if artifact not in left_out}
 
 
 def _came_from(directive: Directive, plan: Sizing) -> Chain | None:

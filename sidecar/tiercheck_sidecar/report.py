@@ -12,7 +12,17 @@ import threading
 import uuid
 from collections.abc import Callable
 
-from tiercheck.protocol.report import Counters, Holding, MemoryReport, Report, TrainerReport, TrainerState, Watermarks
+from tiercheck.protocol.report import (
+    Counters,
+    Holding,
+    MemoryReport,
+    Report,
+    RestoreReport,
+    RestoreState,
+    TrainerReport,
+    TrainerState,
+    Watermarks,
+)
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.own_credentials import Discretion, own_credentials
@@ -56,7 +66,7 @@ class Reporter:
                 attempt=board.attempt,
                 revision=directive.revision if directive else "",
                 phase=directive.phase if directive else None,
-                restore=board.restore,
+                restore=self._restore(),
                 trainer=self._trainer(),
                 holdings=tuple(
                     Holding(seal.rank, seal.version, seal.tier, seal.digests.size, seal.kind, seal.share)
@@ -75,6 +85,12 @@ class Reporter:
                 elementwise=all(board.elementwise.values()) if board.elementwise else None,
                 proofs=board.proofs,
             )
+
+    def _restore(self) -> RestoreReport:
+        board = self._board
+        if board.restore.state is not RestoreState.RUNNING:
+            return board.restore
+        return dataclasses.replace(board.restore, progress=board.meter.told())
 
     def _trainer(self) -> TrainerReport:
         board = self._board
@@ -107,7 +123,13 @@ def _essence(report: Report) -> Report:
         snapshot=marks.snapshot if report.worker == 0 else _present(marks.snapshot),
     )
     return dataclasses.replace(
-        report, trainer=trainer, memory=memory, watermarks=told, holdings=(), counters=Counters()
+        report,
+        restore=dataclasses.replace(report.restore, progress=None),
+        trainer=trainer,
+        memory=memory,
+        watermarks=told,
+        holdings=(),
+        counters=Counters(),
     )
 
 

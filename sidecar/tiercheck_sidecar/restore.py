@@ -12,6 +12,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from tiercheck.failpoints import failpoint
 from tiercheck.protocol.directive import Directive, Phase, Restore, Tier
 from tiercheck.protocol.report import RankRestore, RestoreReport, RestoreState
 from tiercheck.supervised import describe
@@ -101,8 +102,10 @@ class Restorer:
                 for rank in self._vault.ranks
             ]
             ranks = tuple(pool.map(RankRestorer.run, restorers))
+        failpoint("after-restore")
         state = RestoreState.FAILED if any(rank.tier is None for rank in ranks) else RestoreState.READY
-        self._publish(directive, RestoreReport(state, restore.version, ranks, time.monotonic() - began))
+        seconds, stalled = time.monotonic() - began, board.meter.stalled
+        self._publish(directive, RestoreReport(state, restore.version, ranks, seconds, stalled=stalled))
 
     def _look_at_others(self, directive: Directive, restore: Restore, began: float) -> RestoreReport:
         """Whether the slots of other ranks can be read: this worker's share of them, so that all are looked at once."""
@@ -120,7 +123,8 @@ class Restorer:
             RankRestore(rank, tier, None, 0, 0.0, tuple(failures), deltas=links) for rank in self._vault.ranks
         )
         state = RestoreState.FAILED if failures else RestoreState.READY
-        return RestoreReport(state, restore.version, ranks, time.monotonic() - began)
+        stalled = self._board.meter.stalled
+        return RestoreReport(state, restore.version, ranks, time.monotonic() - began, stalled=stalled)
 
     def _publish(self, directive: Directive, report: RestoreReport) -> None:
         with self._board.lock:

@@ -47,12 +47,35 @@ def common(many: Iterable[Sequence[Span]]) -> tuple[Span, ...]:
     return result or ()
 
 
+def united(runs: Iterable[Span]) -> tuple[Span, ...]:
+    """What any of them has, in order of steps. Takes no longer for long ones: how long they are is their sender's word."""
+    found: list[Span] = []
+    for run in sorted(runs, key=lambda run: (run.first, run.last)):
+        before = found[-1] if found else None
+        if before is not None and before.attempt == run.attempt and run.first <= before.last + 1:
+            found[-1] = Span(run.attempt, before.first, max(before.last, run.last))
+        elif run.first <= run.last:
+            found.append(run)
+    return tuple(found)
+
+
 def newest(runs: Sequence[Span], history: History) -> Version | None:
-    """The accepted version with the highest step."""
+    """The accepted version with the highest step. Takes no longer for long runs."""
     for run in reversed(runs):
-        for step in range(run.last, run.first - 1, -1):
-            if history.owner(step) == run.attempt:
-                return Version(step, run.attempt)
+        steps = _accepted(run.attempt, history)
+        last = run.last if steps is None or steps[1] is None else min(run.last, steps[1])
+        if steps is not None and last >= max(run.first, steps[0]):
+            return Version(last, run.attempt)
+    return None
+
+
+def _accepted(attempt: int, history: History) -> tuple[int, int | None] | None:
+    """The first and the last step (None: there is none) that the attempt owns; None: it is not of this history."""
+    for number, branch in enumerate(history.branches):
+        if branch.attempt == attempt:
+            return branch.base_step + 1, min(
+                (later.base_step for later in history.branches[number + 1 :]), default=None
+            )
     return None
 
 

@@ -1,80 +1,14 @@
-"""Room for connections that have not proved anything yet: bounded, and nobody without the job's credentials keeps its peers out.
-
-Who finds no room is not turned away. Whoever crowds most gives way: of the address with most connections, the one that has said
-nothing for longest. A peer needs milliseconds for its proof, so it is not the one.
-"""
+"""Who has room of his own among strangers: whoever comes from an address that the operator named."""
 
 from __future__ import annotations
 
 import contextlib
-import socket
-import threading
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
 from tiercheck.protocol.address import split_address
 from tiercheck.protocol.directive import Directive, Peer
+from tiercheck.strangers import MOST_PER_ADDRESS, Guest, Strangers, hang_up, who_gives_way
 
-MOST_PER_ADDRESS = 64
-"""As many as one worker may need at once, when all its ranks restore over several streams."""
-
-
-@dataclass(frozen=True, eq=False)
-class Guest:
-    """One connection."""
-
-    address: str
-    """The IP address that it comes from."""
-    cut: Callable[[], None]
-    """Ends it, from any thread."""
-
-
-class Strangers:
-    """Thread-safe."""
-
-    def __init__(
-        self,
-        most: Callable[[], int],
-        named: Callable[[], Collection[str]] = frozenset,
-        per_address: int = MOST_PER_ADDRESS,
-    ) -> None:
-        """`most`: connections of addresses that are not `named`; those that are have room of their own."""
-        self._most, self._named, self._per_address = most, named, per_address
-        self._lock = threading.Lock()
-        self._guests: list[Guest] = []
-
-    def enter(self, address: str, cut: Callable[[], None]) -> Guest:
-        """Somebody came. Another one may be cut for it."""
-        guest = Guest(address, cut)
-        with self._lock:
-            loser = who_gives_way(self._guests, address, self._named(), self._most(), self._per_address)
-            if loser is not None:
-                self._guests.remove(loser)
-            self._guests.append(guest)
-        if loser is not None:
-            loser.cut()
-        return guest
-
-    def leave(self, guest: Guest) -> None:
-        """It is gone, or has proved who it is. Harmless if it had to give way."""
-        with self._lock:
-            if guest in self._guests:
-                self._guests.remove(guest)
-
-
-def who_gives_way(
-    guests: Sequence[Guest], newcomer: str, named: Collection[str], most: int, per_address: int
-) -> Guest | None:
-    """Of `guests`, oldest first, for one who comes from address `newcomer`; None: there is room."""
-    same = [guest for guest in guests if guest.address == newcomer]
-    if len(same) >= per_address:
-        return same[0]
-    crowd = [guest for guest in guests if guest.address not in named]
-    if newcomer in named or len(crowd) < most:
-        return None
-    counts = Counter(guest.address for guest in crowd)
-    return max(crowd, key=lambda guest: counts[guest.address])  # the first of those with most
+__all__ = ["MOST_PER_ADDRESS", "Guest", "Strangers", "hang_up", "named_addresses", "who_gives_way"]
 
 
 def named_addresses(directive: Directive | None) -> frozenset[str]:
@@ -90,9 +24,3 @@ def named_addresses(directive: Directive | None) -> frozenset[str]:
         with contextlib.suppress(ValueError):  # not an address: nobody comes from there
             addresses.add(split_address(peer.host)[0])
     return frozenset(addresses)
-
-
-def hang_up(connection: socket.socket) -> None:
-    """From any thread; the one that serves it closes it."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)

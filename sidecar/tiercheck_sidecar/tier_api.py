@@ -8,7 +8,7 @@ from aiohttp import web
 
 from tiercheck_sidecar.api import answer, sentence
 from tiercheck_sidecar.board import Board
-from tiercheck_sidecar.coordinator import Coordinator, NotNow, StaleReport
+from tiercheck_sidecar.coordinator import BadReport, Coordinator, NotNow, StaleReport
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.tiers import take
 from tiercheck_sidecar.watermark import TierReport, Verdict
@@ -28,6 +28,8 @@ def routes(board: Board, coordinator: Coordinator) -> list[web.RouteDef]:
             return answer(await asyncio.to_thread(coordinator.hear, report))
         except StaleReport as error:
             return sentence(409, str(error))
+        except BadReport as error:
+            return sentence(422, str(error))
         except NotNow as error:
             return sentence(503, str(error))
 

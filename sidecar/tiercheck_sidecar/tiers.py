@@ -87,6 +87,8 @@ class TierClient:
         with self._board.lock:
             reached, verdict = dict(self._board.reached), self._board.verdict
             trainer, ending, stored = self._board.trainer.report.state, self._board.ending, self._board.remote.versions
+            leaving = self._board.leaving
+            self._board.left_out &= leaving
         unfinished = self._vault.unfinished()
         here = stocks(self._vault.held())
         history = directive.history
@@ -96,12 +98,14 @@ class TierClient:
         for rank in self._vault.ranks:
             own = here.get(Where(Tier.LOCAL, rank), Stock()).accepted(history)
             at_holders = _at_holders(directive, acknowledged, rank)
+            going = {each.version for each in leaving if each.rank == rank} & own.snapshots
             newest_own.append(max(own.snapshots, default=None))
             ranks.append(
                 RankTiers(
                     rank=rank,
-                    local=own.rebuildable(history),
+                    local=Stock(own.snapshots - going, own.deltas).rebuildable(history),
                     snapshots=tuple(sorted(own.snapshots)),
+                    leaving=tuple(sorted(going)),
                     unfinished=_of(unfinished, rank, Kind.SNAPSHOT),
                     unfinished_deltas=_of(unfinished, rank, Kind.DELTA),
                     reached=reached.get(rank),
@@ -157,6 +161,11 @@ class TierClient:
             return False
         self._saw(directive, None)
         take(self._board, verdict)
+        left_out = frozenset(Artifact(tiers.rank, each) for tiers in report.ranks for each in tiers.leaving)
+        if left_out:
+            with self._board.lock:
+                self._board.left_out = left_out
+            self._board.bump()
         return True
 
     def _saw(self, directive: Directive, how: Break | None) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import BinaryIO
 
+from tiercheck.failpoints import failpoint
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json
@@ -32,6 +33,10 @@ log = logging.getLogger(__name__)
 
 _SEALERS = {Kind.SNAPSHOT: 4, Kind.DELTA: 2}
 """Threads, apart, so that a delta does not wait until snapshots are digested."""
+
+
+_LONGEST_FAULT = 200
+"""Characters of what a launcher says of itself."""
 
 
 class TrainerSocket:
@@ -125,6 +130,9 @@ class TrainerSocket:
             while line := lines.readline(LONGEST_LINE):
                 event = decode(line, LauncherEvent)
                 log.info("launcher: %s", event)
+                if event.fault:
+                    told = f"its launcher failed and goes on ({event.fault[:_LONGEST_FAULT]}): see the log of the container trainer"
+                    board.threads.trouble("launcher", told)
                 with board.lock:
                     board.trainer.event(event, board.clock())
                 board.bump()
@@ -153,6 +161,8 @@ class TrainerSocket:
             with self._board.lock:
                 order = self._order()
             if order is not None and order != last:
+                if order.phase is Phase.RELEASE:
+                    failpoint("before-release")
                 connection.sendall(to_json(order) + b"\n")
                 last = order
             seen = self._board.wait(seen, timeout=1.0)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 
 from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.manifest import Digests
-from tiercheck_sidecar.digest import digest_chunk, piece
+from tiercheck_sidecar.digest import digest_chunk, length_of, piece
 from tiercheck_sidecar.vault import Seal, Vault
 from tiercheck_sidecar.vault.inventory import header_fault
 
 
-def fault_of(vault: Vault, artifact: Artifact, threads: Executor) -> str:
-    """What is wrong with an own rank's artifact; empty if nothing is. Raises NotHeld, OSError."""
+def fault_of(vault: Vault, artifact: Artifact, threads: Executor, read: Callable[[int], None] = lambda _: None) -> str:
+    """What is wrong with an own rank's artifact; empty if nothing is. `read` hears of the bytes of each chunk. Raises NotHeld, OSError."""
     with _mapped(vault, artifact) as (view, seal):
         digests = seal.digests
-        found = threads.map(lambda index: _chunk_fault(view, digests, index), range(len(digests.values)))
+
+        def look(index: int) -> str:
+            wrong = _chunk_fault(view, digests, index)
+            read(length_of(digests, index))
+            return wrong
+
+        found = threads.map(look, range(len(digests.values)))
         return next(filter(None, list(found)), "") or header_fault(view, seal)
 
 

@@ -15,7 +15,7 @@ from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import History, Version
 from tiercheck_sidecar.cadence import UNDECIDED, Cadence, Needs
-from tiercheck_sidecar.span import Span, common, newest, spans, versions
+from tiercheck_sidecar.span import Span, common, newest, united
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,11 @@ class RankTiers:
 
     rank: int
     local: tuple[Span, ...] = ()
-    """What can be rebuilt from its own memory."""
+    """What can be rebuilt from its own memory, without what is `leaving`."""
     snapshots: tuple[Version, ...] = ()
     """Sealed in its own memory."""
+    leaving: tuple[Version, ...] = ()
+    """Those of them that go as soon as this has been heard."""
     unfinished: tuple[Version, ...] = ()
     """Snapshots being written or sealed."""
     unfinished_deltas: tuple[Version, ...] = ()
@@ -202,12 +204,12 @@ def _backed(guarded: list[RankTiers], history: History, copies: Collection[Copy]
     """The newest version that can be rebuilt for every rank from some holder, whoever its holders are now: what an earlier
     attempt completed stays until this one has done as much.
     """
-    found: dict[int, set[Version]] = {tiers.rank: set() for tiers in guarded}
+    found: dict[int, list[Span]] = {tiers.rank: [] for tiers in guarded}
     for copy in copies:
         for rank in copy.ranks:
             if rank in found:
-                found[rank] |= versions(copy.versions)
-    return newest(common(spans(those) for those in found.values()), history)
+                found[rank] += copy.versions
+    return newest(common(map(united, found.values())), history)
 
 
 def _passed(tiers: RankTiers, version: Version, complete: Version | None) -> bool:

@@ -63,6 +63,15 @@ def test_what_needs_a_person_comes_with_the_advice_of_the_troubleshooting_guide(
     assert attention.advice == entry.to_do
 
 
+def test_restore_under_way_shows_how_much_is_back_and_how_fast() -> None:
+    job = recorded.job()
+    job["status"]["progress"] |= {"restoredBytes": 3 * 2**30, "restoreBytes": 4 * 2**30}
+    job["status"]["recovery"] = {"cause": "NodeLost", "decidedAt": recorded.at(6)}
+    shown = rendered(screen(status_view(job, recorded.NOW), 80), 80)
+    assert "restored  75 %   3.0 GiB of 4.0 GiB, 512 MiB/s" in shown
+    assert "  restored  " not in rendered(screen(status_view(recorded.job(), recorded.NOW), 80), 80)
+
+
 def test_pods_that_are_pulled_for_a_minute_alarm_nobody_and_after_two_they_do() -> None:
     job = recorded.job()
     for ago, expected in ((30, 0), (180, 1)):

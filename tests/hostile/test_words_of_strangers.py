@@ -82,6 +82,15 @@ def test_pod_is_a_worker_only_if_the_job_or_its_workload_controls_it(controllers
     assert parse_pod(raw) is None
 
 
+def test_pod_of_a_neighbours_job_is_no_worker_of_mine_whichever_labels_its_template_has() -> None:
+    """Whoever may make Jobs chooses their pods' labels, that of a JobSet among them; and these pods were not attached."""
+    raw = pod(up(0))
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "x", "uid": "another", "controller": True}
+    marks = {**raw["metadata"]["labels"], names.LABEL_JOBSET_UID: VICTIM}
+    raw["metadata"] = {**raw["metadata"], "labels": marks, "ownerReferences": [owner]}
+    assert list(seen(raw).pods_of("ns", VICTIM)) == []
+
+
 def test_pod_that_the_job_made_is_not_taken_for_an_attached_one_by_what_its_template_says() -> None:
     raw = pod(up(0))
     raw["metadata"]["annotations"] = {names.ANNOTATION_ATTACHED: '{"container": "x"}'}

@@ -284,7 +284,9 @@ def test_fault_of_its_own_ends_no_running_command(launch: Launch) -> None:
     launched.sidecar.say(order(1, Phase.RELEASE))
     until(launched.sidecar.has_heard_all, "the launcher to hang up")
     launched.sidecar.restart()
-    launched.sidecar.hears("started", 1)
+    assert launched.sidecar.hears("started", 1).fault.startswith("KeyError in "), "the job hears of it"
+    launched.sidecar.restart()
+    assert launched.sidecar.hears("started", 1).fault == "", "once"
     assert alive(pid)
     launched.sidecar.say(order(1, Phase.FINISH))
     until(lambda: not alive(pid), "the command to be ended")

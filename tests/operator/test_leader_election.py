@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from tiercheck.failpoints import Struck
 from tiercheck_operator.config import Config
 from tiercheck_operator.election.candidate import Candidate, Move, Record, Terms
 from tiercheck_operator.election.elector import Elector
@@ -206,6 +208,28 @@ def test_renewal_whose_answer_was_lost_is_found_and_renewed() -> None:
     first.round(3.0)
     assert first.leads(7.9)
     assert first.told == [True]
+
+
+def test_look_that_fails_in_a_way_that_nobody_thought_of_is_not_the_last_one() -> None:
+    server, leading = LeaseServer(), threading.Event()
+
+    class Fails:
+        looks = 0
+
+        def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+            self.looks += 1
+            if self.looks <= 3:
+                raise Struck("nobody thought of it")
+            return server.call(method, path, body)
+
+    terms = Terms.of(60.0)
+    elector = Elector(
+        Fails(), ("system", "lease"), "one", replace(terms, retry=0.01), changed=lambda leads: leads and leading.set()
+    )
+    elector.start()
+    assert leading.wait(30)
+    assert not elector.died
+    elector.release()
 
 
 def test_lease_that_somebody_deleted_or_annotated_is_no_reason_to_lead_twice() -> None:

@@ -27,6 +27,7 @@ from tiercheck.protocol.report import (
     RankRestore,
     RemoteReport,
     Report,
+    RestoreProgress,
     RestoreReport,
     RestoreState,
     TrainerReport,
@@ -136,6 +137,10 @@ class Sidecar:
     owes: bool = False
     killed_at: float | None = None
     """When a command was killed of which something is still there."""
+    waiting_since: float | None = None
+    """In a restore, for something that does not come."""
+    stuck_in: int = 0
+    """The attempt in which it gave a mount up."""
 
     def accept(self, directive: Directive) -> None:
         old = self.directive
@@ -159,6 +164,7 @@ class Sidecar:
                 self.killed_at = self.world.now
             self.trainer = self._ending() if self.killed_at is not None else TrainerReport(TrainerState.WAITING)
             self.restore = RestoreReport(RestoreState.RUNNING, directive.restore.version if directive.restore else None)
+            self.waiting_since = None
         self.directive = directive
 
     def tick(self) -> None:
@@ -238,12 +244,35 @@ class Sidecar:
             return
         version = directive.restore.version
         assert directive.history.accepts(version), "told to restore what the history does not accept"
+        here = {self.worker, self.world.pods[self.pod].node}
+        if here & (self.world.hanging | self.world.dead_mounts | self.world.slow):
+            if self._waits(directive, here):
+                return
+        else:
+            self.waiting_since = None
         if directive.restore.world_size:
             self.restore = self._look_at_others(directive.restore)
             return
         ranks = tuple(self._bring_back(entry.rank, entry.sources, version) for entry in directive.restore.ranks)
         state = RestoreState.FAILED if any(rank.tier is None for rank in ranks) else RestoreState.READY
         self.restore = RestoreReport(state, version, ranks)
+
+    def _waits(self, directive: Directive, here: set[int | str | None]) -> bool:
+        """Whether it still does: for ever if it hangs itself, until it gives the mount up, or as long as little by little comes."""
+        since = self.waiting_since = self.waiting_since or self.world.now
+        waited, bound = self.world.now - since, directive.policy.restore_stall
+        if here & self.world.dead_mounts and (waited >= bound or directive.attempt > self.stuck_in > 0):
+            self.stuck_in = self.stuck_in or directive.attempt
+            ranks = (RankRestore(self.worker, None, None, 0, waited, ("the remote tier: nothing came from it",)),)
+            self.restore = replace(
+                self.restore, state=RestoreState.FAILED, ranks=ranks, progress=None, stalled=("the remote tier",)
+            )
+            return True
+        if here & self.world.slow and waited > self.world.slow_for:
+            return False
+        idle = 1.0 if here & self.world.slow else waited
+        self.restore = replace(self.restore, progress=RestoreProgress(int(waited), 10**6, idle, ("the remote tier",)))
+        return True
 
     def _look_at_others(self, restore: Restore) -> RestoreReport:
         """Whether something of every old rank can be read; nothing of it becomes an own slot."""
@@ -476,6 +505,13 @@ class World:
         """Workers whose trainer container is not up yet."""
         self.unhealthy: set[str | int] = set()
         """Nodes, and workers, where health checks fail."""
+        self.hanging: set[str | int] = set()
+        """Nodes, and workers, whose sidecars hang in a restore."""
+        self.dead_mounts: set[str | int] = set()
+        """Nodes, and workers, where nothing comes from the remote tier's mount, which is all that a restore there could read."""
+        self.slow: set[str | int] = set()
+        """Nodes, and workers, where bytes come, but so slowly that a restore takes `slow_for` seconds."""
+        self.slow_for = 0.0
         self.undying: set[str] = set()
         """Pods (UIDs) of whose training command SIGKILL does not end everything."""
         self.flush_seconds = 0

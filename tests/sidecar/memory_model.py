@@ -76,6 +76,8 @@ class Model:
         self.writing: list[set[Key]] = [set() for _ in range(self.world)]
         self.reached: list[Version | None] = [None] * self.world
         self.verdicts: list[Verdict | None] = [None] * self.world
+        self.leaving: list[set[Version]] = [set() for _ in range(self.world)]
+        self.left_out: list[set[Version]] = [set() for _ in range(self.world)]
         self.ranks: dict[int, RankTiers] = {}
         self.heard: dict[int, tuple[Copy, ...]] = {}
         self.standing, self.verdict = Standing(), None
@@ -163,13 +165,16 @@ class Model:
     def tell(self, rank: int) -> None:
         """The rank's sidecar reports to the coordinator, which judges."""
         own, accepts = self.own[rank], self.history.accepts
+        leaving = self.left_out[rank] = set(self.leaving[rank])
+        staying = Memory(9, 99, own.has - {(Kind.SNAPSHOT, each) for each in leaving})
         places = list(range(self.parity)) if self.parity else list(self.holders[rank])
         acks = [{key for key in self.acks[rank].get(place, set()) if accepts(key[1])} for place in places]
         at = [Memory(9, 99, each) for each in ([set.intersection(*acks)] if self.parity else acks)]
         self.ranks[rank] = RankTiers(
             rank=rank,
-            local=spans(own.rebuildable(self.history)),
+            local=spans(staying.rebuildable(self.history)),
             snapshots=tuple(sorted(filter(accepts, own.of(Kind.SNAPSHOT)))),
+            leaving=tuple(sorted(leaving)),
             unfinished=tuple(sorted(version for kind, version in self.writing[rank] if kind is Kind.SNAPSHOT)),
             unfinished_deltas=tuple(sorted(version for kind, version in self.writing[rank] if kind is Kind.DELTA)),
             reached=self.reached[rank],
@@ -198,7 +203,11 @@ class Model:
         word = self.verdicts[rank]
         own = self.own[rank]
         crowded = not self.parity and len(own.of(Kind.DELTA)) >= own.delta_slots - SPARE_DELTAS
-        self._free(own, own.place(Tier.LOCAL, slots=self.slots, crowded=crowded), word)
+        gone = expendable(own.place(Tier.LOCAL, slots=self.slots, crowded=crowded), self.history, word)
+        mark = word.watermarks.local if word else None
+        newer = {each for kind, each in gone if kind is Kind.SNAPSHOT and (mark is None or each > mark)}
+        self.leaving[rank] = set(filter(self.history.accepts, newer))
+        own.has -= gone - {(Kind.SNAPSHOT, each) for each in self.leaving[rank] - self.left_out[rank]}
         for (holder, owner), memory in self.hosted.items():
             if holder == rank:
                 stranded = holder not in self.holders[owner]
@@ -227,6 +236,7 @@ class Model:
     def restart_sidecar(self, rank: int) -> None:
         """Its memory stays, but for what was being written; what it was told is gone."""
         self.writing[rank], self.acks[rank], self.reached[rank], self.verdicts[rank] = set(), {}, None, None
+        self.leaving[rank], self.left_out[rank] = set(), set()
 
     def lose(self, *lost: int) -> Version | None:
         """Workers go with all their memory. The job goes back to the newest version that the others can give, in a new attempt."""

@@ -84,7 +84,7 @@ class Station:
                 token=TOKEN,
             )
         )
-        self.vault = Vault(folder, job.limit, self.board.config.ranks, self.board.bump)
+        self.vault = Vault(folder, job.limit, self.board.config.ranks, self.board.bump, self.board.tagger)
         self.vault.open()
         self.identity = Identity(JOB, worker, TOKEN, job.host(worker))
         self.server = ExchangeServer(self.board, self.vault, self.identity, job.port)
@@ -176,8 +176,8 @@ class Station:
         self.board.stop()
 
 
-def send_bytes(wire: Wire, index: int, content: bytes) -> None:
+def send_bytes(wire: Wire, index: int, content: bytes, *, bare: bool = False) -> None:
     """As chunk `index`, whatever is held here."""
     with open(os.memfd_create("chunk"), "wb+", buffering=0) as file:
         file.write(content)
-        wire.send_chunk(file.fileno(), index, 0, len(content))
+        wire.send_chunk(file.fileno(), index, 0, len(content), bare=bare)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from stations import Station, Stations
@@ -36,7 +37,7 @@ def copied(job: Stations, size: int = LARGE, kind: Kind = Kind.SNAPSHOT) -> tupl
 
 def plant(station: Station, seal: Seal, content: bytes) -> None:
     station.vault.host([seal.rank])
-    draft = station.vault.draft(Seal(seal.rank, seal.version, seal.world_size, Tier.PEER, seal.digests, seal.kind))
+    draft = station.vault.draft(replace(seal, tier=Tier.PEER))
     draft.view[:] = content
     draft.keep()
 
@@ -238,8 +239,8 @@ def test_line_that_damages_is_not_taken_for_a_bad_copy(stations: MakeStations) -
         def __init__(self, wire: Wire) -> None:
             self.__dict__ = wire.__dict__
 
-        def receive_into(self, view: memoryview) -> None:
-            super().receive_into(view)
+        def _fill(self, view: memoryview) -> None:
+            super()._fill(view)
             if len(view) > MIB:
                 view[77] ^= 1
 

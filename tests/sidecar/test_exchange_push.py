@@ -32,12 +32,12 @@ class Breaking(Wire):
         self.__dict__ = wire.__dict__
         self._left = after
 
-    def send_chunk(self, *arguments: object) -> None:  # type: ignore[override]
+    def send_chunk(self, *arguments: object, **more: object) -> None:  # type: ignore[override]
         if self._left == 0:
             self.cut()
             raise WireBroken("the cable was pulled")
         self._left -= 1
-        super().send_chunk(*arguments)  # type: ignore[arg-type]
+        super().send_chunk(*arguments, **more)  # type: ignore[arg-type]
 
 
 def send_by_hand(wire: Wire, seal: Seal, content: bytes, transfer: str, *chunks: int) -> Say:

@@ -68,7 +68,7 @@ def test_abandoned_snapshot_goes_although_it_is_newer() -> None:
 
 
 def test_abandoned_snapshot_that_the_newest_step_rests_on_stays_while_a_slot_is_left() -> None:
-    """The coordinator may announce that step on our last word, which it has before we have this verdict's successor."""
+    """The others may come to that step by another way."""
     here = place([4, 8], [5, 6, 7, 9], Tier.LOCAL)
     assert gone(here, verdict(6, abandoned=(8,))) == ([], [])
     assert gone(replace(here, slots=2), verdict(6, abandoned=(8,))) == ([8], [])

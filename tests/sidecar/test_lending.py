@@ -201,7 +201,7 @@ class Bucket:
     def digests(self, artifact: Artifact) -> Digests:
         return self.described
 
-    def fetch_chunks(self, artifact: Artifact, indices: Sequence[int], into: memoryview) -> None:
+    def fetch_chunks(self, artifact: Artifact, indices: Sequence[int], into: memoryview, heard: object) -> None:
         chunk = self.described.chunk
         for index in indices:
             part = self.body[index * chunk : (index + 1) * chunk]

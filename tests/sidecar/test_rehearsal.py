@@ -42,13 +42,13 @@ class NoRemote:
     def digests(self, artifact: Artifact) -> Digests:
         raise AssertionError
 
-    def fetch(self, rank: int, version: Version) -> Seal:
+    def fetch(self, rank: int, version: Version, heard: object) -> Seal:
         raise AssertionError
 
     def fetch_chunk(self, artifact: Artifact, digests: Digests, index: int, into: memoryview) -> None:
         raise AssertionError
 
-    def fetch_chunks(self, artifact: Artifact, indices: object, into: memoryview) -> None:
+    def fetch_chunks(self, artifact: Artifact, indices: object, into: memoryview, heard: object) -> None:
         raise AssertionError
 
 

@@ -85,11 +85,11 @@ def test_deltas_pass_while_a_snapshot_is_held_up(stations: MakeStations, monkeyp
     began, go_on = threading.Event(), threading.Event()
     real = Wire.send_chunk
 
-    def held_up(*arguments: object) -> None:
+    def held_up(*arguments: object, **more: object) -> None:
         if threading.current_thread().name.startswith("snapshot"):
             began.set()
             go_on.wait(60)
-        real(*arguments)  # type: ignore[arg-type]
+        real(*arguments, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(sender, "stream_count", lambda *_: 1)
     monkeypatch.setattr(Wire, "send_chunk", held_up)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar.span import Span, common, newest, spans, versions
+from tiercheck_sidecar.span import Span, common, newest, spans, united, versions
 
 HISTORY = History((Branch(1, 0), Branch(3, 10), Branch(4, 17)))
 accepted = st.integers(1, 30).map(lambda step: Version(step, HISTORY.owner(step) or 0))
@@ -32,3 +32,22 @@ def test_runs_do_not_cross_attempts_and_nothing_is_common_to_nobody() -> None:
 
 def test_versions_that_the_history_does_not_accept_are_not_the_newest() -> None:
     assert newest((Span(1, 8, 14),), HISTORY) == Version(10, 1)
+
+
+@given(st.lists(sets, max_size=4))
+def test_what_any_has_is_the_union(many: list[frozenset[Version]]) -> None:
+    both = frozenset[Version]().union(*many)
+    assert united(run for each in many for run in spans(each)) == spans(both)
+    assert newest(united(map(lambda version: Span(version.attempt, version.step, version.step), both)), HISTORY) == max(
+        both, default=None
+    )
+
+
+def test_how_long_a_run_is_said_to_be_costs_nothing() -> None:
+    """A sidecar that lies must not keep the coordinator busy for ever, and with it every rank of the job."""
+    endless = Span(1, -(2**63), 2**63 - 1)
+    assert newest((endless,), HISTORY) == Version(10, 1)
+    assert newest((Span(2, 0, 2**63 - 1), Span(9, 0, 2**63 - 1)), HISTORY) is None
+    assert newest(common([united([endless, Span(1, 5, 2**62)]), (Span(1, 3, 2**62),)]), HISTORY) == Version(10, 1)
+    assert newest((Span(4, 18, 2**63 - 1),), HISTORY) == Version(2**63 - 1, 4)
+    assert united([Span(1, 5, 4)]) == ()

@@ -315,6 +315,24 @@ def test_launcher_that_gets_no_orders_any_more_can_come_again(
         listener.stop()
 
 
+def test_fault_of_the_launcher_is_told_as_those_of_the_sidecar_are(stations: MakeStations) -> None:
+    station = stations(workers=1)[0]
+    listener = TrainerSocket(station.board, station.vault, object())  # type: ignore[arg-type]
+    listener.start()
+    try:
+        launcher = FakeLauncher(station.board.config.socket_path)
+        launcher.tell("started", 1, fault="KeyError in app.py, line 7")
+        until(lambda: station.board.problems, "told")
+        launcher.close()
+    finally:
+        listener.stop()
+    (problem,) = station.board.problems
+    assert problem.reason == INTERNAL_ERROR
+    assert problem.message.startswith(
+        "its launcher failed and goes on (KeyError in app.py, line 7): see the log of the "
+    )
+
+
 def restoring(job: Stations, monkeypatch: pytest.MonkeyPatch) -> Board:
     """Worker 0 begins attempt 2 with what it holds of attempt 1."""
     monkeypatch.setattr(supervised, "FIRST", 0.01)
@@ -367,7 +385,7 @@ class Broken:
     def listed(self, rank: int, version: Version) -> dict[Artifact, int]:
         return {Artifact(rank, version): 100_000}
 
-    def fetch(self, rank: int, version: Version) -> None:
+    def fetch(self, rank: int, version: Version, heard: object) -> None:
         fail()
 
 

@@ -11,6 +11,7 @@ from world import content, layout
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.slot import NotASlot
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, Vault, vault
 from tiercheck_sidecar.vault.slots import SlotState
@@ -122,6 +123,33 @@ def test_slot_that_a_trainer_took_away_holds_up_no_other(own: Vault, spoil: Call
     assert own.held() == ()
     for step in (7, 8):
         assert own.seal(save(own, step)) is not None
+
+
+def test_link_in_place_of_a_slot_leads_the_sidecar_nowhere(
+    own: Vault, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """It may write where the trainer cannot, as in a remote tier that is a folder."""
+    elsewhere = tmp_path_factory.mktemp("store") / "manifest"
+    elsewhere.write_bytes(b"m" * (LIMIT // 2))
+    before = elsewhere.read_bytes()
+
+    def point_elsewhere(path: Path) -> None:
+        path.unlink()
+        path.symlink_to(elsewhere)
+
+    own.seal(save(own, 5))
+    (sealed,) = (path for path, slot in own._slots.items() if slot.seal)
+    point_elsewhere(sealed)
+    with pytest.raises(OSError, match="bytes long"):
+        own.fault(0, Version(5, 1))
+    own.free(lambda seal: seal.version.step == 5)
+    begun = own.begin(0, Version(6, 1))
+    point_elsewhere(begun)
+    with pytest.raises(NotASlot):
+        own.complete(begun, 2)
+    own.tidy()
+    assert elsewhere.read_bytes() == before
+    assert own.seal(save(own, 7)) is not None
 
 
 def test_slot_that_could_not_be_made_takes_no_room(own: Vault, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from stations import JOB, TOKEN, Stations, send_bytes
 
 from examples import examples
+from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Peer, Tier
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.app import Sidecar
@@ -23,8 +25,9 @@ from tiercheck_sidecar.exchange import handshake
 from tiercheck_sidecar.exchange.frames import END, Ask, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Challenge, Claim, Identity, PeerRefused, Proof, admit, dial
 from tiercheck_sidecar.exchange.line import Line
-from tiercheck_sidecar.exchange.protection import directions
+from tiercheck_sidecar.exchange.protection import TAG, directions
 from tiercheck_sidecar.exchange.sender import Pushed, push
+from tiercheck_sidecar.tags import Tagger, Tags
 
 MakeStations = Callable[..., Stations]
 MIB = 1 << 20
@@ -213,8 +216,8 @@ class Said:
             wire.send(Ask(self.body.hex()))
         elif self.kind == "index":
             wire.send_index(len(self.body))
-        elif self.kind == "chunk":
-            send_bytes(wire, len(self.body), self.body)
+        elif self.kind in ("chunk", "bare"):
+            send_bytes(wire, len(self.body), self.body, bare=self.kind == "bare")
         else:
             wire.send_end()
 
@@ -230,11 +233,26 @@ class Said:
         if length != len(self.body):
             raise WireBroken("a chunk does not fit into the artifact")
         target = bytearray(length)
+        if self.kind == "bare":
+            wire.receive_into(memoryview(target), self.was_sealed)
+            return Said("bare" if index == length else "a chunk of another place", bytes(target))
         half = len(target) // 2
         for part in (memoryview(target)[:half], memoryview(target)[half:]):
             if part:
                 wire.receive_into(part)
         return Said("chunk" if index == length else "a chunk of another place", bytes(target))
+
+    def was_sealed(self, chunk: memoryview) -> bool:
+        """By the tag that came with the index, long before."""
+        tagger = Tagger(TOKEN, JOB, ARTIFACT, "salt")
+        tag = tagger.running(len(self.body))
+        tag.update(memoryview(self.body))
+        return tagger.fits(Tags("salt", NO_TAG * len(self.body) + tag.hex()), len(self.body), chunk)
+
+
+ARTIFACT = Artifact(0, Version(5, 1))
+NO_TAG = "0" * 32
+IDENTITY = Identity(JOB, 0, TOKEN, "127.0.0.1")
 
 
 class Tape(socket.socket):
@@ -247,6 +265,11 @@ class Tape(socket.socket):
     def sendall(self, data: Any, flags: int = 0) -> None:  # type: ignore[override]
         self.sent += bytes(data)
 
+    def sendfile_(self, out: int, file: int, offset: int, size: int) -> int:
+        assert out == self.fileno()
+        self.sent += os.pread(file, size, offset)
+        return size
+
     def recv_into(self, view: Any, size: int = 0, flags: int = 0) -> int:  # type: ignore[override]
         got = min(len(view), len(self.stream))
         view[:got], self.stream = self.stream[:got], self.stream[got:]
@@ -256,10 +279,10 @@ class Tape(socket.socket):
 def spoken(words: list[Said], encrypted: bool, conversation: bytes = b"this one", back: bool = False) -> list[bytes]:
     """What travels for each of `words`."""
     frames = []
-    with closing(Tape()) as tape:
+    with closing(Tape()) as tape, patch.object(os, "sendfile", tape.sendfile_):
         wire = Wire(tape)
         out, into = directions(TOKEN, conversation, encrypted)
-        wire.protect(into, out) if back else wire.protect(out, into)
+        wire.protect(*((into, out) if back else (out, into)), IDENTITY.tagger)
         for word in words:
             word.say(wire)
             frames.append(tape.sent)
@@ -273,7 +296,7 @@ def heard(words: list[Said], stream: bytes, encrypted: bool) -> list[Said]:
     with closing(Tape(stream)) as tape:
         wire = Wire(tape)
         out, into = directions(TOKEN, b"this one", encrypted)
-        wire.protect(into, out)
+        wire.protect(into, out, IDENTITY.tagger)
         with suppress(WireBroken):
             for word in words:
                 understood.append(word.hear(wire))
@@ -283,7 +306,7 @@ def heard(words: list[Said], stream: bytes, encrypted: bool) -> list[Said]:
 SAID = st.one_of(
     st.builds(Said, st.just("message"), st.binary(max_size=40)),
     st.integers(0, 40).map(lambda number: Said("index", bytes(number))),
-    st.builds(Said, st.just("chunk"), st.binary(min_size=1, max_size=3000)),
+    st.builds(Said, st.sampled_from(["chunk", "bare"]), st.binary(min_size=1, max_size=3000)),
     st.just(Said("end")),
 )
 MODES = pytest.mark.parametrize("encrypted", [False, True], ids=["authenticated", "encrypted"])
@@ -306,7 +329,7 @@ def test_whatever_is_done_to_the_bytes_on_their_way_nothing_is_heard_that_was_no
     words = data.draw(st.lists(SAID, min_size=1, max_size=6))
     frames = spoken(words, encrypted)
     whole = b"".join(frames)
-    how = data.draw(st.sampled_from(["flip", "cut", "insert", "repeat", "drop", "swap", "other", "back"]))
+    how = data.draw(st.sampled_from(["flip", "cut", "insert", "repeat", "drop", "swap", "other", "back", "body"]))
     at = data.draw(st.integers(0, len(whole) - 1))
     which = data.draw(st.integers(0, len(frames) - 1))
     if how == "flip":
@@ -322,6 +345,12 @@ def test_whatever_is_done_to_the_bytes_on_their_way_nothing_is_heard_that_was_no
     elif how == "swap":
         other = data.draw(st.integers(0, len(frames) - 1))
         frames[which], frames[other] = frames[other], frames[which]
+        stream = b"".join(frames)
+    elif how == "body":  # the bytes of a chunk are in front of its tag, or, bare, behind that of its header
+        length = len(words[which].body) if words[which].kind in ("chunk", "bare") else 0
+        new = data.draw(st.binary(min_size=length, max_size=length))
+        begin = len(frames[which]) - length - (0 if words[which].kind == "bare" and not encrypted else TAG)
+        frames[which] = frames[which][:begin] + new + frames[which][begin + length :]
         stream = b"".join(frames)
     else:
         frames[which] = spoken(words, encrypted, b"another one" if how == "other" else b"this one", how == "back")[
@@ -365,17 +394,20 @@ def on_the_path(
         yield middle, line
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
-def test_bit_that_turned_on_the_way_breaks_the_connection_and_the_copy_is_right_in_the_end(
-    stations: MakeStations, monkeypatch: pytest.MonkeyPatch, encrypted: bool
+@pytest.mark.parametrize("how", ["with tags", "without tags", "encrypted"])
+def test_bit_that_turned_on_the_way_is_noticed_and_the_copy_is_right_in_the_end(
+    stations: MakeStations, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     job = stations()
-    job[0].identity.encrypts = lambda: encrypted
+    job[0].identity.encrypts = lambda: how == "encrypted"
+    if how == "without tags":
+        monkeypatch.setattr(job[0].vault, "_tagger", lambda _: None)
     seal = job[0].save(Version(5, 1), 2 * MIB)
+    assert (seal.tags is None) == (how == "without tags")
     with on_the_path(job, monkeypatch, at=MIB) as (middle, line):
         assert push(job[0].vault, seal, line) is Pushed.KEPT
         assert middle.at is None
-        assert line.sent > seal.digests.size, "the chunk was sent again on a new connection"
+        assert line.sent > seal.digests.size, "the chunk was sent again"
     assert job[1].content(seal, Tier.PEER) == job[0].content(seal, Tier.LOCAL)
 
 

@@ -70,6 +70,8 @@ class Checker:
     ended: set[int] = field(default_factory=set)
     """Attempts of which a rank ended by itself, or with its pod."""
     faults: list[tuple[float, str]] = field(default_factory=list)
+    neighbours: set[str] = field(default_factory=set)
+    """Pods of others that look like the job's."""
     flipped: bool = False
     told: tuple[bool | None, str] = (None, "")
     bare: int = 0
@@ -249,7 +251,12 @@ class Checker:
         ):
             self._say("the healthy are left alone", f"{what} although all ranks of attempt {attempt} make steps")
 
+    def _neighbour(self, f: Mapping[str, Any]) -> None:
+        self.neighbours.add(f["pod"])
+
     def _deletes(self, f: Mapping[str, Any]) -> None:
+        if f["pod"] in self.neighbours:
+            self._say("what is others' is left alone", f"{f['pod']} is deleted ({f['why']})")
         if f["pod"] in self.crews.get(self.attempt, ()):
             self._look_for_health(self.attempt, f"{f['pod']} is deleted ({f['why']})")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tests.simulation.neighbours import make_neighbour
 from tests.simulation.plan import Fault
 from tiercheck.protocol.directive import Tier
 
@@ -65,6 +66,10 @@ def strike(world: Simulation, fault: Fault) -> None:
             world.skew[node] = (fault.amount - 0.5) * 600
         case "cordon":
             world.nodes[node] = replace(world.nodes[node], cordoned=True, schedulable=False)
+        case "neighbour":
+            made = make_neighbour(world, fault.target, fault.amount)
+            world.record("neighbour", pod=made["metadata"]["uid"])
+            world.neighbours.append(made)
         case "mend":
             mend(world)
 

@@ -446,7 +446,7 @@ class Reach:
     def bring(self, artifact: Artifact, sources: Sequence[Source]) -> Brought:
         self._process.world.stroll(self._process)
         if sources[0].tier is Tier.REMOTE:
-            self.remote.fetch(artifact.rank, artifact.version)
+            self.remote.fetch(artifact.rank, artifact.version, lambda _: None)
             return Brought(sources[0])
         reasons: list[str] = []
         bad: list[Quarantined] = []
@@ -536,6 +536,10 @@ def in_simulation(world: Simulation) -> Iterator[None]:
             stack.enter_context(mock.patch.object(where, name, what))
         from tiercheck_sidecar import coordinator
         from tiercheck_sidecar.exchange import transfers
+        from tiercheck_sidecar.remote import preflight
+
+        stack.enter_context(mock.patch.object(preflight, "CHUNK", 64))
+        stack.enter_context(mock.patch.object(preflight, "SIZE", 17 * 64))
 
         stack.enter_context(mock.patch.object(coordinator, "time", clock))
         stack.enter_context(mock.patch.object(transfers, "time", clock))

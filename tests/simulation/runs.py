@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import time
@@ -32,10 +33,14 @@ class Outcome:
 def history_of(seed: int) -> list[Entry]:
     """What happens in the schedule that the seed stands for."""
     quiet, _ = logging.root.manager.disable, logging.disable(logging.CRITICAL)
+    collecting, _ = gc.isenabled(), gc.disable()  # a schedule is small, and what it leaves behind goes at once
     try:
         return Simulation(plan_of(seed)).play()
     finally:
         logging.disable(quiet)
+        if collecting:
+            gc.enable()
+            gc.collect()
 
 
 def digest_of(history: Iterable[Entry]) -> str:

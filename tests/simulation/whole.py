@@ -17,6 +17,7 @@ from typing import Any
 
 from world_in_memory import START, World
 
+from tests.simulation.neighbours import Raw, with_neighbours
 from tests.simulation.pages import Volumes
 from tests.simulation.plan import Plan
 from tests.simulation.process import Process, in_simulation
@@ -27,7 +28,7 @@ from tiercheck.protocol.report import Report, TrainerReport
 from tiercheck_operator.clock_skew import by_our_clock
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.actions import DeletePod, Probe, Push
-from tiercheck_operator.controller.observation import WorkerReport
+from tiercheck_operator.controller.observation import Observation, WorkerReport
 from tiercheck_operator.controller.record import JobRecord
 from tiercheck_sidecar.exchange.frames import PeerSilent, WireBroken
 
@@ -106,6 +107,7 @@ class Simulation(World):
         self.bucket = Bucket(self.record, lambda: self.now, random.Random(f"bucket {plan.seed}"))
         self.fabric, self.start_seconds, self.grace = plan.fabric, plan.start_seconds, 3.0
         self.skew: dict[str, float] = {}
+        self.neighbours: list[Raw] = []
         self.storeless: set[str] = set()
         """Nodes from which the bucket cannot be reached."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -289,6 +291,9 @@ class Simulation(World):
         if kill is not None:
             self.record("fault", name="operator killed", after=kill)
             self._wake, self._seen = self.now, ()
+
+    def observe(self) -> Observation:
+        return with_neighbours(super().observe(), self.neighbours) if self.neighbours else super().observe()
 
     # What the operator does
 

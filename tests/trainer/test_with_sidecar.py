@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from scripted_sidecar import DEADLINE, ScriptedSidecar, until
 from small_runs import Run, adamw, same_bits
 
+from tiercheck import failpoints
 from tiercheck.protocol.local import Reply, Request, Welcome
 from tiercheck.protocol.slot import read_header
 from tiercheck.protocol.version import Version
@@ -276,3 +277,53 @@ def test_end_of_a_script_that_does_well_is_no_failure(sidecar: ScriptedSidecar, 
     with pytest.raises(SystemExit):
         end_with(run, SystemExit(0))
     assert not sidecar.asked("failing")
+
+
+def test_host_memory_does_not_grow_with_what_was_saved(
+    sidecar: ScriptedSidecar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """marin#6774, the hero run: each save left something in the host's memory, and every few hours the kernel ended the training."""
+    turn = iter(range(10**6))
+
+    def two_slots(request: Request) -> Reply | None:
+        reply = sidecar.behave(request)
+        if request.op != "begin" or reply is None:
+            return reply
+        slot = Path(reply.path).with_name(f"slot-{next(turn) % 2}")
+        if not slot.exists():
+            Path(reply.path).rename(slot)
+        return Reply(True, path=str(slot))
+
+    def kept() -> tuple[int, int, int]:
+        """Descriptors, threads, and mappings of slots."""
+        maps = Path("/proc/self/maps").read_text().count(str(tmp_path / "slots"))
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), maps
+
+    sidecar.answer = two_slots
+    monkeypatch.setattr(sidecar_backend, "ANSWER_SECONDS", DEADLINE)
+    run = trained(tmp_path, 12)
+    before, captured = kept(), run.checkpointer.captured
+    for _ in range(20):
+        run.train(2)
+        run.checkpointer.wait(DEADLINE)
+    assert run.checkpointer.captured == captured + 20
+    assert kept() == before
+    run.checkpointer.close()
+
+
+@pytest.mark.parametrize("what", ["exception", "enospc"])
+@pytest.mark.parametrize("point", ["mid-copy", "before-state-word", "after-state-word"])
+def test_slot_is_given_back_whatever_kept_it_from_being_written(
+    sidecar: ScriptedSidecar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, what: str
+) -> None:
+    """Else it stays begun for as long as the connection lasts, and with the last of them nothing is saved any more."""
+    armed = tmp_path / "armed"
+    armed.write_text(f"{point} {what} times=2\n")
+    monkeypatch.setattr(failpoints, "_points", failpoints.Failpoints(str(armed)))
+    monkeypatch.setattr(sidecar_backend, "ANSWER_SECONDS", DEADLINE)
+    run = trained(tmp_path, 8)
+    run.checkpointer.close()
+    begun = [request.step for request in sidecar.asked("begin")]
+    ended = [request.step for request in (*sidecar.asked("complete"), *sidecar.asked("abandon"))]
+    assert sorted(ended) == [2, 4, 6, 8] == begun
+    assert (run.checkpointer.captured, run.checkpointer.skipped) == (2, 2)

@@ -14,9 +14,11 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tiercheck.failpoints import failpoint
 from tiercheck.launcher import command as processes
 from tiercheck.launcher.environment import command_environment, seconds_of
 from tiercheck.launcher.health_check import RunningCheck
@@ -29,6 +31,7 @@ from tiercheck.protocol import reasons
 from tiercheck.protocol.directive import HealthCheck, Phase
 from tiercheck.protocol.local import LauncherEvent, Order
 from tiercheck.protocol.names import ENV_RUN_DIR, RUN_DIR, SOCKET_NAME
+from tiercheck.supervised import describe
 
 ENV_STOP_SECONDS = "TIERCHECK_STOP_SECONDS"
 """How long the command may take to end after SIGTERM before it is killed; 5 if not set. For a new attempt it is killed at once."""
@@ -118,9 +121,10 @@ class Launcher:
                     self._on_orders()
             self._collect()
             return None if self._busy or self._check is not None else self._next()
-        except Exception:
+        except Exception as error:
             if not self._busy:
                 raise
+            self._state = replace(self._state, fault=describe(error))  # said with the next connection
             fault, before = traceback.format_exc(), self._fault
             self._fault = fault
             if fault != before:  # a fault of ours is no reason to end a training, nor to fill its log
@@ -134,6 +138,8 @@ class Launcher:
     def _connect(self) -> None:
         if not self._line.connected and self._line.connect():
             self._line.send(self._state)
+            if self._line.connected:
+                self._state = replace(self._state, fault="")
 
     def _watch(self, selector: selectors.BaseSelector) -> None:
         """Have the selector look at what is open now. Whoever finds a socket broken closes it, and its number is given out again, so
@@ -268,6 +274,7 @@ class Launcher:
             if not self._place_is_well(order):
                 return None
             if order.phase is Phase.HOLD:
+                failpoint("before-idle")
                 self._tell(LauncherEvent("idle", order.attempt))
             else:
                 self._start(order)
@@ -313,6 +320,7 @@ class Launcher:
             self._execute(order)
         else:
             self._tell(LauncherEvent("started", order.attempt))
+        failpoint("after-spawn")
 
     def _execute(self, order: Order) -> None:
         """Start the command with a new interpreter."""

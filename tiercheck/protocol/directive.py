@@ -11,6 +11,10 @@ from enum import Enum
 
 from tiercheck.protocol.version import History, Version
 
+RESTORE_STALL = 180.0
+"""Seconds without a byte after which a source of a restore is given up, if the job says nothing else. The grace of a file server that was
+restarted (90 s with NFSv4) fits in, and so do all tries of a request to a store."""
+
 
 class Phase(str, Enum):
     """What the launchers may do in this attempt."""
@@ -154,6 +158,8 @@ class Policy:
     """Seconds between two proofs that the newest version of a tier would come back; None: none are made."""
     health_check: HealthCheck | None = None
     """None: every place is good enough."""
+    restore_stall: float = RESTORE_STALL
+    """Seconds without a byte after which a source of a restore is given up."""
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,21 @@ __all__ = ["Malformed", "from_builtins", "from_json", "to_builtins", "to_json"]
 
 T = TypeVar("T")
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+_SCALARS = frozenset({str, int, float, bool, type(None)})
+
 
 def to_json(value: object) -> bytes:
     """Compact JSON of a protocol dataclass."""
-    return json.dumps(to_builtins(value), separators=(",", ":")).encode()
+    return _ENCODER.encode(to_builtins(value)).encode()
 
 
 def to_builtins(value: Any) -> Any:
     """Dicts, lists and scalars, as JSON has them."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_builtins(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if type(value) in _SCALARS:
+        return value
+    if (names := field_names(type(value))) is not None:
+        return {name: to_builtins(getattr(value, name)) for name in names}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, (list, tuple)):
@@ -37,6 +42,16 @@ def to_builtins(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): to_builtins(item) for key, item in value.items()}
     return value
+
+
+def field_names(kind: type) -> tuple[str, ...] | None:
+    """Of a dataclass; None if it is none."""
+    if kind not in _FIELDS:
+        _FIELDS[kind] = tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
+    return _FIELDS[kind]
+
+
+_FIELDS: dict[type, tuple[str, ...] | None] = {}
 
 
 def from_json(text: bytes | str, cls: type[T], most: int = MOST_BYTES) -> T:

@@ -65,6 +65,8 @@ class LauncherEvent:
     exit_code: int | None = None
     reason: str = ""
     message: str = ""
+    fault: str = ""
+    """What went wrong in the launcher itself, of a kind that nobody thought of, since it last said so: a few words. It goes on."""
 
 
 @dataclass(frozen=True)

@@ -53,11 +53,29 @@ class RankRestore:
 
 
 @dataclass(frozen=True)
+class RestoreProgress:
+    """Of a restore that is under way."""
+
+    bytes: int
+    """That are here."""
+    wanted: int
+    """Bytes that all local ranks need, as far as is known."""
+    idle_seconds: float
+    """Since a byte came, or a source was given up for the next one."""
+    sources: tuple[str, ...] = ()
+    """That are waited for, as sentences call them; at most 8."""
+
+
+@dataclass(frozen=True)
 class RestoreReport:
     state: RestoreState
     version: Version | None
     ranks: tuple[RankRestore, ...] = ()
     seconds: float = 0.0
+    progress: RestoreProgress | None = None
+    """While it runs; None: an older sidecar, which does not say."""
+    stalled: tuple[str, ...] = ()
+    """Sources that were given up because nothing came from them for `Policy.restore_stall` seconds, as sentences call them; at most 8."""
 
 
 @dataclass(frozen=True)
@@ -234,6 +252,8 @@ class Counters:
     uploaded: int = 0
     refused_stale: int = 0
     """Messages refused because they carried an older attempt."""
+    refused_reports: int = 0
+    """Tier reports of other sidecars that were refused because they cannot be true, or cannot be reckoned with."""
     deltas: int = 0
     """Deltas captured."""
     deltas_skipped: int = 0

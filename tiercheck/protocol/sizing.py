@@ -25,7 +25,8 @@ LONGEST_CADENCE = 32
 """However small deltas are, a replay of more steps than this costs more time than it saves memory."""
 
 PAGE = 4096
-_SEAL_PER_CHUNK = 40
+_DIGEST, _TAG = 40, 32
+"""Bytes of a seal for each chunk."""
 _CHUNK = 4 * 1024 * 1024
 _SMALLEST = 64 * 1024
 
@@ -40,10 +41,10 @@ def auto_cadence(snapshot_bytes: int, delta_bytes: int) -> int:
 
 
 def cost(size: int, parts: int = 1) -> int:
-    """Bytes of the memory volume that a slot of `size` bytes and its seal take. The seal of a parity block has the digests of
-    `parts` artifacts: its own and its members'.
+    """Bytes of the memory volume that a slot of `size` bytes and its seal take. The seal of an artifact has digests and tags, that of a
+    parity block the digests of `parts` artifacts: its own and its members'.
     """
-    seal = PAGE + (size // _CHUNK) * _SEAL_PER_CHUNK * parts
+    seal = PAGE + (size // _CHUNK) * (_DIGEST * parts + _TAG)
     return _pages(size) + _pages(seal)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tiercheck.failpoints import failpoint
 from tiercheck.trainer.accelerator import Accelerator, Mark
 from tiercheck.trainer.counters import Counters
 from tiercheck.trainer.crew import Crew
@@ -105,6 +106,7 @@ class Snapshot(Pending):
 def copy_tensor(target: Tensor, source: Tensor) -> None:
     """CPU to CPU, releasing the interpreter lock; chunked, so that no single call is long."""
     for to, chunk in _chunks(target, source):
+        failpoint("mid-copy")
         to.copy_(chunk)
 
 

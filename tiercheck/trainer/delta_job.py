@@ -79,10 +79,7 @@ class DeltaJob:
 
     def land(self) -> None:
         if self._flight is not None and self._delta.ready is not None:
-            self._delta.ready.synchronize()
-            begun = time.monotonic()
             self._desk.abandoning(self._delta, self.kind, self._path, self._land)
-            self.seconds += time.monotonic() - begun
 
     def finish(self) -> None:
         begun = time.monotonic()
@@ -139,8 +136,12 @@ class DeltaJob:
 
     def _land(self) -> None:
         assert self._flight is not None
+        assert self._delta.ready is not None
+        self._delta.ready.synchronize()
+        begun = time.monotonic()
         self._flight.land(lambda name: self._by_name[name].copied())
         self._refuse_torn()
+        self.seconds += time.monotonic() - begun
 
     def _non_finite(self) -> str | None:
         """Name of the first gradient with an infinity or a NaN that an update was made of. After `Flight.land`."""

@@ -76,12 +76,11 @@ class Desk:
             pending.device.follow(pending.ready)
 
     def abandoning(self, pending: Pending, kind: Kind, path: str, work: Callable[[], None]) -> None:
-        """Do `work`; if it fails the slot is given back. Raises Skipped or Cancelled."""
+        """Do `work`; if it fails, however, the slot is given back. Raises Skipped or Cancelled, and what nobody thought of."""
         try:
             work()
-        except (Skipped, Cancelled):
+        except BaseException as error:  # invariant: a slot that stays begun is one less for all that is saved later
             self.backend.abandon(path, pending.step, kind)
+            if isinstance(error, OSError | ValueError | RuntimeError):
+                raise Skipped("CannotWrite", str(error)) from error
             raise
-        except (OSError, ValueError, RuntimeError) as error:
-            self.backend.abandon(path, pending.step, kind)
-            raise Skipped("CannotWrite", str(error)) from error

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tiercheck.failpoints import failpoint
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.mapping import map_aligned
 from tiercheck.protocol.pieces import Piece
@@ -83,7 +84,9 @@ class SlotWriter:
         """Write header, then the state word: from here on the slot is readable."""
         header = layout.header(rank, version, world_size, metadata, kind)
         self.buffer[8 : 8 + len(header)] = header
+        failpoint("before-state-word")
         self.buffer[:8] = layout.state_word
+        failpoint("after-state-word")
 
     def pin(self) -> None:
         """Page-lock the mapping, so that the GPU copies straight into it. Tried once; without it the copy is only slower."""

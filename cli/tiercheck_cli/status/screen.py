@@ -13,7 +13,7 @@ from tiercheck_cli.durations import age, short
 from tiercheck_cli.recoveries import PastRecovery
 from tiercheck_cli.report.colours import PHASE_WORDS, PHASES
 from tiercheck_cli.report.colours import TIERS as COLOURS
-from tiercheck_cli.status.view import Attention, StatusView, TierView, WorkerView
+from tiercheck_cli.status.view import Attention, RestoreView, StatusView, TierView, WorkerView
 
 _PHASES = {
     "Running": "bold green", "Completed": "bold green", "Failed": "bold red", "Pending": "bold yellow",
@@ -94,6 +94,8 @@ def _facts(view: StatusView) -> Table:
     grid.add_column(ratio=1)
     pace = f"   {short(view.step_seconds)} each" if view.step_seconds else ""
     grid.add_row("  step", Text.assemble((_number(view.step), "bold"), pace))
+    if view.restoring is not None:
+        grid.add_row("  restored", _restored(view.restoring))
     spread = f"   (copies apart by {view.spread})" if view.spread and view.spread != "none" else ""
     grid.add_row("  survives", Text.assemble(_survives(view), (spread, "dim")))
     if view.unprotected_workers:
@@ -113,6 +115,12 @@ def _facts(view: StatusView) -> Table:
             ),
         )
     return grid
+
+
+def _restored(restoring: RestoreView) -> Text:
+    pace = "" if not restoring.bytes_per_second else f", {_gib(int(restoring.bytes_per_second))}/s"
+    share = min(100, 100 * restoring.bytes // restoring.wanted)
+    return Text.assemble((f"{share} %", "bold"), f"   {_gib(restoring.bytes)} of {_gib(restoring.wanted)}{pace}")
 
 
 def _survives(view: StatusView) -> str:

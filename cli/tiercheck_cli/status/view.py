@@ -46,6 +46,18 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class RestoreView:
+    """A restore under way, of all workers together."""
+
+    bytes: int
+    """That are back."""
+    wanted: int
+    """Bytes that there will be, as far as is known."""
+    bytes_per_second: float | None
+    """On average, since the attempt was decided; None: not known."""
+
+
+@dataclass(frozen=True)
 class WorkerView:
     """One worker's pod. `domains`: by level, widest first, the host left out; "?" where labels do not say."""
 
@@ -95,6 +107,7 @@ class StatusView:
     memory_limit: int | None
     attention: tuple[Attention, ...]
     recoveries: tuple[PastRecovery, ...]
+    restoring: RestoreView | None = None
     levels: tuple[str, ...] = ()
     """Of `domains` of the workers."""
     members: tuple[WorkerView, ...] = ()
@@ -143,6 +156,7 @@ def status_view(
         memory_limit=memory.get("limitBytes"),
         attention=_attention(status, now),
         recoveries=recoveries(job),
+        restoring=_restoring(status, now),
         levels=levels,
         members=tuple(members),
     )
@@ -204,6 +218,15 @@ def _tier(
         proof.get("step"),
         _since(proof.get("time"), now),
     )
+
+
+def _restoring(status: Mapping[str, Any], now: float) -> RestoreView | None:
+    progress = status.get("progress") or {}
+    done, wanted = int(progress.get("restoredBytes") or 0), int(progress.get("restoreBytes") or 0)
+    if not wanted:
+        return None
+    seconds = _since((status.get("recovery") or {}).get("decidedAt"), now)
+    return RestoreView(done, wanted, done / seconds if seconds else None)
 
 
 def _doing(status: Mapping[str, Any]) -> str:

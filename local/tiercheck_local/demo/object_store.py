@@ -34,7 +34,7 @@ class ObjectStore:
     def __enter__(self) -> Self:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self._port)]
         self._process = lifetime.start(command, self._log)
-        self._wait_until_it_answers(deadline=30.0)
+        self._wait_until_it_answers(deadline=90.0)
         self.client().create_bucket(Bucket=self.bucket)
         return self
 

@@ -33,6 +33,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Settings, bool]:
     parser.add_argument("--lease-seconds", type=float, default=0.5)
     parser.add_argument("--back-off", type=float, default=FIRST, help="first wait for a container that keeps ending")
     parser.add_argument("--cuts", help="file that names the links that are cut")
+    parser.add_argument("--failpoints", type=Path, help="folder of the files that arm the containers' failpoints")
     parser.add_argument("--lifeline", action="store_true", help="end when standard input ends")
     given = parser.parse_args(arguments)
     memory, scratch = remains.folders(given.cluster)
@@ -55,6 +56,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Settings, bool]:
         lease_seconds=given.lease_seconds,
         back_off=given.back_off,
         cuts=given.cuts,
+        failpoints=given.failpoints,
     )
     return settings, given.lifeline
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tiercheck.failpoints import ENV_FAILPOINTS
 from tiercheck_local import clock, links, markers
 from tiercheck_local.client import PODS, Client
 from tiercheck_local.node import environment, references, volumes
@@ -227,6 +228,8 @@ class Pod:
             )
         logs = self._settings.directory / "logs" / self.name / f"{container.name}.log"
         env = links.hooked(env, self._settings.cuts)
+        if self._settings.failpoints is not None:
+            env[ENV_FAILPOINTS] = str(self._settings.failpoints / f"{self.name}.{container.name}")
         oom = logs.with_suffix(OUT_OF_MEMORY)
         hold = self._settings.directory / f"{HOLD}{container.name}"
         return Recipe([translate(word) for word in argv], env, cwd or str(home), logs, last_words, oom, hold, translate)

@@ -31,6 +31,8 @@ class Settings:
     """Seconds for which a container that ended twice is held back; all further waits follow from it."""
     cuts: str | None = None
     """File that names the links that are cut; None: none can be."""
+    failpoints: Path | None = None
+    """Folder with a file per container, <pod>.<container>, that arms its failpoints; None: none can be armed."""
 
     @property
     def address(self) -> str:

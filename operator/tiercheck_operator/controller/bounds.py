@@ -54,7 +54,10 @@ def share(lengths: Sequence[int], total: int) -> int:
 
 
 def _with_messages(record: JobRecord, total: int) -> JobRecord:
-    most = max(_LEAST, share([len(entry.message) for entry in record.conditions], total))
+    lengths = [len(entry.message) for entry in record.conditions]
+    if sum(lengths) <= total:
+        return record
+    most = max(_LEAST, share(lengths, total))
     cut = tuple(replace(entry, message=_cut(entry.message, most)) for entry in record.conditions)
     return replace(record, conditions=cut)
 

@@ -29,6 +29,8 @@ class Cause(str, Enum):
     """failurePolicy.healthCheck failed on a worker's node: its pod is replaced on another."""
     STUCK = "Stuck"
     """Processes of a training command do not end although they were killed: their pod is replaced on another node."""
+    RESTORE_STALLED = "RestoreStalled"
+    """A worker cannot be restored where it is, because nothing comes from what it waits for: its pod is replaced on another node, once."""
     SIDECAR_SILENT = "SidecarSilent"
     """A pod's sidecar stopped answering. Explains the deletion that follows, which is ours."""
     NODE_SILENT = "NodeSilent"
@@ -63,6 +65,7 @@ class Cause(str, Enum):
             Cause.START_FAILED,
             Cause.HEALTH_CHECK_FAILED,
             Cause.STUCK,
+            Cause.RESTORE_STALLED,
             Cause.POD_FAILED,
             Cause.POD_EVICTED,
         ):

@@ -43,6 +43,7 @@ from tiercheck_operator.controller.record import JobRecord
 from tiercheck_operator.controller.replanning import replan
 from tiercheck_operator.controller.restart_count import forgiven
 from tiercheck_operator.controller.spares import keep_spares
+from tiercheck_operator.controller.stalled import standing_still
 from tiercheck_operator.controller.status import Finding, Findings, derive_status, finally_told, with_refusal
 from tiercheck_operator.controller.suspend import resumed, still_ending, suspend
 from tiercheck_operator.controller.suspicion import checks, next_look
@@ -228,6 +229,9 @@ def _attempt_driven(
     elif findings.placed is None and _said_what_has_passed(status):
         worth = describe_members(obs, membership, saved)
         findings = replace(findings, placed=Finding(worth.reason, worth.message))
+    still = standing_still(obs, status, reports)
+    if still is not None:
+        findings = replace(findings, waiting=Finding(*still))
     absent = waits_for_trainers(obs, status, reports)
     if absent:
         findings = replace(findings, waiting=_no_trainers(members, reports, absent))

@@ -62,6 +62,7 @@ def policy(spec: JobSpec, restored: bool = False) -> Policy:
         hang=None if spec.hang is None else _hang_limits(spec.hang, restored),
         rehearse_every=spec.rehearse_every,
         health_check=spec.health_check,
+        restore_stall=spec.restore_stall,
     )
 
 

@@ -61,6 +61,7 @@ def _bad(condition: Condition) -> bool:
         conditions.SIDECAR_THROTTLED,
         conditions.NODE_NOT_READY,
         conditions.REMOTE_NOT_SAFE,
+        conditions.RESTORE_STALLED,
     )
     return unwell or condition.reason in told
 

@@ -10,7 +10,9 @@ from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
+from tiercheck.failpoints import failpoint
 from tiercheck.protocol import names
+from tiercheck.protocol.directive import Phase
 from tiercheck.redaction import redacted
 from tiercheck_operator.cluster_identity import ClusterIdentity
 from tiercheck_operator.config import Config
@@ -141,6 +143,8 @@ class Executor:
                 if sidecars is not None and self._kube.may_write:
                     try:
                         await sidecars.push(uid, directive)
+                        if directive.phase is Phase.RELEASE:
+                            failpoint("after-release")
                     except SidecarError as error:
                         log.warning(
                             "%s/%s: directive for worker %s: %s", job.namespace, job.name, directive.worker, error
@@ -160,6 +164,7 @@ class Executor:
             if not error.conflict:
                 raise
         else:
+            failpoint("after-pod-create")
             log.info("%s/%s: created pod %s", job.namespace, job.name, pod["metadata"]["name"])
 
     async def _promote(self, job: JobView, action: Promote) -> None:
@@ -184,6 +189,7 @@ class Executor:
             with contextlib.suppress(ApiFailure):  # the cause is in the status as well; a pod is not kept for it
                 await self._kube.merge(CORE + "/pods/{name}", {"metadata": note}, **where)
         options = _only(action.uid, gracePeriodSeconds=0) if action.force else _only(action.uid)
+        failpoint("before-pod-delete")
         try:
             found = await self._kube.delete(CORE + "/pods/{name}", options, **where)
         except ApiFailure as error:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tiercheck.failpoints import failpoint
 from tiercheck.protocol import names
 from tiercheck_operator.cluster_identity import ClusterIdentity
 from tiercheck_operator.config import Config
@@ -336,7 +337,9 @@ class JobLoop:
             "metadata": {"resourceVersion": job.resource_version, "uid": job.uid},
             "status": merge_patch(old, new),
         }
+        failpoint("before-status-write")
         written = await self._around.kube.merge(JOBS + "/{name}/status", patch, namespace=job.namespace, name=job.name)
+        failpoint("after-status-write")
         self._wrote_progress = now
         if _version(written) >= _version(self._raw):
             self._raw = written

@@ -221,6 +221,7 @@ _OF_NODES = (
     Cause.START_FAILED,
     Cause.HEALTH_CHECK_FAILED,
     Cause.STUCK,
+    Cause.RESTORE_STALLED,
 )
 _GIVEN_UP = (*_OF_NODES, Cause.SIDECAR_SILENT, Cause.POD_FAILED)
 """Why a pod is deleted that nobody else has deleted. Those of nodes keep the node under suspicion until the pod is gone."""

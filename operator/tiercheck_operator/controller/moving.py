@@ -16,6 +16,7 @@ from tiercheck_operator.controller.exits import describe_exit
 from tiercheck_operator.controller.failed_starts import fails_again
 from tiercheck_operator.controller.hang import held_up_again
 from tiercheck_operator.controller.observation import Observation, PodView
+from tiercheck_operator.controller.stalled import why_stalled
 from tiercheck_operator.controller.suspicion import trainer_failed
 
 _HAND_OVER = 600.0
@@ -57,36 +58,43 @@ def find_moves(obs: Observation) -> list[Move]:
 def _barred(obs: Observation, pods: Mapping[int, PodView]) -> list[Move]:
     """Of pods in which no attempt can begin. All others wait for them, so there is time to let them have what such a pod holds."""
     reports = {worker: report for worker, pod in pods.items() if (report := _current(obs, pod)) is not None}
-    moves = {worker: move for worker in sorted(reports) if (move := _bar(pods[worker], reports[worker])) is not None}
+    found = {worker: _bar(obs, pods[worker], reports[worker]) for worker in sorted(reports)}
+    moves = {worker: move for worker, move in found.items() if move is not None}
     if not moves or len(moves) == obs.job.spec.workers > 1:
         return []  # what keeps all of them is not the fault of one node: storage perhaps, or the check itself
     if len(reports) < obs.job.spec.workers or not (_shared(obs) or _kept_elsewhere(obs)):
         return []
     others = [report for worker, report in reports.items() if worker not in moves]
-    restoring = any(report.restore.state is RestoreState.RUNNING for report in reports.values())
-    if restoring or any(report.trainer.busy for report in others):
+    stalled = {worker for worker, move in moves.items() if move.cause is Cause.RESTORE_STALLED}
+    running = {worker for worker, report in reports.items() if report.restore.state is RestoreState.RUNNING}
+    if running - stalled or any(report.trainer.busy for report in others):
         return []
     if _from_scratch(obs):
         return list(moves.values())
-    return [move for worker, move in moves.items() if not _needed(obs, reports[worker])][:1]
+    return [
+        move for worker, move in moves.items() if not _needed(obs, reports[worker], restored=worker not in stalled)
+    ][:1]
 
 
-def _needed(obs: Observation, report: Report) -> bool:
-    """Whether its sidecar still has to bring its holders what they lack, or has not heard yet what that is. Not for ever: a holder
-    may have no room."""
+def _needed(obs: Observation, report: Report, *, restored: bool) -> bool:
+    """Whether its sidecar still has to bring its holders what they lack, or has not heard yet what that is: it never does where it is not
+    `restored`. Not for ever: a holder may have no room."""
     recovery = obs.job.status.recovery
     if recovery is not None and recovery.decided_at is not None and obs.now - recovery.decided_at > _HAND_OVER:
         return False
-    unheard = report.watermarks.local is None and not obs.job.status.resized_from
+    unheard = restored and report.watermarks.local is None and not obs.job.status.resized_from
     return report.owes or unheard
 
 
-def _bar(pod: PodView, report: Report) -> Move | None:
+def _bar(obs: Observation, pod: PodView, report: Report) -> Move | None:
     trainer = report.trainer
     if trainer.stuck:
         return Move(pod, Cause.STUCK, f"{trainer.stuck}; its node is avoided", None)
     if trainer.unhealthy:
         return Move(pod, Cause.HEALTH_CHECK_FAILED, f"{trainer.unhealthy}; its node is avoided", None)
+    stalled = why_stalled(obs, report)
+    if stalled:
+        return Move(pod, Cause.RESTORE_STALLED, f"{stalled}; its node is avoided", None)
     return None
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from tiercheck.protocol.address import join_address
-from tiercheck.protocol.directive import DeltaMode, HealthCheck
+from tiercheck.protocol.directive import RESTORE_STALL, DeltaMode, HealthCheck
 from tiercheck.protocol.report import SPARE, Report
 from tiercheck_operator.controller.failure_spec import DEFAULT_HANG, DEFAULT_RESET_SECONDS, FailureRule, HangSpec
 from tiercheck_operator.controller.record import JobRecord
@@ -140,6 +140,8 @@ class JobSpec:
     """Why they are not, as a sentence; then the host is the only level."""
     rollback_after: int | None = None
     """Steps in a row that the sanity gate may refuse before the job goes back; None: it never does for that."""
+    restore_stall: float = RESTORE_STALL
+    """Seconds without a byte after which a source of a restore is given up."""
     rehearse_every: float | None = 600.0
     """Seconds between two proofs that a tier would come back; None: none are made."""
 

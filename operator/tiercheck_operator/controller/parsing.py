@@ -104,6 +104,7 @@ def _spec(raw: Mapping[str, Any]) -> JobSpec:
         spares=int(raw.get("spares") or 0),
         min_workers=_int((raw.get("elastic") or {}).get("minWorkers")),
         capacity_timeout=_float(policy.get("capacityTimeoutSeconds")),
+        restore_stall=float(_or(policy.get("restoreStallSeconds"), JobSpec.restore_stall)),
         node_memory=local.get("medium") == "NodeMemory",
         sidecar_resources=_resources((raw.get("sidecar") or {}).get("resources") or {}),
         parity=(int(parity["data"]), int(parity["parity"])) if parity else None,
@@ -161,7 +162,7 @@ def _or(value: Any, default: Any) -> Any:
 
 
 def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
-    """None if the labels are not those of a job's pod, or if its controller is not that job, or the workload that the job is attached to.
+    """None if the labels are not those of a job's pod, or if its controller is not that job, or the workload that the pod was attached for.
 
     Anybody may label pods. Whoever can also write owner references is still kept to his own namespace: pods are only looked up in
     that of their job. May raise anything on what no API server's schema lets through.
@@ -169,7 +170,9 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
     metadata, spec, status = raw.get("metadata") or {}, raw.get("spec") or {}, raw.get("status") or {}
     labels = metadata.get("labels") or {}
     maker = _controller(metadata)
-    if labels.get(names.LABEL_JOB_UID) not in _vouched_for(maker, labels):
+    own = _group(maker) == names.API_GROUP
+    attached = "" if own else str((metadata.get("annotations") or {}).get(names.ANNOTATION_ATTACHED) or "")
+    if not (own or attached) or labels.get(names.LABEL_JOB_UID) not in _vouched_for(maker, labels):
         return None
     try:
         spare = int(labels[names.LABEL_SPARE]) if names.LABEL_SPARE in labels else None
@@ -186,8 +189,6 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
     created = parse_time(metadata.get("creationTimestamp")) or 0.0
     deletion = parse_time(metadata.get("deletionTimestamp"))
     grace = float(metadata.get("deletionGracePeriodSeconds") or 0)
-    own = _group(maker) == names.API_GROUP
-    attached = "" if own else str((metadata.get("annotations") or {}).get(names.ANNOTATION_ATTACHED) or "")
     return PodView(
         name=str(metadata.get("name") or ""),
         uid=str(metadata.get("uid") or ""),

@@ -72,6 +72,8 @@ class Recovery:
     """The newest step that the ended attempt is known to have made; it is only heard of every few seconds."""
     noticed_at: float | None = None
     """When the first failure since the last step was noticed, if `detected_at` is of a later one."""
+    stalled: tuple[int, ...] = ()
+    """Workers that have got another node on the way back because they could not be restored where they were."""
 
     @property
     def version(self) -> Version | None:
@@ -183,6 +185,10 @@ class JobRecord:
     disruptions: int = 0
     step: int | None = None
     step_seconds: float | None = None
+    restored_bytes: int = 0
+    """That a restore under way has brought back."""
+    restore_bytes: int = 0
+    """That it will have brought back in the end, as far as is known; 0: none is under way."""
     tiers: Mapping[str, TierRecord] = field(default_factory=dict)
     proofs: Mapping[str, ProofRecord] = field(default_factory=dict)
     """By tier, where all ranks have one."""
@@ -285,6 +291,8 @@ def parse_record(raw: Mapping[str, Any]) -> JobRecord:
         disruptions=int(restarts.get("disruption") or 0),
         step=_int(progress.get("step")),
         step_seconds=_float(progress.get("stepSeconds")),
+        restored_bytes=int(progress.get("restoredBytes") or 0),
+        restore_bytes=int(progress.get("restoreBytes") or 0),
         tiers={
             name: TierRecord(int(e.get("step") or 0), str(e.get("time") or ""), int(e.get("lagSteps") or 0))
             for name, e in (raw.get("tiers") or {}).items()
@@ -352,7 +360,12 @@ def render_record(record: JobRecord) -> dict[str, Any]:
             "crash": record.crashes, "disruption": record.disruptions, "total": record.crashes + record.disruptions,
             "counted": record.counted, "crashStep": record.crash_step,
         },
-        "progress": _present({"step": record.step, "stepSeconds": _rounded(record.step_seconds, 6)}) or None,
+        "progress": _present({
+            "step": record.step,
+            "stepSeconds": _rounded(record.step_seconds, 6),
+            "restoredBytes": record.restored_bytes if record.restore_bytes else None,
+            "restoreBytes": record.restore_bytes or None,
+        }) or None,
         "tiers": {
             name: {"step": tier.step, "time": tier.time, "lagSteps": tier.lag_steps}
             for name, tier in sorted(record.tiers.items())
@@ -431,6 +444,7 @@ def _parse_recovery(raw: Mapping[str, Any]) -> Recovery:
         tries=int(raw.get("tries") or 0),
         reached=int(raw.get("reachedStep") or 0),
         noticed_at=_moment(raw.get("noticedAt")),
+        stalled=tuple(int(worker) for worker in raw.get("stalledWorkers") or ()),
     )
 
 
@@ -458,6 +472,7 @@ def _render_recovery(recovery: Recovery) -> dict[str, Any]:
             "nodes": list(recovery.facts.nodes) or None,
             "rule": recovery.rule or None,
             "tries": recovery.tries or None,
+            "stalledWorkers": list(recovery.stalled) or None,
         }
     )
 

@@ -20,6 +20,7 @@ from tiercheck_operator.controller.record import Condition, JobRecord, MemoryRec
 from tiercheck_operator.controller.saving import EVERY_STEP, TURNED_OFF, saved
 from tiercheck_operator.controller.sidecar_ends import sidecar_away, sidecar_ended
 from tiercheck_operator.controller.spares import SparesStanding, spares_standing
+from tiercheck_operator.controller.stalled import restored_bytes
 from tiercheck_operator.controller.suspend import resumed
 from tiercheck_operator.manifests.node_memory import forbidden
 from tiercheck_operator.manifests.resources import limits_advice
@@ -56,14 +57,16 @@ def derive_status(
 ) -> tuple[JobRecord, Budget]:
     """`record` with everything that follows from it, evictions included. `reports`: those of the current attempt, by worker."""
     record = _progress(obs, record, reports)
-    record = replace(record, checkpoint=saved(obs, record, reports), memory=_memory(obs, record, reports))
+    generation = obs.job.generation
     record = replace(
         record,
-        observed_generation=obs.job.generation,
+        checkpoint=saved(obs, record, reports),
+        memory=_memory(obs, record, reports),
+        placement=as_it_is(record, copied=findings.copied),
+        observed_generation=generation,
         started=_started(obs, record, findings),
         completed=record.completed or (rfc3339(obs.now) if findings.completed or findings.failed else None),
     )
-    record = replace(record, placement=as_it_is(record, copied=findings.copied))
     over = findings.completed or findings.failed is not None
     if over or findings.suspended or findings.suspending:
         record = last_words(obs, record)
@@ -72,10 +75,9 @@ def derive_status(
     if over or findings.suspended:  # the memory went with the pods
         remote = {name: tier for name, tier in record.tiers.items() if name == "remote"}
         record = replace(record, placement=None, tiers=remote)
-    record = replace(record, proofs=newest_proofs(obs, record, reports))
     idle = over or findings.suspended or findings.suspending
     spares = None if idle else spares_standing(obs)
-    record = replace(record, spares=spares.record if spares else None)
+    record = replace(record, proofs=newest_proofs(obs, record, reports), spares=spares.record if spares else None)
     wanted = [
         _placed(obs, findings),
         _ended_protection(record, findings) or _protected(obs, record, reports),
@@ -91,7 +93,10 @@ def derive_status(
         else None,
         _outcome(conditions.FAILED, findings.failed) if findings.failed is not None else None,
     ]
-    known = tuple(replace(entry, observed_generation=obs.job.generation) for entry in record.conditions)
+    known = tuple(
+        entry if entry.observed_generation == generation else replace(entry, observed_generation=generation)
+        for entry in record.conditions
+    )
     merged = _merge(obs, known, [entry for entry in wanted if entry is not None])
     record = replace(record, conditions=merged)
     record = replace(record, phase=_phase(record, findings))
@@ -141,7 +146,12 @@ def _progress(obs: Observation, record: JobRecord, reports: Mapping[int, Report]
         for name, version in (("local", marks.local), ("peer", marks.peer), ("remote", marks.remote)):
             tiers = _tier(obs, tiers, name, version)
     lagged = {name: replace(tier, lag_steps=max(0, (step or 0) - tier.step)) for name, tier in tiers.items()}
-    return replace(record, step=step, step_seconds=pace, tiers=lagged)
+    way_back = record.recovery is not None and record.recovery.decided_at is not None
+    restoring = (
+        way_back and record.recovery is not None and record.recovery.released_at is None and bool(record.recovery.step)
+    )
+    done, wanted = restored_bytes(reports) if restoring else (0, 0)
+    return replace(record, step=step, step_seconds=pace, tiers=lagged, restored_bytes=done, restore_bytes=wanted)
 
 
 def _tier(obs: Observation, tiers: dict[str, TierRecord], name: str, version: Version | None) -> dict[str, TierRecord]:

@@ -19,7 +19,7 @@ from tiercheck_operator.controller.reached import newest_step
 from tiercheck_operator.controller.record import NO_FACTS, Facts, Recovery
 
 _REMEMBERED = 16
-"""Failed restores kept in the status."""
+"""Failed restores, and workers that moved for one, kept in the status."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Trigger:
     at: float | None
     """When it happened, unix seconds, if known."""
     facts: Facts = NO_FACTS
+    stalled: tuple[int, ...] = ()
+    """Workers that move because they could not be restored where they were."""
 
 
 def find_trigger(obs: Observation, membership: Membership) -> Trigger | None:
@@ -121,7 +123,9 @@ def update_recovery(obs: Observation, trigger: Trigger | None) -> Recovery | Non
     recovery = _updated(obs, trigger)
     if recovery is None or recovery.decided_at is not None:
         return recovery
-    return replace(recovery, reached=newest_step(obs))
+    moved = trigger.stalled if trigger is not None else ()
+    stalled = tuple(dict.fromkeys((*recovery.stalled, *moved)))[-_REMEMBERED:]
+    return replace(recovery, reached=newest_step(obs), stalled=stalled)
 
 
 def _updated(obs: Observation, trigger: Trigger | None) -> Recovery | None:
@@ -157,7 +161,7 @@ def _updated(obs: Observation, trigger: Trigger | None) -> Recovery | None:
     failed = current.failed_versions
     if trigger.cause is Cause.RESTORE_FAILED and current.version is not None:
         failed = (*failed, current.version)[-_REMEMBERED:]
-    fresh = replace(fresh, failed_versions=failed, tries=current.tries + 1)
+    fresh = replace(fresh, failed_versions=failed, tries=current.tries + 1, stalled=current.stalled)
     if known.planned:
         return fresh
     noticed = current.noticed_at or current.detected_at
@@ -186,7 +190,9 @@ def _lost_members(obs: Observation, membership: Membership) -> Trigger:
         ),
         tuple(dict.fromkeys(node for node in map(_node_of, losses) if node)),
     )
-    return Trigger(cause, "; ".join([*told, _summary(losses)]), min(times, default=None), merged(NO_FACTS, facts))
+    stalled = tuple(loss.worker for loss in losses if loss.cause is Cause.RESTORE_STALLED)
+    message = "; ".join([*told, _summary(losses)])
+    return Trigger(cause, message, min(times, default=None), merged(NO_FACTS, facts), stalled)
 
 
 def _node_of(loss: Loss) -> str | None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from tiercheck.failpoints import failpoint
 from tiercheck_operator.belonging import DEPLOYMENT, owned_by
 from tiercheck_operator.election.candidate import Candidate, Move, Terms
 from tiercheck_operator.election.lease import LEASES, build_lease, parse_lease
@@ -83,8 +84,14 @@ class Elector(threading.Thread):
 
     def run(self) -> None:
         while not self._ending.is_set():
-            self.look()
-            self._tell()
+            try:
+                self.look()
+                self._tell()
+            except (
+                Exception
+            ):  # whatever it was, the next look is still to come; until then time takes the lead away, if anything
+                log.exception("a look at lease %s failed", self._lease)
+                self._raw = None
             pause = self._terms.retry
             if not self._led:
                 pause *= 1 + _JITTER * self._random()
@@ -144,6 +151,7 @@ class Elector(threading.Thread):
             self._raw = self._api.call("POST", self._path, body)
         else:
             self._raw = self._api.call("PUT", self._path + "/" + self._lease, body)
+        failpoint("after-lease")
         self._candidate.wrote(parse_lease(self._raw), sent)
 
     def _belonging(self) -> dict[str, Any]:

@@ -27,6 +27,8 @@ from tiercheck_operator.planning.inventory import (
 Held = tuple[int, int]
 """Bits of the snapshots, bits of the deltas."""
 _NOTHING: Held = (0, 0)
+_MOST_VERSIONS = 2**15
+"""That are told apart; no job has more. A decision's time grows with the square of them, and no other job is looked after meanwhile."""
 
 
 class Stock:
@@ -164,10 +166,13 @@ class Stock:
         if key is not None and key in self._masks:
             return self._masks[key]
         bits, mask = self._bits, 0
-        for version in versions:
+        few = len(versions) <= _MOST_VERSIONS
+        for version in versions if few else sorted(versions, reverse=True)[:_MOST_VERSIONS]:
             bit = bits.get(version)
             if bit is None:
-                bit = bits[version] = 1 << len(bits) if self._history.accepts(version) else 0
+                known = len(bits)
+                is_used = known < _MOST_VERSIONS and self._history.accepts(version)
+                bit = bits[version] = 1 << known if is_used else 0
             mask |= bit
         if key is not None:
             self._masks[key] = mask

@@ -1,7 +1,6 @@
 """One artifact on its way from holders that all say the same of it: several streams, one slot.
 
-A chunk is received into its place and digested piece by piece while the piece is in the cache. Its place is one stream's at a time,
-and nobody's once it is verified. What a second holder brings of a chunk that the first is late with waits beside its place.
+A chunk is received into its place and checked there. Its place is one stream's at a time, and nobody's once it is verified. What a second holder brings of a chunk that the first is late with waits beside its place.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from tiercheck.protocol.artifact import Artifact
-from tiercheck_sidecar.digest import digest_as_filled, length_of, piece
-from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
+from tiercheck_sidecar.digest import length_of, piece
+from tiercheck_sidecar.exchange.chunks import Chunks
+from tiercheck_sidecar.exchange.frames import Altered, Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.gathering import OVERDUE, Gathering
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.sources import BadCopy, Dial, Opening, Senseless, open_copy
@@ -39,6 +38,8 @@ class Collection:
         self._streams: Counter[int] = Counter()
         self._wires: set[Wire] = set()
         self._brought: set[int] = set()
+        self._doubted: set[int] = set()
+        """Whose bare chunks were not what was sealed."""
         self._writers: dict[int, Wire] = {}
         self._draft = vault.draft(seal)
 
@@ -49,11 +50,11 @@ class Collection:
     def run(self) -> bool:
         """Whether it is here, verified and sealed. Raises NotASlot, OSError; then no slot is taken."""
         each = max(1, stream_count(self.seal.digests) // len(self._openings))
-        streams = [(one.dial, one.wire if n == 0 else None) for one in self._openings for n in range(each)]
+        streams = [(one.dial, one if n == 0 else None) for one in self._openings for n in range(each)]
         self._streams.update(dial.worker for dial, _ in streams)
         try:
             with ThreadPoolExecutor(len(streams), thread_name_prefix="fetch") as pool:
-                futures = [pool.submit(self._stream, dial, wire) for dial, wire in streams]
+                futures = [pool.submit(self._stream, dial, opening) for dial, opening in streams]
             for future in futures:
                 future.result()
             self._examine()
@@ -64,20 +65,23 @@ class Collection:
         finally:
             self._draft.discard()
 
-    def _stream(self, dial: Dial, wire: Wire | None) -> None:
-        """Chunks from one holder, over a connection that is made anew as often as that brings anything."""
-        brought, reason = 1, ""
+    def _stream(self, dial: Dial, opening: Opening | None) -> None:
+        """Chunks from one holder, over a connection that is made anew as often as that brings anything; bare, until one of them is altered."""
+        brought, reason, bare = 1, "", True
         try:
             while brought and not self._gathering.over:
                 brought = 0
                 try:
-                    with self._connection(dial, wire) as connection:
-                        for _ in self._chunks(dial.worker, connection):
+                    with self._connection(dial, opening, bare) as connected:
+                        for _ in self._chunks(connected):
                             brought += 1
                     return
+                except Altered as error:
+                    brought, reason, bare = int(bare), str(error), False
+                    self._doubted.add(dial.worker)
                 except WireBroken as error:
                     reason = str(error)
-                wire = None
+                opening = None
         except (PeerRefused, Senseless, OSError) as error:
             reason = str(error)
         finally:
@@ -90,32 +94,32 @@ class Collection:
             self.reasons.append(f"worker {dial.worker}: {reason}")
 
     @contextlib.contextmanager
-    def _connection(self, dial: Dial, wire: Wire | None) -> Iterator[Wire]:
-        if wire is None:
-            opening = open_copy(Artifact(self.seal.rank, self.seal.version, self.seal.kind), dial, self.seal.tier)
-            wire = opening.wire
+    def _connection(self, dial: Dial, opening: Opening | None, bare: bool) -> Iterator[Opening]:
+        if opening is None:
+            opening = open_copy(self.seal.artifact, dial, self.seal.tier, bare)
             if opening.seal != self.seal:
-                wire.close()
+                opening.wire.close()
                 raise WireBroken("its copy changed while it was being read")
-        with contextlib.closing(wire):
+        with contextlib.closing(opening.wire) as wire:
             with self._changed:
                 self._wires.add(wire)
                 self._settle()
             try:
-                yield wire
+                yield opening
             finally:
                 with self._changed:
                     self._wires.discard(wire)
 
-    def _chunks(self, worker: int, wire: Wire) -> Iterator[int]:
+    def _chunks(self, opening: Opening) -> Iterator[int]:
         """Ask, receive, verify; one item for each good chunk. Raises WireBroken, OSError."""
+        worker, wire, chunks = opening.dial.worker, opening.wire, opening.chunks()
         owed: deque[int] = deque()
         try:
             while self._order(worker, wire, owed):
                 index, length = wire.receive_chunk_header()
                 if index != owed[0] or length != length_of(self.seal.digests, index):
                     raise WireBroken("it sent a chunk that was not asked for")
-                good = self._take_in(index, worker, wire)
+                good = self._take_in(index, worker, wire, chunks)
                 owed.popleft()
                 if good:
                     yield index
@@ -124,10 +128,9 @@ class Collection:
                 self._gathering.lost(owed, worker)
                 self._settle()
 
-    def _take_in(self, index: int, worker: int, wire: Wire) -> bool:
+    def _take_in(self, index: int, worker: int, wire: Wire, chunks: Chunks) -> bool:
         """Receive a chunk; whether it is good. Raises WireBroken."""
-        digests = self.seal.digests
-        place = piece(self._draft.view, digests, index)
+        place = piece(self._draft.view, self.seal.digests, index)
         with self._changed:
             mine = index not in self._writers and not self._gathering.is_here(index)
             if mine:
@@ -135,7 +138,7 @@ class Collection:
         target = place if mine else memoryview(bytearray(len(place)))
         good = over = False
         try:
-            good = digest_as_filled(target, wire.receive_into) == digests.values[index]
+            good = chunks.receive(wire, index, target)
             over = True
         finally:
             with self._changed:
@@ -182,12 +185,16 @@ class Collection:
         self._changed.notify_all()
 
     def _examine(self) -> None:
-        """A holder whose chunks came damaged reads its copy again: is the copy bad, or the line?"""
+        """A holder whose chunks came damaged reads its copy again: is the copy bad, or the line? Of one whose bare chunks were altered nothing
+        bad is believed but its own word.
+        """
         for opening in self._openings:
             worker = opening.dial.worker
-            if not self._gathering.brought_damaged(worker):
+            damaged = self._gathering.brought_damaged(worker)
+            if not damaged and worker not in self._doubted:
                 continue
-            if self._says_good(opening.dial):
+            word = self._word(opening.dial)
+            if word == "ok" or not (word or damaged):
                 self.reasons.append(f"worker {worker}: chunks came damaged, although its copy is good")
             else:
                 self.bad.append(
@@ -195,8 +202,9 @@ class Collection:
                 )
                 self.reasons.append(self.bad[-1].reason)
 
-    def _says_good(self, dial: Dial) -> bool:
+    def _word(self, dial: Dial) -> str:
+        """What a holder says of its copy; empty if it says nothing."""
         with contextlib.suppress(OSError, PeerRefused), contextlib.closing(dial.connect()) as wire:
             wire.send(Ask("corrupt", self.seal.rank, self.seal.version, kind=self.seal.kind))
-            return wire.receive(Say).state == "ok"
-        return False
+            return wire.receive(Say).state
+        return ""

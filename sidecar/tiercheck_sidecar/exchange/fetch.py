@@ -88,7 +88,7 @@ class _Troubles:
 def _open_all(artifact: Artifact, sources: Sequence[Dial], tier: Tier, troubles: _Troubles) -> list[Opening]:
     """Those that have it. One that does not answer is not waited for once another has."""
     pool = ThreadPoolExecutor(max(1, len(sources)), thread_name_prefix="fetch")
-    futures = {pool.submit(open_copy, artifact, dial, tier): dial.worker for dial in sources}
+    futures = {pool.submit(open_copy, artifact, dial, tier, bare=True): dial.worker for dial in sources}
     pool.shutdown(wait=False)
     found: list[Opening] = []
     waiting: set[Future[Opening]] = set(futures)

@@ -1,8 +1,9 @@
 """What travels on an exchange connection: short JSON messages with a length, and chunks with a small binary header.
 
-Once the two ends have proved who they are, everything carries a tag (`protection`). Bytes of state pass through a small buffer that stays
-in the cache on their way out, and go from the socket to their place. The kernel's own socket timeouts bound every wait, so no call
-needs a poll around it.
+Once the two ends have proved who they are, everything carries a tag (`protection`). Chunks whose tags were made when their artifact was
+sealed (`tags`) travel bare: only their header is tagged here, and the kernel takes their bytes from the slot. Others pass through a small
+buffer that stays in the cache. All go from the socket to their place. The kernel's own socket timeouts bound every wait, so no call needs a
+poll around it.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from tiercheck.failpoints import failpoint
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.exchange.protection import TAG, Direction, Forged, Frame
+from tiercheck_sidecar.tags import Tagger, Tags
 
 T = TypeVar("T")
 
@@ -43,7 +46,8 @@ whenever a busy machine lets a sender wait for its turn (measured on loopback: a
 
 _NO_WAY = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 _LENGTH = struct.Struct("<I")
-_CHUNK = struct.Struct("<II")
+_CHUNK = struct.Struct("<II?")
+"""Index, bytes, and whether they travel bare."""
 _MESSAGE, _INDEX, _PART = b"m", b"i", b"c"
 """Kinds of frames: none is taken for one of another."""
 _PIECE = 256 * 1024
@@ -56,6 +60,12 @@ class WireBroken(OSError):
 
 class PeerSilent(WireBroken):
     """Nothing came back in time, or there is no way to the host."""
+
+
+class Altered(WireBroken):
+    """A chunk that travelled bare is not what was sealed: its bytes changed on the way, or in the memory that they came from. Sent
+    again, not bare, it shows which. What comes after it on the connection is as good as before.
+    """
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,10 @@ class Ask:
     digests: Digests | None = None
     transfer: str = ""
     kind: Kind = Kind.SNAPSHOT
+    tags: Tags | None = None
+    """With "offer": chunks may come bare."""
+    bare: bool = False
+    """With "read": whether chunks may come bare."""
 
     @property
     def artifact(self) -> Artifact:
@@ -107,6 +121,7 @@ class Say:
     listed: tuple[Listed, ...] = ()
     attempt: int = 0
     """The newest attempt that the one who answers follows; 0: not said."""
+    tags: Tags | None = None
 
 
 class Pace(Protocol):
@@ -134,17 +149,27 @@ class Wire:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_CONTROL)
         self.sent = 0
         """Bytes of chunks, whether or not they arrived."""
+        self.heard: Callable[[int], None] = _nobody
+        """Called with the bytes of each piece of a chunk that was received; what it raises ends the receiving."""
         self._deadline = float("inf")
         self._out: Direction | None = None
         self._in: Direction | None = None
         self._chunk: Frame | None = None
+        self._bare = False
         self._left = 0
         """Bytes of the chunk that is arriving."""
         self._buffer = memoryview(b"")
+        self._tagger: Callable[[Artifact, str], Tagger] | None = None
 
-    def protect(self, out: Direction, into: Direction) -> None:
-        """From now on, for each direction."""
-        self._out, self._in = out, into
+    def protect(self, out: Direction, into: Direction, tagger: Callable[[Artifact, str], Tagger]) -> None:
+        """From now on, for each direction. `tagger`: for artifacts of the job that both ends belong to, by their salts."""
+        self._out, self._in, self._tagger = out, into, tagger
+
+    def tagger(self, artifact: Artifact, salt: str) -> Tagger:
+        """To check tags with that the other end names. Raises WireBroken."""
+        if self._tagger is None:
+            raise WireBroken("nothing was proved yet")
+        return self._tagger(artifact, salt)
 
     @property
     def near_end(self) -> tuple[str, int]:
@@ -212,53 +237,89 @@ class Wire:
         return int(_LENGTH.unpack(header)[0])
 
     def send_end(self) -> None:
-        header = _CHUNK.pack(END, 0)
+        header = _CHUNK.pack(END, 0, False)
         self._send_all(header + self._sending(_PART + header).tag())
 
-    def send_chunk(self, file: int, index: int, offset: int, length: int, pace: Pace | None = None) -> None:
-        """From the open file `file`. Raises WireBroken."""
-        if not self._buffer:
-            self._buffer = memoryview(bytearray(_PIECE))
-        header = _CHUNK.pack(index, length)
+    def send_chunk(
+        self, file: int, index: int, offset: int, length: int, pace: Pace | None = None, *, bare: bool = False
+    ) -> None:
+        """From the open file `file`; `bare` if the other end has its tag. Nothing travels bare where it is to be encrypted. Raises WireBroken."""
+        bare = bare and not self._out_is_encrypted
+        header = _CHUNK.pack(index, length, bare)
         frame = self._sending(_PART + header)
-        granted, end = 0, offset + length
         try:
-            self._socket.sendall(header, socket.MSG_MORE)
-            while offset < end:
-                if pace and not granted:
-                    granted = min(pace.piece or length, end - offset)
-                    pace.take(granted)
-                got = os.preadv(file, [self._buffer[: min(granted or length, end - offset)]], offset)
-                if got == 0:
-                    raise WireBroken("the slot is shorter than its artifact")
-                frame.work(self._buffer[:got])
-                self._socket.sendall(self._buffer[:got], socket.MSG_MORE)
-                self.sent += got
-                offset += got
-                granted = max(0, granted - got)
-            self._socket.sendall(frame.tag())
+            self._socket.sendall(header + (frame.tag() if bare else b""), socket.MSG_MORE)
+            failpoint("mid-chunk")
+            for begin, size in _portions(offset, length, pace):
+                if bare:
+                    self._send_bare(file, begin, size)
+                else:
+                    self._send_tagged(file, begin, size, frame)
+            if not bare:
+                self._socket.sendall(frame.tag())
         except OSError as error:
             raise broken(error) from error
 
     def receive_chunk_header(self) -> tuple[int, int]:
         """(index, length); index END ends the stream. The bytes are to be received next, all of them."""
         header = self._take(_CHUNK.size)
-        index, length = _CHUNK.unpack(header)
+        index, length, bare = _CHUNK.unpack(header)
         frame = self._receiving(_PART + header)
-        if index == END or length == 0:
+        if bare or index == END or length == 0:
             self._check(frame)
-        self._chunk, self._left = frame, length
+        if bare and self._in is not None and self._in.encrypted:
+            raise WireBroken("it does not encrypt")
+        self._chunk, self._bare, self._left = frame, bare, length
         return index, length
 
-    def receive_into(self, view: memoryview) -> None:
-        """Fill `view` with the next bytes of a chunk. They are worth nothing before its last ones were received. Raises WireBroken."""
+    def receive_into(self, view: memoryview, fits: Callable[[memoryview], bool] | None = None) -> bool:
+        """Fill `view` with the next bytes of a chunk. They are worth nothing before its last ones were received.
+
+        What `fits` is given comes bare, all of the chunk at once, and must be what was sealed. Returns whether it was so: then nothing
+        else need be compared. Raises WireBroken, Altered.
+        """
         if self._chunk is None or len(view) > self._left:
             raise WireBroken("the chunk has fewer bytes")
+        if self._bare and (fits is None or len(view) < self._left):
+            raise WireBroken("the chunk came bare, and nothing is known to check it with")
         self._fill(view)
-        self._chunk.work(view)
         self._left -= len(view)
+        if self._bare:
+            assert fits is not None
+            if not fits(view):
+                raise Altered("the bytes are not those that were sealed")
+            self.heard(len(view))
+            return True
+        self._chunk.work(view)
         if self._left == 0:
             self._check(self._chunk)
+        self.heard(len(view))
+        return False
+
+    @property
+    def _out_is_encrypted(self) -> bool:
+        return self._out is not None and self._out.encrypted
+
+    def _send_bare(self, file: int, offset: int, size: int) -> None:
+        """The kernel sends them; nobody looks at them here."""
+        while size:
+            sent = os.sendfile(self._socket.fileno(), file, offset, size)
+            if sent == 0:
+                raise WireBroken("the slot is shorter than its artifact")
+            self.sent += sent
+            offset, size = offset + sent, size - sent
+
+    def _send_tagged(self, file: int, offset: int, size: int, frame: Frame) -> None:
+        if not self._buffer:
+            self._buffer = memoryview(bytearray(_PIECE))
+        while size:
+            got = os.preadv(file, [self._buffer[:size]], offset)
+            if got == 0:
+                raise WireBroken("the slot is shorter than its artifact")
+            frame.work(self._buffer[:got])
+            self._socket.sendall(self._buffer[:got], socket.MSG_MORE)
+            self.sent += got
+            offset, size = offset + got, size - got
 
     def _sending(self, header: bytes) -> Frame:
         if self._out is None:
@@ -299,6 +360,21 @@ class Wire:
             self._socket.sendall(data)
         except OSError as error:
             raise broken(error) from error
+
+
+def _nobody(_: int) -> None:
+    """For connections that nobody watches."""
+
+
+def _portions(offset: int, length: int, pace: Pace | None) -> Iterator[tuple[int, int]]:
+    """Where to send from next, and how many bytes, as `pace` grants them."""
+    end = offset + length
+    while offset < end:
+        size = min(pace.piece or length, end - offset) if pace else length
+        if pace:
+            pace.take(size)
+        yield offset, size
+        offset += size
 
 
 def _address(of: Callable[[], Any]) -> tuple[str, int]:

@@ -17,10 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiercheck.protocol.address import endpoint
+from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.encoding import to_json
 from tiercheck_sidecar.exchange.frames import IO_TIMEOUT, LONGEST_STRANGER, Say, Wire, broken
 from tiercheck_sidecar.exchange.protection import directions
+from tiercheck_sidecar.tags import Tagger
 
 CONNECT_TIMEOUT = 3.0
 """Seconds to connect, and for each step of the handshake."""
@@ -77,6 +79,10 @@ class Identity:
     encrypts: Callable[[], bool] = lambda: False
     """Whether nothing may leave or arrive in the clear."""
 
+    def tagger(self, artifact: Artifact, salt: str) -> Tagger:
+        """For an artifact of this job that was sealed with `salt`."""
+        return Tagger(self.token, self.job_uid, artifact, salt)
+
 
 def dial(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
     """A proven connection to `peer`'s sidecar. `port`: the usual one, which its address need not name. Raises WireBroken, PeerRefused."""
@@ -102,7 +108,7 @@ def dial(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
             raise PeerRefused(f"{host} does not encrypt")
         wire.send(Proof(_proof(identity.token, "client", claim, challenge, wire.far_end)))
         out, into = directions(identity.token, _said("keys", claim, challenge, wire.far_end), challenge.encrypted)
-        wire.protect(out, into)
+        wire.protect(out, into, identity.tagger)
         said = wire.receive(Say, LONGEST_STRANGER)
         if said.state != "ok":
             raise PeerRefused(f"{host}: {said.message}", said.attempt)
@@ -137,7 +143,7 @@ def admit(
     if not _same(given, _proof(identity.token, "client", claim, blank, wire.near_end)):
         raise PeerRefused("the caller does not know this job's token, or meant another address")
     into, out = directions(identity.token, _said("keys", claim, blank, wire.near_end), encrypted)
-    wire.protect(out, into)
+    wire.protect(out, into, identity.tagger)
     reason = objection(claim)
     wire.send(Say("refused" if reason else "ok", reason, attempt=newest()))
     if reason:

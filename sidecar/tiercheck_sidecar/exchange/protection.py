@@ -56,14 +56,14 @@ class Direction:
     """One way of a connection. Frames are numbered, and must be finished one after the other."""
 
     def __init__(self, key: bytes, encrypted: bool) -> None:
-        self._key, self._encrypted = AES(key), encrypted
+        self._key, self.encrypted = AES(key), encrypted
         self._number = 0
 
     def sending(self, header: bytes) -> Frame:
-        return Frame(self._next().encryptor(), header, self._encrypted)
+        return Frame(self._next().encryptor(), header, self.encrypted)
 
     def receiving(self, header: bytes) -> Frame:
-        return Frame(self._next().decryptor(), header, self._encrypted)
+        return Frame(self._next().decryptor(), header, self.encrypted)
 
     def _next(self) -> Cipher[GCM]:
         nonce = self._number.to_bytes(12, "big")

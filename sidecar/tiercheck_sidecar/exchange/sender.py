@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
+from tiercheck.failpoints import failpoint
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import Ask, Pace, Say, Wire, WireBroken, from_bitmap
 from tiercheck_sidecar.exchange.line import Line
@@ -35,7 +36,8 @@ def push(vault: Vault, seal: Seal, line: Line, pace: Pace | None = None) -> Push
 
 def _push(seal: Seal, line: Line, file: int, pace: Pace | None) -> Pushed:
     (wire,) = line.wires(1)
-    wire.send(Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind))
+    failpoint("before-push")
+    wire.send(Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind, tags=seal.tags))
     said = wire.receive(Say)
     if said.state == "have":
         return Pushed.KEPT
@@ -75,7 +77,9 @@ class _Sending:
         while index is not None:
             wire.send(Ask("join", transfer=self.transfer))
             while index is not None:
-                wire.send_chunk(self.file, index, index * digests.chunk, length_of(digests, index), self.pace)
+                begin, length = index * digests.chunk, length_of(digests, index)
+                bare = self.seal.tags is not None and not deal.is_again(index)
+                wire.send_chunk(self.file, index, begin, length, self.pace, bare=bare)
                 index = deal.take()
             wire.send_end()
             said = wire.receive(Say)

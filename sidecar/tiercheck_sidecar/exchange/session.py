@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from tiercheck.failpoints import failpoint
 from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.slot import NotASlot
 from tiercheck_sidecar.board import Board
-from tiercheck_sidecar.digest import is_well_formed, length_of
+from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import END, IDLE_TIMEOUT, IO_TIMEOUT, Ask, Listed, Say, Wire, WireBroken, bitmap
 from tiercheck_sidecar.exchange.handshake import Claim
 from tiercheck_sidecar.exchange.transfers import Inbox
+from tiercheck_sidecar.tags import is_well_described
 from tiercheck_sidecar.vault import NoFreeSlot, NotHeld, Seal, Vault
 
 Language = Callable[[Wire, Claim], None]
@@ -50,6 +52,7 @@ class Session:
                 self._wire.send(self._offer(ask))
             elif ask.op == "commit":
                 self._wire.send(self._commit(ask))
+                failpoint("after-ack")
             elif ask.op == "corrupt":
                 self._wire.send(self._corrupt(ask.artifact))
             elif ask.op == "pulse":
@@ -69,7 +72,7 @@ class Session:
             return reason
         assert ask.version is not None
         assert ask.digests is not None
-        seal = Seal(ask.rank, ask.version, ask.world_size, Tier.PEER, ask.digests, ask.kind)
+        seal = Seal(ask.rank, ask.version, ask.world_size, Tier.PEER, ask.digests, ask.kind, tags=ask.tags)
         if self._vault.find(ask.rank, ask.version, Tier.PEER, ask.kind) == seal:
             return Say("have")
         try:
@@ -85,7 +88,7 @@ class Session:
         if directive.attempt > self._claim.attempt:
             self._board.count(refused_stale=1)
             return Say("refused", f"attempt {self._claim.attempt} is over")
-        if ask.version is None or ask.digests is None or not is_well_formed(ask.digests):
+        if ask.version is None or not is_well_described(ask.digests, ask.tags):
             return Say("refused", "the offer is malformed")
         if self._claim.worker not in {peer.worker for peer in directive.hosted}:
             return Say("refused", f"this worker does not keep copies for worker {self._claim.worker}")
@@ -115,6 +118,7 @@ class Session:
             self._inbox.keep(transfer)
         except (NotASlot, OSError) as error:
             return Say("refused", str(error))
+        failpoint("before-ack")
         return Say("ok")
 
     # A copy is read
@@ -130,18 +134,18 @@ class Session:
             with self._vault.pin(artifact.rank, artifact.version, kind=artifact.kind) as slot:
                 seal = slot.seal
                 assert seal is not None
-                self._wire.send(Say("found", world_size=seal.world_size, digests=seal.digests))
+                self._wire.send(Say("found", world_size=seal.world_size, digests=seal.digests, tags=seal.tags))
                 with open(slot.path, "rb") as file:
-                    self._send_chunks(file.fileno(), seal)
+                    self._send_chunks(file.fileno(), seal, ask.bare and seal.tags is not None)
         except NotHeld as error:
             self._wire.send(Say("missing", str(error)))
 
-    def _send_chunks(self, file: int, seal: Seal) -> None:
+    def _send_chunks(self, file: int, seal: Seal, bare: bool) -> None:
         digests = seal.digests
         while (index := self._wire.receive_index()) != END:
             if index >= len(digests.values):
                 raise WireBroken("no such chunk")
-            self._wire.send_chunk(file, index, index * digests.chunk, length_of(digests, index))
+            self._wire.send_chunk(file, index, index * digests.chunk, length_of(digests, index), bare=bare)
 
     def _corrupt(self, artifact: Artifact) -> Say:
         """Someone says that a copy here is bad: believe our own eyes."""

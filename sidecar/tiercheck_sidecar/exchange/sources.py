@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Tier
-from tiercheck_sidecar.digest import is_well_formed
+from tiercheck_sidecar.exchange.chunks import Chunks
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
+from tiercheck_sidecar.tags import is_well_described
 from tiercheck_sidecar.vault import Seal
 
 
@@ -38,6 +39,10 @@ class Opening:
     seal: Seal
     """What we will hold, if its copy is as it says."""
 
+    def chunks(self) -> Chunks:
+        """What it sends."""
+        return Chunks.over(self.wire, self.seal.artifact, self.seal.digests, self.seal.tags)
+
 
 class NotOffered(WireBroken):
     """It has no such artifact, or not any more."""
@@ -47,18 +52,18 @@ class Senseless(Exception):
     """What it says about its copy cannot be true."""
 
 
-def open_copy(artifact: Artifact, dial: Dial, tier: Tier) -> Opening:
-    """Raises WireBroken (NotOffered, if it has no such artifact), PeerRefused, Senseless."""
+def open_copy(artifact: Artifact, dial: Dial, tier: Tier, bare: bool = False) -> Opening:
+    """`bare`: whether its chunks may come so; they are received with `Opening.chunks` then. Raises WireBroken (NotOffered, if it has no such artifact), PeerRefused, Senseless."""
     wire = dial.connect()
     try:
-        wire.send(Ask("read", artifact.rank, artifact.version, kind=artifact.kind))
+        wire.send(Ask("read", artifact.rank, artifact.version, kind=artifact.kind, bare=bare))
         said = wire.receive(Say)
         if said.state != "found" or said.digests is None:
             raise NotOffered(said.message or "it has no such artifact")
-        if not is_well_formed(said.digests):
+        if not is_well_described(said.digests, said.tags):
             raise Senseless(f"the copy of worker {dial.worker} has senseless digests")
     except BaseException:
         wire.close()
         raise
-    seal = Seal(artifact.rank, artifact.version, said.world_size, tier, said.digests, artifact.kind)
+    seal = Seal(artifact.rank, artifact.version, said.world_size, tier, said.digests, artifact.kind, tags=said.tags)
     return Opening(dial, wire, seal)

@@ -42,6 +42,11 @@ class Deal:
             self._given[index] += 1
             return index
 
+    def is_again(self, index: int) -> bool:
+        """Whether it arrived damaged before. Then it does not travel bare: what it meets on its way is told from what it was."""
+        with self._lock:
+            return self._given[index] > 1
+
     def again(self, index: int) -> None:
         """It arrived damaged. Raises TooDamaged."""
         with self._lock:

@@ -1,8 +1,7 @@
 """What is arriving: so that a broken stream costs the chunks that were on the line, and not those that had come before.
 
 A transfer outlives the connections that fill it. Who offers the same artifact again is told which chunks are verified already.
-A chunk is received into its place and digested piece by piece while the piece is in the cache. Its place is one stream's at a time,
-and nobody's once it is verified.
+A chunk is received into its place and checked there. Its place is one stream's at a time, and nobody's once it is verified.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 
-from tiercheck.protocol.artifact import Artifact
-from tiercheck_sidecar.digest import digest_as_filled, length_of, piece
+from tiercheck_sidecar.digest import length_of, piece
+from tiercheck_sidecar.exchange.chunks import Chunks
 from tiercheck_sidecar.exchange.frames import END, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Claim
 from tiercheck_sidecar.vault import Draft, NoFreeSlot, Seal, Vault
@@ -49,6 +48,7 @@ class Transfer:
         """Take chunks from `wire` until END; returns those that came damaged. Raises WireBroken, OSError."""
         damaged: list[int] = []
         digests = self.seal.digests
+        chunks = Chunks.over(wire, self.seal.artifact, digests, self.seal.tags)
         with self._stream(wire):
             while True:
                 index, length = wire.receive_chunk_header()
@@ -57,8 +57,7 @@ class Transfer:
                 if index >= len(digests.values) or length != length_of(digests, index):
                     raise WireBroken("a chunk does not fit into the artifact")
                 with self._target(index) as target:
-                    good = digest_as_filled(target, wire.receive_into) == digests.values[index]
-                    if good:
+                    if chunks.take(wire, index, target):
                         self.verified.add(index)
                     else:
                         damaged.append(index)
@@ -87,11 +86,12 @@ class Transfer:
         with self._quiet:
             return 0.0 if self._wires else self._clock() - self._touched
 
-    def hush(self) -> None:
-        """Cut off the streams that there are: their sender has begun again."""
+    def begin_again(self, seal: Seal) -> None:
+        """Cut off the streams that there are: their sender has offered the same bytes again, and may bring tags now."""
         with self._quiet:
             self._cut()
             self._touched = self._clock()
+            self.draft.seal = seal
 
     def keep(self) -> None:
         """Every chunk is verified: seal. Raises NotASlot, OSError, WireBroken if the transfer is over."""
@@ -142,10 +142,9 @@ class Inbox:
 
     def open(self, claim: Claim, seal: Seal) -> Transfer:
         """Where the artifact goes: a transfer that broke off, or a new one. Raises NoFreeSlot, OSError."""
-        artifact = _artifact(seal)
-        for transfer in self._of(claim.worker, lambda each: _artifact(each.seal) == artifact):
+        for transfer in self._of(claim.worker, lambda each: each.seal.artifact == seal.artifact):
             if (transfer.seal, transfer.claim.attempt) == (seal, claim.attempt):
-                transfer.hush()
+                transfer.begin_again(seal)
                 return transfer
             self.discard(transfer)
         try:
@@ -205,7 +204,3 @@ def write_all(file: int, view: memoryview, offset: int) -> None:
         written = os.pwrite(file, view, offset)
         offset += written
         view = view[written:]
-
-
-def _artifact(seal: Seal) -> Artifact:
-    return Artifact(seal.rank, seal.version, seal.kind)

@@ -15,6 +15,7 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.digest import CHUNK, digest_chunk, piece
 from tiercheck_sidecar.parity import coding
+from tiercheck_sidecar.tags import Tags
 from tiercheck_sidecar.vault import Draft, Seal
 
 _STRIPES = 64
@@ -32,6 +33,7 @@ class Block:
         self._draft = draft
         self._coefficients = dict(zip(share.ranks, coding.row(len(share.ranks), share.index), strict=True))
         self._digests: dict[int, Digests] = {}
+        self._tags: dict[int, Tags | None] = {}
         self._missing: dict[int, set[int]] = {}
         self._folded: Counter[int] = Counter()
         self._values: dict[int, str] = {}
@@ -51,13 +53,14 @@ class Block:
             gone = self._over and not self._sealing
             return not gone and digests.size <= self.capacity and self._digests.get(rank, digests) == digests
 
-    def enter(self, rank: int, digests: Digests) -> tuple[int, ...]:
+    def enter(self, rank: int, digests: Digests, tags: Tags | None = None) -> tuple[int, ...]:
         """A member's artifact comes. Returns the chunks still to be sent. Raises BlockGone, also if it came before with
         other digests: then nobody can say what is in the block.
         """
         with self._idle:
             if self._digests.setdefault(rank, digests) != digests or (self._over and not self._sealing):
                 raise BlockGone
+            self._tags[rank] = tags
             return tuple(sorted(self._missing.setdefault(rank, set(range(len(digests.values))))))
 
     def artifacts(self) -> tuple[Artifact, ...]:
@@ -69,6 +72,10 @@ class Block:
     def digests_of(self, rank: int) -> Digests | None:
         """None if it was not offered yet."""
         return self._digests.get(rank)
+
+    def tags_of(self, rank: int) -> Tags | None:
+        """None if it was offered without."""
+        return self._tags.get(rank)
 
     def fold(self, rank: int, index: int, chunk: memoryview) -> None:
         """Fold a verified chunk in, unless it is in. Raises BlockGone."""

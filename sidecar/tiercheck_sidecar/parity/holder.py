@@ -14,7 +14,7 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.sizing import roomy
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
-from tiercheck_sidecar.digest import CHUNK, is_well_formed
+from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.exchange.handshake import Claim
 from tiercheck_sidecar.parity import isal
 from tiercheck_sidecar.parity.block import Block, BlockGone
@@ -22,6 +22,7 @@ from tiercheck_sidecar.parity.groups import shares
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.parity.overtaken import overtaken
 from tiercheck_sidecar.parity.scratch import Scratch
+from tiercheck_sidecar.tags import is_well_described
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, Vault
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class ParityHolder:
             return ParitySay("late", f"{artifact.version} is overtaken")
         try:
             block = self._block(share, artifact, ask.world_size, digests)
-            missing = block.enter(artifact.rank, digests)
+            missing = block.enter(artifact.rank, digests, ask.tags)
         except isal.LibraryMissing as error:
             return ParitySay("refused", str(error))
         except (NoFreeSlot, OSError) as error:
@@ -148,7 +149,6 @@ class ParityHolder:
         key = (share, artifact.version, artifact.kind)
         with self._lock:
             size = max(self._largest.get((share, artifact.kind), 0), roomy(digests.size))
-            self._largest[share, artifact.kind] = size
             if not self._opened.wait_for(lambda: key not in self._opening, _OPENING):
                 raise NoFreeSlot("another member has just begun the block")
             block = self._blocks.get(key)
@@ -161,6 +161,8 @@ class ParityHolder:
             block = self._open(key, world_size, size)
             with self._lock:
                 self._blocks[key] = block
+                # Not before there is room for one: what one member claims must not make all later blocks impossible.
+                self._largest[share, artifact.kind] = max(self._largest.get((share, artifact.kind), 0), size)
             return block
         finally:
             with self._lock:
@@ -191,7 +193,9 @@ class ParityHolder:
         if directive.attempt > claim.attempt:
             self._board.count(refused_stale=1)
             return ParitySay("refused", f"attempt {claim.attempt} is over")
-        if ask.artifact is None or ask.digests is None or not is_well_formed(ask.digests) or ask.digests.chunk != CHUNK:
+        if ask.artifact is None or ask.digests is None or ask.digests.chunk != CHUNK:
+            return ParitySay("refused", "the offer is malformed")
+        if not is_well_described(ask.digests, ask.tags):
             return ParitySay("refused", "the offer is malformed")
         if ask.artifact.rank // directive.procs_per_worker != claim.worker:
             return ParitySay("refused", f"rank {ask.artifact.rank} is not of worker {claim.worker}")

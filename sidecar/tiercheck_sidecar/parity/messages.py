@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tiercheck.protocol.artifact import Artifact, Share
 from tiercheck.protocol.manifest import Digests
 from tiercheck_sidecar.exchange.frames import Listed
+from tiercheck_sidecar.tags import Tags
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class ParityAsk:
     world_size: int = 0
     digests: Digests | None = None
     share: Share | None = None
+    tags: Tags | None = None
+    """With "offer": chunks may come bare."""
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,10 @@ def push(vault: Vault, seal: Seal, line: Line, pace: Pace | None = None) -> Pari
 def _push(seal: Seal, line: Line, file: int, pace: Pace | None) -> ParitySay:
     artifact, digests = Artifact(seal.rank, seal.version, seal.kind), seal.digests
 
-    def stream(wire: Wire, deal: Deal, left: list[int]) -> None:
+    def stream(wire: Wire, deal: Deal, left: list[int], bare: bool) -> None:
         wire.send(ParityAsk("chunks", artifact))
         while (index := deal.take()) is not None:
-            wire.send_chunk(file, index, index * digests.chunk, length_of(digests, index), pace)
+            wire.send_chunk(file, index, index * digests.chunk, length_of(digests, index), pace, bare=bare)
         wire.send_end()
         said = wire.receive(ParitySay)
         if said.state != "ok":
@@ -45,8 +45,8 @@ def _push(seal: Seal, line: Line, file: int, pace: Pace | None) -> ParitySay:
         left.append(len(said.missing))
 
     (wire,) = line.wires(1)
-    for _ in range(_DAMAGES + 1):
-        wire.send(ParityAsk("offer", artifact, seal.world_size, digests))
+    for damages in range(_DAMAGES + 1):
+        wire.send(ParityAsk("offer", artifact, seal.world_size, digests, tags=seal.tags))
         said = wire.receive(ParitySay)
         if said.state != "send":
             return said
@@ -54,7 +54,12 @@ def _push(seal: Seal, line: Line, file: int, pace: Pace | None) -> ParitySay:
         deal = Deal(chunks, set(range(chunks)) - set(said.missing))
         wires = line.wires(stream_count(digests, len(deal)))
         left: list[int] = []
-        run_all([functools.partial(stream, each, deal, left) for each in reversed(wires)])
+        run_all(
+            [
+                functools.partial(stream, each, deal, left, seal.tags is not None and not damages)
+                for each in reversed(wires)
+            ]
+        )
         if 0 in left:  # the stream that ended last has seen all of them arrive
             return ParitySay("in")
     raise TooDamaged(f"{min(left)} chunks arrived damaged {_DAMAGES} times")

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.report import Quarantined
 from tiercheck_sidecar.board import Board
-from tiercheck_sidecar.digest import CHUNK, digest_chunk
+from tiercheck_sidecar.digest import CHUNK
+from tiercheck_sidecar.exchange.chunks import Chunks
 from tiercheck_sidecar.exchange.frames import END, IDLE_TIMEOUT, IO_TIMEOUT, Listed, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Claim
 from tiercheck_sidecar.parity.block import BlockGone
@@ -60,6 +61,7 @@ class ParitySession:
         if block is None or digests is None or ask.artifact is None:
             raise WireBroken("no such block is being made")
         rank = ask.artifact.rank
+        chunks = Chunks.over(self._wire, ask.artifact, digests, block.tags_of(rank))
         try:
             while True:
                 index, length = self._wire.receive_chunk_header()
@@ -69,9 +71,9 @@ class ParitySession:
                     raise WireBroken("a chunk does not fit into the artifact")
                 with self._holder.scratch.buffer() as buffer:
                     chunk = buffer[:length]
-                    self._wire.receive_into(chunk)
+                    good = chunks.take(self._wire, index, chunk)
                     self._must_be_current()
-                    if digest_chunk(chunk) == digests.values[index]:
+                    if good:
                         block.fold(rank, index, chunk)
         except BlockGone as error:
             raise WireBroken("the block was given up") from error

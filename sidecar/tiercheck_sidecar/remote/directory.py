@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tiercheck.durable import sync_folder
+from tiercheck_sidecar.plain_files import open_plain
+from tiercheck_sidecar.remote import objects
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
 from tiercheck_sidecar.remote.keys import ARTIFACTS, PROBE
 from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored
@@ -72,7 +74,10 @@ class DirectoryObjects(Objects):
     def read(self, key: str) -> bytes | None:
         with self._sentences():
             try:
-                return self._path(key).read_bytes()
+                with open(open_plain(self._path(key)), "rb", buffering=0) as source:
+                    if os.fstat(source.fileno()).st_size > objects.LONGEST:
+                        raise objects.too_long(f"{self.location}/{key}")
+                    return objects.bounded(source.read, f"{self.location}/{key}")
             except FileNotFoundError:
                 return None
 

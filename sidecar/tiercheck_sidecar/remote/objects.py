@@ -15,10 +15,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from tiercheck.protocol.plain_json import MOST_BYTES
 from tiercheck.supervised import describe
-from tiercheck_sidecar.remote.errors import Reason, RemoteError
+from tiercheck_sidecar.remote.errors import Reason, RemoteCorrupt, RemoteError
 
 log = logging.getLogger(__name__)
+
+LONGEST = MOST_BYTES
+"""Bytes of a small object, and of any other answer that is read into memory as a whole: the manifest of ten thousand ranks has some 3 MiB."""
 
 Arrived = Callable[[int], None]
 """Called with how many bytes of what is read are there; with 0 whenever a try begins, since it writes them all again."""
@@ -41,6 +45,8 @@ class Stored:
     modified: float
     """Unix seconds by the clock of the place, or of whoever wrote it: says nothing about which came first."""
 
+
+_PIECE = 1024 * 1024
 
 _VERBS = {"check", "upload", "write", "create", "read", "read_into", "list", "delete", "forget_unfinished"}
 
@@ -102,7 +108,7 @@ class Objects(ABC):
 
     @abstractmethod
     def read(self, key: str) -> bytes | None:
-        """A small object; None if there is none."""
+        """A small object; None if there is none. Raises RemoteCorrupt, before it is read, if it is larger than `LONGEST`."""
 
     @abstractmethod
     def read_into(self, key: str, offset: int, into: memoryview, arrived: Arrived = ...) -> int:
@@ -125,3 +131,19 @@ class Objects(ABC):
 
     def close(self) -> None:  # noqa: B027  (nothing to release by default)
         """Release connections."""
+
+
+def bounded(read: Callable[[int], bytes], place: str) -> bytes:
+    """All that `read` gives, which is asked for at most so many bytes each time and returns none at the end. Raises RemoteCorrupt if that
+    is more than `LONGEST`, whatever was claimed before."""
+    found = bytearray()
+    while piece := read(min(_PIECE, LONGEST + 1 - len(found))):
+        found += piece
+        if len(found) > LONGEST:
+            raise too_long(place)
+    return bytes(found)
+
+
+def too_long(place: str) -> RemoteCorrupt:
+    """For an object that is larger than any of its kind."""
+    return RemoteCorrupt(f"{place} has more than {LONGEST} bytes; it was not read.")

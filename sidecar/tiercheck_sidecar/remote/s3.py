@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from tiercheck_sidecar.remote import keys as layout
-from tiercheck_sidecar.remote import s3_errors
+from tiercheck_sidecar.remote import objects, s3_errors
 from tiercheck_sidecar.remote.config import S3Settings
 from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteError
 from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored
@@ -115,8 +115,10 @@ class S3Objects(Objects):
         with self._boto():
             try:
                 answer = clients.boto.get_object(Bucket=self._bucket, Key=self._key(key))
-                body: bytes = answer["Body"].read()
-                return body
+                with contextlib.closing(answer["Body"]) as body:
+                    if answer.get("ContentLength", 0) > objects.LONGEST:
+                        raise objects.too_long(f"{self.location}/{key}")
+                    return objects.bounded(body.read, f"{self.location}/{key}")
             except ClientError as error:
                 if error.response.get("Error", {}).get("Code") == "NoSuchKey":
                     return None

@@ -15,9 +15,9 @@ from typing import Any
 
 from tiercheck_sidecar.remote import crc64nvme, s3_errors
 from tiercheck_sidecar.remote.config import S3Settings
-from tiercheck_sidecar.remote.credentials import clean_credentials
+from tiercheck_sidecar.remote.credentials import clean_credentials, mend_credentials
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
-from tiercheck_sidecar.remote.objects import Gate
+from tiercheck_sidecar.remote.objects import Gate, bounded
 from tiercheck_sidecar.remote.s3_lines import CONNECT_SECONDS, Lines
 
 READ_SECONDS = 10
@@ -77,6 +77,7 @@ class Clients:
             )
         except ValueError as error:
             raise RemoteError(Reason.OTHER, _no_client(settings, location), retriable=False) from error
+        boto._endpoint.http_session = _BoundedAnswers(boto._endpoint.http_session, location)
         lines = Lines(
             _signer(credentials, boto.meta.region_name, location),
             location,
@@ -157,6 +158,28 @@ def _signer(credentials: Any, region: str, location: str) -> Any:
     return sign
 
 
+class _BoundedAnswers:
+    """botocore's HTTP, with a limit to what it reads into memory: listings and errors, which it would read to whatever end."""
+
+    def __init__(self, session: Any, location: str) -> None:
+        self._session, self._location = session, location
+
+    def send(self, request: Any) -> Any:
+        """Raises RemoteCorrupt, and what botocore's raises."""
+        streamed, request.stream_output = request.stream_output, True
+        response = self._session.send(request)
+        if not streamed or response.status_code >= 300:
+            try:
+                response._content = bounded(response.raw.read, f"an answer of {self._location}")
+            except BaseException:
+                response.raw.close()
+                raise
+        return response
+
+    def close(self) -> None:
+        self._session.close()
+
+
 def _no_client(settings: S3Settings, location: str) -> str:
     if settings.endpoint:
         return (
@@ -164,8 +187,8 @@ def _no_client(settings: S3Settings, location: str) -> str:
             "correct tiers.remote.s3.endpoint."
         )
     return (
-        f"{location} cannot be reached: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or another AWS_ setting has no valid value; correct the Secret "
-        "named in credentialsSecretName."
+        f"{location} cannot be reached: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or another AWS_ setting has no valid value; "
+        f"{mend_credentials()}."
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import ssl
 
+from tiercheck_sidecar.remote.credentials import give_credentials, mend_credentials
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
 
 _CREDENTIALS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
@@ -77,7 +78,7 @@ def of_answer(status: int, code: str, location: str) -> RemoteError:
     if code in _CREDENTIALS:
         return RemoteError(
             Reason.FORBIDDEN,
-            f"{location} refused the credentials ({said}); correct the Secret named in credentialsSecretName.",
+            f"{location} refused the credentials ({said}); {mend_credentials()}.",
             retriable=False,
         )
     if code == _CLOCK:
@@ -111,8 +112,7 @@ def credentials_missing(location: str, detail: str = "") -> RemoteError:
     """Nothing to sign with."""
     return RemoteError(
         Reason.CREDENTIALS_MISSING,
-        f"No credentials for {location} were found{f' ({detail})' if detail else ''}; name a Secret with AWS_ACCESS_KEY_ID "
-        "and AWS_SECRET_ACCESS_KEY in credentialsSecretName, or give the pods a cloud identity.",
+        f"No credentials for {location} were found{f' ({detail})' if detail else ''}; {give_credentials()}.",
         retriable=True,
     )
 

@@ -34,7 +34,8 @@ _BACKOFF = (0.2, 5.0)
 _SLICE = 4 * 1024 * 1024
 _ARRIVAL = 512 * 1024
 """Small enough to be still in a core's cache when it is verified."""
-_LONGEST_ERROR = 64 * 1024
+_LONGEST_ANSWER = 64 * 1024
+"""Bytes of an error, or of what is said to an upload."""
 
 
 @dataclass(frozen=True)
@@ -121,14 +122,14 @@ class Lines:
             connection.putheader("Content-Length", str(len(body)))
             connection.endheaders()
             self._send(connection, memoryview(body))
-            _patience(connection, ANSWER_SECONDS)
+            _patience(connection, ANSWER_SECONDS if body else STALL_SECONDS)
             response = connection.getresponse()
             _patience(connection, STALL_SECONDS)
             received, rest = 0, b""
             if into is not None and response.status in (200, 206):
                 received = _receive(connection.sock, response, into, arrived)
             else:
-                rest = response.read(None if into is None else _LONGEST_ERROR)
+                rest = response.read(_LONGEST_ANSWER)
             reusable = response.isclosed() and not response.will_close
             answer = Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, rest, received)
         except BaseException:

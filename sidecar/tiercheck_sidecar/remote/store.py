@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from tiercheck.failpoints import failpoint
 from tiercheck.protocol.encoding import Malformed, from_json, to_json
 from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
 from tiercheck.protocol.version import History, Version
@@ -25,7 +26,14 @@ from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteCorrupt,
 from tiercheck_sidecar.remote.objects import Objects
 from tiercheck_sidecar.remote.ownership import Claimant, Owner, Ownership
 from tiercheck_sidecar.remote.preflight import Finding, examine
-from tiercheck_sidecar.remote.verify import Arriving, check_chunks, check_shape, digest_of, nothing
+from tiercheck_sidecar.remote.verify import (
+    Arriving,
+    check_chunks,
+    check_shape,
+    digest_of,
+    nothing,
+    nothing_arrived,
+)
 
 FETCH_BYTES = 16 * 1024 * 1024
 FETCH_THREADS = 4
@@ -137,8 +145,10 @@ class RemoteStore:
                     f"{manifest.version} was not completed: {self.location}/{artifact.key} has "
                     f"{sizes.get(artifact.key, 0)} of {artifact.bytes} bytes."
                 )
+        failpoint("before-manifest")
         try:
             if self._objects.create(keys.manifest_key(manifest.version), to_json(_content(manifest, manifest.created))):
+                failpoint("after-manifest")
                 return True
         except RemoteError as error:
             # No answer does not mean that nothing happened: the request may have been carried out.
@@ -178,8 +188,15 @@ class RemoteStore:
             raise RemoteMissing(f"the manifest of {version} in {self.location} does not name rank {rank}.")
         return self._detailed(named)
 
-    def fetch(self, artifact: RankArtifact, into: memoryview, chunks: Sequence[int] | None = None) -> None:
-        """Read an artifact, or only these of its `chunks` (in order), into its place in `into` and verify every chunk.
+    def fetch(
+        self,
+        artifact: RankArtifact,
+        into: memoryview,
+        chunks: Sequence[int] | None = None,
+        heard: Callable[[int], None] = nothing_arrived,
+    ) -> None:
+        """Read an artifact, or only these of its `chunks` (in order), into its place in `into` and verify every chunk. `heard` is told
+        of the bytes as they come, and what it raises ends the reading.
 
         Raises RemoteCorrupt; `into` is then garbage.
         """
@@ -192,7 +209,9 @@ class RemoteStore:
         wanted = range(len(digests.values)) if chunks is None else chunks
         with ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="remote-fetch") as pool:
             ranges = [
-                pool.submit(self._fetch_range, artifact.key, digests, begin, into[begin : min(end, digests.size)])
+                pool.submit(
+                    self._fetch_range, artifact.key, digests, begin, into[begin : min(end, digests.size)], heard
+                )
                 for begin, end in _stretches(wanted, digests.chunk)
             ]
             try:
@@ -245,11 +264,18 @@ class RemoteStore:
         self._closed.set()
         self._objects.close()
 
-    def _fetch_range(self, key: str, digests: Digests, begin: int, into: memoryview) -> None:
+    def _fetch_range(
+        self,
+        key: str,
+        digests: Digests,
+        begin: int,
+        into: memoryview,
+        heard: Callable[[int], None] = nothing_arrived,
+    ) -> None:
         if self._closed.is_set():
             raise RemoteClosed
         place = f"{self.location}/{key}"
-        arriving = Arriving(into, begin, digests, place)
+        arriving = Arriving(into, begin, digests, place, heard)
         got = self._objects.read_into(key, begin, into, arriving)
         if got < len(into):
             raise RemoteCorrupt(f"{place} is missing or ends at byte {begin + got} of {digests.size}.")

@@ -44,9 +44,17 @@ def check_chunks(
 class Arriving:
     """Digests the chunks of `into`, which are at `offset` of the artifact, as they come: while they are still in the cache."""
 
-    def __init__(self, into: memoryview, offset: int, digests: Digests, place: str) -> None:
+    def __init__(
+        self,
+        into: memoryview,
+        offset: int,
+        digests: Digests,
+        place: str,
+        heard: Callable[[int], None] = nothing_arrived,
+    ) -> None:
+        """`heard` is told how many bytes have come since it was told last; what it raises ends the reading."""
         self._into, self._offset, self._digests, self._place = into, offset, digests, place
-        self._seen, self._hasher = 0, running()
+        self._seen, self._hasher, self._heard = 0, running(), heard
 
     def __call__(self, arrived: int) -> None:
         """So many bytes of `into` are there now; 0 when they begin to come, also when they begin again.
@@ -55,6 +63,7 @@ class Arriving:
         """
         if arrived == 0:
             self._seen, self._hasher = 0, running()
+        self._heard(max(0, arrived - self._seen))
         chunk = self._digests.chunk
         while self._seen < arrived:
             index = self._seen // chunk

@@ -46,10 +46,10 @@ class Demand:
 
     def expect(self, cadence: int, guess: Room) -> bool:
         """How long chains are, and the largest slots of any rank. Whether that is news."""
-        news = (cadence, guess) != (self._cadence, self._guess)
-        self._cadence, self._guess = cadence, guess
-        self._plan = None
-        return news
+        if (cadence, guess) == (self._cadence, self._guess):
+            return False
+        self._cadence, self._guess, self._plan = cadence, guess, None
+        return True
 
     def host(self, ranks: Iterable[int], shares: Iterable[Share], known: Iterable[tuple[Pool, int]]) -> None:
         """Whose copies and which parity blocks are kept here. `known`: pools and sizes of slots that are here already."""

@@ -7,16 +7,18 @@ the whole tells a seal from what memory made of it.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from tiercheck.protocol.artifact import Kind, Share
+from tiercheck.failpoints import failpoint
+from tiercheck.protocol.artifact import Artifact, Kind, Share
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.decoding import Malformed, read_checked, with_checksum
 from tiercheck_sidecar.digest import is_well_formed
+from tiercheck_sidecar.tags import Tags, is_well_described
 
 SUFFIX = ".seal"
 
@@ -37,6 +39,15 @@ class Seal:
     """Set if this is a parity block."""
     members: tuple[Digests, ...] = ()
     """Of a parity block: the digests of each rank's artifact, in coding order."""
+    tags: Tags | None = field(default=None, compare=False)
+    """Of an artifact; none where connections are enciphered, where nobody keeps copies, and of what came without. They say nothing that
+    the digests do not: the same bytes may be sealed twice, and have other tags then.
+    """
+
+    @property
+    def artifact(self) -> Artifact:
+        """Of a parity block: the first."""
+        return Artifact(self.rank, self.version, self.kind)
 
     def __str__(self) -> str:
         if self.share is None:
@@ -55,6 +66,7 @@ def write_seal(slot: Path, seal: Seal) -> None:
     temporary = target.with_name(target.name + ".new")
     try:
         temporary.write_bytes(with_checksum(to_json(seal)))
+        failpoint("mid-seal")
         os.replace(temporary, target)
     except OSError:
         temporary.unlink(missing_ok=True)
@@ -74,7 +86,8 @@ def _makes_sense(seal: Seal) -> bool:
     """Whoever may write into the volume can make a checksum too."""
     numbers = (seal.rank, seal.version.step, seal.version.attempt, seal.world_size)
     named = seal.share is None or (seal.share.index >= 0 and seal.share.ranks[:1] == (seal.rank,))
-    return min(numbers) >= 0 and named and all(map(is_well_formed, (seal.digests, *seal.members)))
+    whole = is_well_described(seal.digests, seal.tags) and all(map(is_well_formed, seal.members))
+    return min(numbers) >= 0 and named and whole
 
 
 def break_seal(slot: Path) -> None:

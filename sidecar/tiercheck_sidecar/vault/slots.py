@@ -18,6 +18,7 @@ from tiercheck.protocol.artifact import Kind, Share
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.mapping import map_aligned
 from tiercheck.protocol.slot import TORN
+from tiercheck_sidecar.plain_files import open_plain
 from tiercheck_sidecar.vault.pages import collapse, populate
 from tiercheck_sidecar.vault.seal import Seal, break_seal
 
@@ -94,11 +95,11 @@ class Slot:
 
     def is_whole(self) -> bool:
         """Whether the file is as long as it was made. Raises OSError."""
-        return self.path.stat().st_size >= self.size
+        return self.path.lstat().st_size >= self.size
 
     def adopt(self, area: memoryview) -> None:
         """Keep the mapping that the slot was made through."""
-        self._area, self._identity = area, _identity(os.stat(self.path))
+        self._area, self._identity = area, _identity(os.lstat(self.path))
 
     def unmap(self) -> None:
         """Let the memory of a removed slot go; one that is still read keeps it until then."""
@@ -111,15 +112,19 @@ class Slot:
         """One mapping for as long as the slot: the faults of mapping it anew cost as much as receiving an artifact into it, and
         three times as much as digesting one.
 
-        What is mapped must be the file that a trainer would open, and all there: touching what was cut off is a SIGBUS.
+        What is mapped must be the file that a trainer would open, and all there: touching what was cut off is a SIGBUS. A link in its
+        place is not followed: it may lead to where the trainer itself cannot write.
         """
-        status = os.stat(self.path)
+        status = os.lstat(self.path)
         if status.st_size < self.size:
             raise OSError(errno.EIO, f"it is {status.st_size} bytes long, {self.size} were made")
         if self._area is None or self._identity != _identity(status):
-            with open(self.path, "r+b") as file:
-                self._identity = _identity(os.fstat(file.fileno()))
-                self._area = map_aligned(file.fileno(), self.size)
+            file = open_plain(self.path, write=True)
+            try:
+                self._identity = _identity(os.fstat(file))
+                self._area = map_aligned(file, self.size)
+            finally:
+                os.close(file)
             with contextlib.suppress(OSError):
                 populate(self._area)
         return self._area
@@ -164,8 +169,11 @@ def _touch(area: memoryview, descriptor: int, begin: int) -> None:
 def tear(slot: Slot) -> None:
     """Make the content unreadable before the slot is written again. The seal goes first."""
     break_seal(slot.path)
-    with open(slot.path, "r+b") as file:
-        file.write(TORN)
+    file = open_plain(slot.path, write=True)
+    try:
+        os.pwrite(file, TORN, 0)
+    finally:
+        os.close(file)
 
 
 def blank(view: memoryview) -> None:

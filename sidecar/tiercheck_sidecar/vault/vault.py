@@ -7,6 +7,7 @@ Nothing here decides what may be freed; the watermark does (`reclaim.py`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import threading
 import uuid
@@ -14,12 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from tiercheck.failpoints import failpoint
 from tiercheck.protocol import sizing
 from tiercheck.protocol.artifact import Artifact, Kind, Share
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.slot import NotASlot, SlotHeader, read_header
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.digest import digest
+from tiercheck_sidecar.tags import Tagger, digest_and_tag
 from tiercheck_sidecar.vault.demand import Demand
 from tiercheck_sidecar.vault.draft import Draft
 from tiercheck_sidecar.vault.errors import MemoryTooSmall, NoDeltas, NoFreeSlot, NotHeld
@@ -36,13 +38,19 @@ class Vault:
     """Thread-safe. No method waits for the network; only allocation and sealing touch many bytes, outside the lock."""
 
     def __init__(
-        self, directory: Path, limit: int, ranks: Sequence[int], on_change: Callable[[], None] = lambda: None
+        self,
+        directory: Path,
+        limit: int,
+        ranks: Sequence[int],
+        on_change: Callable[[], None] = lambda: None,
+        tagger: Callable[[Artifact], Tagger | None] = lambda _: None,
     ) -> None:
+        """`tagger`: makes the tags of an own artifact that is sealed now; None if they are not worth it."""
         self.limit = limit
         self.ranks = tuple(ranks)
         """The worker's own; none while this is a spare. See `identify`."""
         self._directory = directory
-        self._on_change = on_change
+        self._on_change, self._tagger = on_change, tagger
         self._lock = threading.RLock()
         self._slots: dict[Path, Slot] = {}
         self._demand = Demand(limit)
@@ -52,6 +60,7 @@ class Vault:
 
     def open(self) -> None:
         """Take inventory of what an earlier process left. Raises OSError if the volume cannot be used."""
+        failpoint("before-inventory")
         self._directory.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(PermissionError):  # the volume's root may belong to the kubelet
             self._directory.chmod(0o777)
@@ -233,8 +242,9 @@ class Vault:
         try:
             with slot.mapped() as view:
                 header = read_header(view)
-                digests = digest(view[: header.size])
-            seal = Seal(slot.rank, header.version, header.world_size, Tier.LOCAL, digests, slot.kind)
+                tagger = self._tagger(Artifact(slot.rank, header.version, slot.kind))
+                digests, tags = digest_and_tag(view[: header.size], tagger)
+            seal = Seal(slot.rank, header.version, header.world_size, Tier.LOCAL, digests, slot.kind, tags=tags)
             self._seal(slot, seal)
         except (OSError, NotASlot) as error:
             log.warning("%s could not be sealed: %s", path.name, error)
@@ -284,6 +294,15 @@ class Vault:
             self._drop(slot)
             raise
 
+    def leave(self, artifact: Artifact) -> None:
+        """Whoever fills a slot with this own artifact may never come to an end, and may still be writing: the file is never used again."""
+        with self._lock:
+            for slot in self._slots.values():
+                filling = slot.state is SlotState.WRITING and slot.tier is Tier.LOCAL
+                if filling and Artifact(slot.rank, Version(slot.step, slot.attempt), slot.kind) == artifact:
+                    slot.state = SlotState.GONE
+        self._trim()
+
     # Freeing
 
     def free(self, unwanted: Callable[[Seal], bool]) -> tuple[Seal, ...]:
@@ -294,6 +313,7 @@ class Vault:
             for slot in doomed:
                 slot.doomed = True
                 self._settle(slot)
+                failpoint("mid-reclaim")
         if doomed:
             self._trim()
             self._on_change()
@@ -409,16 +429,21 @@ class Vault:
         with self._lock:
             if not self._demand.plan().fits:
                 return None  # saving is refused, so a slot would only raise hopes
-            count, used = self._count(), self.used()
+            count = self._count()
             for rank in self._demand.own:
                 pool = Pool(Tier.LOCAL, rank, kind)
                 size = self._demand.capacity(pool)
-                if size and count[pool] < self._demand.cap(pool) and used + sizing.cost(size) <= self.limit:
+                if not size or count[pool] >= self._demand.cap(pool):
+                    continue
+                if self.used() + sizing.cost(size) <= self.limit:
                     return self._place(pool, size)
         return None
 
     def _seal(self, slot: Slot, seal: Seal) -> None:
+        if slot.state is SlotState.GONE:
+            raise OSError(errno.ESTALE, f"{slot.path.name} was given up")
         write_seal(slot.path, seal)
+        failpoint("after-seal")
         with self._lock:
             slot.seal, slot.state = seal, SlotState.SEALED
             self._settle(slot)

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from testbed.cluster import FOLDER, Testbed
-from testbed.needs import missing
+from testbed.needs import missing, no_root
 
 
 def main() -> int:
@@ -14,7 +14,7 @@ def main() -> int:
     parser.add_argument("what", choices=("needs", "up", "down", "run"))
     parser.add_argument("command", nargs=argparse.REMAINDER, help="for `run`: what to run in the cluster's network")
     given = parser.parse_args()
-    reason = missing()
+    reason = no_root() if given.what == "down" else missing()  # what is to be ended may have been moved away
     if given.what == "needs" or reason:
         print(f"no real cluster here: {reason}" if reason else "all is there for a real cluster")
         return 0 if given.what == "needs" and not reason else 3

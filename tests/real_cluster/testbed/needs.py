@@ -17,10 +17,15 @@ CNI_PLUGINS = Path("/usr/lib/cni")
 _OLDEST = (1, 34)
 
 
+def no_root() -> str:
+    """Why nothing can be done about a cluster here, not even to end one; empty if something can."""
+    return "" if os.geteuid() == 0 else "a real cluster needs root, for namespaces, networks and containers"
+
+
 def missing() -> str:
     """Why a cluster cannot be started here; empty if it can."""
-    if os.geteuid() != 0:
-        return "a real cluster needs root, for namespaces, networks and containers"
+    if why := no_root():
+        return why
     folder = os.environ.get("KUBE_BIN", "")
     if not folder:
         return f"KUBE_BIN names no folder with {', '.join(KUBERNETES)}"

@@ -71,7 +71,7 @@ class Station:
                 token=job.token,
             )
         )
-        self.vault = Vault(self.directory, limit, self.board.config.ranks, self.board.bump)
+        self.vault = Vault(self.directory, limit, self.board.config.ranks, self.board.bump, self.board.tagger)
         self.vault.open()
         self.identity = Identity(JOB, worker, job.token, job.host(worker))
         self.holder = ParityHolder(self.board, self.vault)

@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable
 
 import pytest
-from station import Job, Station, until
+from station import JOB, Job, Station, until
 
 from tiercheck.protocol.artifact import Artifact, Kind, Share
 from tiercheck.protocol.directive import Directive, Peer
+from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
@@ -17,6 +18,7 @@ from tiercheck_sidecar.exchange.handshake import Claim, PeerRefused, dial
 from tiercheck_sidecar.parity import coding
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.parity.push import converse
+from tiercheck_sidecar.tags import Tagger
 from tiercheck_sidecar.vault import Seal
 
 MakeJob = Callable[..., Job]
@@ -72,6 +74,24 @@ def test_blocks_are_the_code_of_their_members(make_job: MakeJob) -> None:
             assert block_of(holder, Share(index, ranks)) == expected(saved, ranks, index)
 
 
+@pytest.mark.parametrize("tags", ["right", "wrong", "none"])
+def test_artifact_is_folded_in_whatever_tags_it_was_sealed_with_and_read_by_nobody_if_they_are_right(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, tags: str
+) -> None:
+    job = make_job(data=2, parity=1)
+    job.begin()
+    read = []
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *those: read.append(those) or real(*those))
+    for member in job.members:
+        if tags != "right":
+            made = None if tags == "none" else Tagger("another token", JOB, Artifact(member.worker, V))
+            monkeypatch.setattr(member.vault, "_tagger", lambda _, made=made: made)
+    saved = job.protect(V, 9_000_000, 4_000_000)
+    assert block_of(job.holders[0], Share(0, (0, 1))) == expected(saved, (0, 1), 0)
+    assert (not read) == (tags == "right")
+
+
 def test_holder_needs_a_fraction_of_the_memory_of_copies(make_job: MakeJob) -> None:
     size, data = 8_000_000, 4
     job = make_job(data=data, parity=1)
@@ -93,6 +113,16 @@ def test_block_is_not_acknowledged_before_all_members_are_in(make_job: MakeJob) 
     assert not job.holders[0].blocks()
     second.save(1, V, 5_000_000)
     until(lambda: V in first.copied(0) and V in second.copied(1), "both are protected")
+
+
+def test_a_claim_that_does_not_fit_makes_no_later_block_impossible(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1)
+    job.begin()
+    size = 1 << 38
+    digests = Digests(size, CHUNK, ("a" * 32,) * (size // CHUNK))
+    said = job.holders[0].holder.offer(claim(job, 0), ParityAsk("offer", Artifact(0, V), 2, digests))
+    assert said.state == "busy"
+    job.protect(V, 5_000_000)
 
 
 def claim(job: Job, worker: int) -> Claim:

@@ -60,6 +60,8 @@ class Proxy:
     rule: Callable[[Seen], Fault | None] = lambda seen: None
     seen: list[Seen] = field(default_factory=list)
     """Requests that were passed on, in order of arrival."""
+    answered: Callable[[Seen, bytes, int], None] = lambda seen, body, status: None
+    """Told of each of them, with its body and the server's status, before the client is."""
 
     def parts(self) -> list[int]:
         """Numbers of the parts that reached the server."""
@@ -106,6 +108,7 @@ def proxying(endpoint: str) -> Iterator[Proxy]:
                 onward.endheaders(body)
                 response = onward.getresponse()
                 content = response.read()
+                proxy.answered(seen, body, response.status)
                 kept = {
                     k: v
                     for k, v in response.getheaders()

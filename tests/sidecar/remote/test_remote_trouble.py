@@ -13,6 +13,7 @@ import xxhash
 from odd_servers import EMPTY_LIST, Answer, closed_port, refusal, serving
 from remote_places import BUCKET, S3Place
 
+from tiercheck.protocol import names
 from tiercheck.protocol.manifest import Digests, Manifest
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.remote import Reason, RemoteError, open_store
@@ -32,6 +33,12 @@ def opened(endpoint: str, bucket: str = BUCKET, **more: str) -> Iterator[RemoteS
         yield store
     finally:
         store.close()
+
+
+@pytest.fixture(autouse=True)
+def in_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where advice is about Secrets."""
+    monkeypatch.setenv(names.ENV_POD_UID, "pod-0")
 
 
 def sealed(tmp_path: Path, content: bytes = b"state") -> tuple[Path, Digests]:
@@ -115,10 +122,17 @@ def test_no_credentials_anywhere_is_named_and_noticed_when_they_appear(
 ) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.delenv(names.ENV_POD_UID)
     with opened(s3_endpoint) as store:
-        with pytest.raises(RemoteError, match="credentialsSecretName") as caught:
+        with pytest.raises(
+            RemoteError, match="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+        ) as caught:
             store.check()
         assert caught.value.reason is Reason.CREDENTIALS_MISSING
+        assert "credentialsSecretName" not in str(caught.value), "there is none at a command line"
+        monkeypatch.setenv(names.ENV_POD_UID, "pod-0")
+        with pytest.raises(RemoteError, match="credentialsSecretName"):
+            store.check()
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         store.check()

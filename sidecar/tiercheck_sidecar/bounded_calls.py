@@ -1,0 +1,142 @@
+"""Calls that may never come back, as into a mount whose server is gone: each has a thread of its own, and is left behind when nothing comes.
+
+No thread can be ended from outside, and one that waits for a dead file server not even by SIGKILL. What is left behind is told with
+its next byte that nobody wants it any more, and gives back what it holds. Until then its place is not called again: one that hangs
+costs a thread for each call that was under way, and not one more for each restore.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from typing import TypeVar
+
+from tiercheck.protocol.directive import RESTORE_STALL
+from tiercheck.supervised import begin
+from tiercheck_sidecar.exchange.frames import Wire
+from tiercheck_sidecar.source_errors import SourceFailed
+
+T = TypeVar("T")
+
+_LOOK_EVERY = 1.0
+_LONGEST_LOOK = 5.0
+"""Seconds that one look counts for at most: after a longer one it was we who were stopped."""
+
+
+class Stalled(SourceFailed):
+    """Nothing came from the place for too long."""
+
+
+class LeftBehind(BaseException):
+    """Nobody waits for this call any more. No Exception, so that nobody on the way takes it for a failure of the place."""
+
+
+class Call:
+    """One of them, as its own thread knows it. Thread-safe."""
+
+    def __init__(self, heard: Callable[[int], None]) -> None:
+        """`heard` is told of the bytes that come, as long as somebody waits for them."""
+        self._heard = heard
+        self._lock = threading.Lock()
+        self._wires: list[Wire] = []
+        self.left = self.over = False
+
+    def arrived(self, count: int) -> None:
+        """So many bytes came; 0: it goes on. Raises LeftBehind."""
+        if self.left:
+            raise LeftBehind
+        if count:
+            self._heard(count)
+
+    def own(self, wire: Wire) -> Wire:
+        """A connection that is used for this call alone, and ends with it. Raises LeftBehind."""
+        with self._lock:
+            self._wires.append(wire)
+            wire.heard = self.arrived
+        if self.left:
+            wire.close()
+            raise LeftBehind
+        return wire
+
+    def leave(self) -> None:
+        self.left = True
+        with self._lock:
+            wires = list(self._wires)
+        for wire in wires:
+            wire.cut()
+
+
+class BoundedCalls:
+    """Thread-safe."""
+
+    def __init__(
+        self,
+        seconds: Callable[[], float] = lambda: RESTORE_STALL,
+        changed: Callable[[Mapping[str, int]], None] = lambda left: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`seconds` without a byte from its place, and a call is left behind. `changed` hears how many are, by place."""
+        self._seconds, self._changed, self._clock = seconds, changed, clock
+        self._lock, self._telling = threading.Lock(), threading.Lock()
+        self._bytes: Counter[str] = Counter()
+        self._left: Counter[str] = Counter()
+
+    def make(self, place: str, body: Callable[[Call], T], heard: Callable[[int], None] = lambda count: None) -> T:
+        """What `body` returns. Raises what it raises, Stalled, and RuntimeError if the system gives no thread."""
+        with self._lock:
+            if self._left[place]:
+                raise Stalled("an earlier call to it has not come back")
+        future = Future[T]()
+
+        def count(more: int) -> None:
+            with self._lock:
+                self._bytes[place] += more
+            heard(more)
+
+        call = Call(count)
+
+        def run() -> None:
+            try:
+                future.set_result(body(call))
+            except BaseException as error:  # whoever waits gets it
+                future.set_exception(error)
+            self._end(place, call)
+
+        begin(f"call-{place}", run)
+        quiet, seconds, known = 0.0, self._seconds(), self._bytes[place]
+        while not future.done():
+            before = self._clock()
+            wait([future], min(_LOOK_EVERY, max(0.0, seconds - quiet)))
+            # Whatever came from the place counts: calls wait for each other there.
+            came, looked = self._bytes[place], min(_LONGEST_LOOK, self._clock() - before)
+            quiet, known = 0.0 if came != known else quiet + looked, came
+            if quiet >= seconds and self._leave(place, call):
+                raise Stalled(f"nothing came from it for {quiet:.0f} s")
+        return future.result()
+
+    def _leave(self, place: str, call: Call) -> bool:
+        """Whether it had not ended."""
+        with self._lock:
+            if call.over:
+                return False
+            call.leave()
+            self._left[place] += 1
+        self._tell()
+        return True
+
+    def _end(self, place: str, call: Call) -> None:
+        with self._lock:
+            call.over = True
+            if call.left:
+                self._left[place] -= 1
+        if call.left:
+            self._tell()
+
+    def _tell(self) -> None:
+        with self._telling:
+            with self._lock:
+                left = dict(+self._left)
+            self._changed(left)

@@ -1,0 +1,173 @@
+"""Writes down what happens, in the words that the simulation's checker reads: from the job's status, the pods, and what the ranks print."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.simulation.checker import Entry
+from tiercheck.protocol import names
+from tiercheck.protocol.version import Branch, History, Version
+from tiercheck_local.client import PODS, Changed, Client, Listed, Object, Resource
+from tiercheck_local.demo.stage import JOBS
+
+_SETTLED = 1.0
+"""Seconds after which everything that happened by then has been heard of."""
+
+
+class Recorder:
+    """Thread-safe. Times are Unix seconds."""
+
+    def __init__(self, kubeconfig: Path, logs: Path, job: str) -> None:
+        self._logs, self._job = logs, job
+        self._lock = threading.Lock()
+        self._waiting: list[Entry] = []
+        self._offsets: dict[Path, int] = {}
+        self._attempt = 0
+        self._told: tuple[Any, ...] = ()
+        self._marks: tuple[Any, ...] = ()
+        self._nodes: dict[str, str] = {}
+        self.status: Mapping[str, Any] = {}
+        """The newest."""
+        self.pods: dict[str, Object] = {}
+        self.steps: dict[int, list[tuple[float, int, int]]] = {}
+        """What each rank made: when, step, attempt."""
+        self.losses: dict[tuple[int, int], set[tuple[str, str]]] = {}
+        """By rank and step, every (loss, state) that was ever told."""
+        self.begun: dict[int, dict[int, int]] = {}
+        """By attempt and rank, the step that it came back to."""
+        self.ended: dict[int, int] = {}
+        """Last step of ranks that ended as they were asked to."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._follow_all, args=(kubeconfig,), name="recorder", daemon=True)
+        self._thread.start()
+
+    def record(self, what: str, /, at: float | None = None, **fields: Any) -> None:
+        with self._lock:
+            self._waiting.append((time.time() if at is None else at, what, fields))
+
+    def take(self, all_of_it: bool = False) -> list[Entry]:
+        """What happened since this was asked last, in order, but for what is so new that something before it may be missing."""
+        self.poll()
+        limit = time.time() + 1 if all_of_it else time.time() - _SETTLED
+        with self._lock:
+            ready = sorted((entry for entry in self._waiting if entry[0] <= limit), key=lambda entry: entry[0])
+            self._waiting = [entry for entry in self._waiting if entry[0] > limit]
+        return ready
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    # What the ranks print
+
+    def poll(self) -> None:
+        for path in sorted(self._logs.glob(f"{self._job}-*/{names.TRAINER_CONTAINER}.log")):
+            known = self._offsets.get(path, 0)
+            if path.stat().st_size == known:
+                continue
+            with path.open("rb") as file:
+                file.seek(known)
+                whole, newline, _ = file.read().rpartition(b"\n")
+            self._offsets[path] = known + len(whole) + len(newline)
+            for line in whole.splitlines():
+                if line.startswith(b'{"') and line.endswith(b"}"):
+                    self._heard(json.loads(line), path.parent.name)
+
+    def _heard(self, line: dict[str, Any], pod: str) -> None:
+        at, rank, attempt = line["at"], line["rank"], line["attempt"]
+        if "start" in line:
+            begun = line["start"]
+            self.begun.setdefault(attempt, {})[rank] = begun
+            state = bytes.fromhex(line["state"]) if begun else bytes(8)
+            self.record("started", at, rank=rank, attempt=attempt, pod=pod, begun=begun, state=state)
+            self.losses.setdefault((rank, begun), set()).add(("", line["state"]))
+        elif "step" in line:
+            self.steps.setdefault(rank, []).append((at, line["step"], attempt))
+            self.losses.setdefault((rank, line["step"]), set()).add((line["loss"], line["state"]))
+            self.record("step", at, rank=rank, step=line["step"], attempt=attempt, state=bytes.fromhex(line["state"]))
+        else:
+            self.ended[rank] = line["ended"]
+
+    # What the API server says
+
+    def _follow_all(self, kubeconfig: Path) -> None:
+        asyncio.set_event_loop(self._loop)
+
+        async def follow(resource: Resource, selector: dict[str, str], see: Any, gone: Any) -> None:
+            async with Client.of(kubeconfig) as client:
+                async for news in client.follow(resource, "default", **selector):
+                    if isinstance(news, Listed):
+                        for item in news.items:
+                            see(item)
+                    elif isinstance(news, Changed):
+                        (gone if news.kind == "DELETED" else see)(news.object)
+
+        by_name = {"fields": f"metadata.name={self._job}"}
+        of_job = {"labels": f"{names.LABEL_JOB}={self._job}"}
+        work = [
+            follow(JOBS, by_name, self._see_job, lambda _: None),
+            follow(PODS, of_job, self._see_pod, self._lose_pod),
+        ]
+        tasks = [self._loop.create_task(each) for each in work]
+        self._loop.run_forever()
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.close()
+
+    def _see_pod(self, pod: Object) -> None:
+        name, node = pod["metadata"]["name"], pod["spec"].get("nodeName")
+        self.pods = {**self.pods, name: pod}
+        if node and self._nodes.get(name) != node:
+            self._nodes[name] = node
+            self.record("pod", pod=name, node=node, worker=int(pod["metadata"]["labels"].get(names.LABEL_WORKER, -1)))
+
+    def _lose_pod(self, pod: Object) -> None:
+        name = pod["metadata"]["name"]
+        self.pods = {key: value for key, value in self.pods.items() if key != name}
+        self.record("gone", pod=name)
+
+    def _see_job(self, job: Object) -> None:
+        status = self.status = job.get("status") or {}
+        attempt, history = int(status.get("attempt") or 0), _history(status)
+        if attempt != self._attempt:
+            self._attempt = attempt
+            base = history.branches[-1].base_step if history.branches else 0
+            owner = history.owner(base) if base else None
+            version = None if owner is None else Version(base, owner)
+            self.record("attempt", number=attempt, version=version, heard=())
+        protected = next((c for c in status.get("conditions") or () if c["type"] == "Protected"), None)
+        bare = int((status.get("placement") or {}).get("unprotectedWorkers") or 0)
+        told = (
+            status.get("phase"),
+            protected and protected["status"] == "True",
+            protected and protected["reason"],
+            bare,
+        )
+        if told != self._told:
+            self._told = told
+            self.record("told", phase=told[0], protected=told[1], reason=told[2], bare=bare)
+        self._see_marks(status, attempt, history)
+
+    def _see_marks(self, status: Mapping[str, Any], attempt: int, history: History) -> None:
+        placement = str((status.get("placement") or {}).get("hash"))
+        steps = {name: (status.get("tiers") or {}).get(name, {}).get("step") for name in ("local", "peer", "remote")}
+        marks = (attempt, placement, *steps.values())
+        if marks == self._marks:
+            return
+        self._marks = marks
+        versions = {}
+        for name, step in steps.items():
+            owner = history.owner(step) if step else None
+            versions[name] = None if owner is None else Version(step, owner)
+        self.record("verdict", by="status", attempt=attempt, placement=placement, snapshot=None, **versions)
+
+
+def _history(status: Mapping[str, Any]) -> History:
+    return History(tuple(Branch(int(each["attempt"]), int(each["baseStep"])) for each in status.get("history") or ()))

@@ -1,0 +1,285 @@
+"""The laptop cluster under one training job, and the hands that strike it: real operator, sidecars, launchers and trainers, each a process."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.chaos import store as object_store
+from tests.chaos.injections import Injection
+from tests.chaos.record import Recorder
+from tests.chaos.store import BUCKET, Store
+from tiercheck.failpoints import Arming
+from tiercheck.protocol import names
+from tiercheck_local.client import PODS, ApiFailure, Object
+from tiercheck_local.cluster import LocalCluster
+from tiercheck_local.demo.job import CREDENTIALS, credentials
+from tiercheck_local.demo.object_store import REGION
+from tiercheck_local.demo.scenario import condition_is
+from tiercheck_local.demo.stage import LaptopStage
+from tiercheck_local.faults import NothingToHit, Strike
+from tiercheck_local.nodespec import NodeSpec
+
+ROOT = Path(__file__).parents[2]
+JOB = "chaos"
+RACKS = 3
+OPERATOR = "operator"
+OPERATOR_ENV = {
+    "TIERCHECK_SETTLE_SECONDS": "0.5",
+    "TIERCHECK_SUSPECT_SECONDS": "8",
+    "TIERCHECK_RETRY_SECONDS": "2",
+    "TIERCHECK_LEASE": "default/tiercheck-operator",
+    "TIERCHECK_LEASE_SECONDS": "4",
+    "TIERCHECK_PROGRESS_SECONDS": "0.5",
+}
+"""As impatient as the laptop cluster is: it gives a silent node 4 s, where Kubernetes gives 40."""
+_LOOK_EVERY = 0.1
+_PROBE_EVERY, _PROBES = 10.0, 6
+"""Seconds, and failures in a row: the chart's liveness probe."""
+
+
+class Stage:
+    """Whoever waits here also does what a Deployment and a kubelet do: an operator that has ended, or says that it is ill, is started again."""
+
+    def __init__(self, cluster: LocalCluster, recorder: Recorder, store: Store, workers: int, stop: Path) -> None:
+        self.cluster, self.recorder, self.store, self.workers = cluster, recorder, store, workers
+        self._stop = stop
+        self._job = LaptopStage(cluster, "default", JOB)
+        self._undo: list[Callable[[], None]] = []
+        self._ill, self._probe_at = 0, 0.0
+
+    # How it stands
+
+    @property
+    def status(self) -> Mapping[str, Any]:
+        return self.recorder.status
+
+    @property
+    def attempt(self) -> int:
+        return int(self.status.get("attempt") or 0)
+
+    def reached(self) -> int:
+        """The newest step that any rank ever made."""
+        self.recorder.poll()
+        return max((made[1] for each in self.recorder.steps.values() for made in each[-1:]), default=0)
+
+    def lacks(self, beyond: int, tiers: tuple[str, ...] = ("local", "peer")) -> str:
+        """What is not well yet; empty if every rank has made a step beyond that one, all that should run runs, and a newer version is complete in
+        these tiers."""
+        status = self.status
+        if status.get("phase") != "Running" or status.get("recovery"):
+            return f"the job is {status.get('phase')}"
+        if not (condition_is(status, "Protected") or _told_of_a_fault(status)):
+            return "the job is not Protected"
+        here = [pod for pod in self.recorder.pods.values() if not pod["metadata"].get("deletionTimestamp")]
+        if len(here) != self.workers or not all(map(_ready, here)):
+            return "not every pod is ready"
+        self.recorder.poll()
+        made = [self.recorder.steps.get(rank, [(0.0, 0, 0)])[-1] for rank in range(self.workers)]
+        if any(step <= beyond or attempt != self.attempt for _, step, attempt in made):
+            return f"not every rank has made a step beyond {beyond}: {[step for _, step, _ in made]}"
+        complete = {name: (status.get("tiers") or {}).get(name, {}).get("step", 0) for name in tiers}
+        if min(complete.values()) <= beyond:
+            return f"nothing beyond step {beyond} is complete: {complete}"
+        return ""
+
+    def wait(self, met: Callable[[], object], seconds: float) -> bool:
+        """Whether `met` within that time."""
+        end = time.monotonic() + seconds
+        while not met():
+            if time.monotonic() > end:
+                return False
+            self.keep_operator()
+            time.sleep(_LOOK_EVERY)
+        return True
+
+    def keep_operator(self) -> None:
+        operator = self.cluster.operator
+        if operator is None or operator.poll() is not None:
+            self.cluster.start_operator(OPERATOR_ENV, OPERATOR)
+            self._ill, self._probe_at = 0, time.monotonic() + _PROBE_EVERY
+        elif time.monotonic() >= self._probe_at:
+            self._ill = 0 if self._operator_is_well() else self._ill + 1
+            self._probe_at = time.monotonic() + _PROBE_EVERY
+            if self._ill >= _PROBES:
+                operator.kill()
+                operator.wait()
+
+    def _operator_is_well(self) -> bool:
+        connection = http.client.HTTPConnection(self.cluster.metrics_address, timeout=5)
+        try:
+            connection.request("GET", "/healthz")
+            return connection.getresponse().status == http.HTTPStatus.OK
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    # Failpoints
+
+    def process_of(self, injection: Injection) -> str:
+        """As `Faults.arm` names it."""
+        assert injection.point is not None
+        if injection.point.role == "operator":
+            return OPERATOR
+        sidecar = injection.point.role == "sidecar"
+        container = names.SIDECAR_CONTAINER if sidecar else names.TRAINER_CONTAINER
+        return f"{self._job.pod_of(injection.worker)}.{container}"
+
+    def arm(self, whose: str, injection: Injection) -> None:
+        self.cluster.faults.arm(whose, Arming(injection.name, injection.action, skip=injection.skip, seconds=2.0))
+
+    def struck(self, whose: str, seconds: float) -> Strike | None:
+        """The strike, if the point is passed within that time. Nothing is armed afterwards."""
+        self.wait(lambda: self.cluster.faults.strikes(whose), seconds)
+        self.cluster.faults.disarm(whose)
+        return next(iter(self.cluster.faults.strikes(whose)), None)
+
+    def go_on(self, strike: Strike) -> None:
+        """End of "stop"; whoever was stopped may have been killed meanwhile."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(strike.pid, signal.SIGCONT)
+
+    # Faults
+
+    def inflict(self, name: str, worker: int) -> None:
+        """One of `FAULTS`. `undo` is to be called once it has been noticed, or its time is over."""
+        faults, api = self.cluster.faults, self.cluster.api
+        pod = self._job.pod_of(worker)
+        others = [self._job.pod_of(each) for each in range(self.workers) if each != worker]
+        match name:
+            case "crash":
+                faults.kill_container_process(pod)
+            case "out of memory":
+                faults.oom_kill_container(pod)
+            case "container":
+                faults.kill_container(pod, names.TRAINER_CONTAINER)
+            case "evict":
+                with contextlib.suppress(ApiFailure):  # it was just replaced
+                    faults.drain_pod(pod)
+            case "delete":
+                api.delete(PODS, "default", pod, grace=0)
+            case "node":
+                self._lose([self._job.node_of(worker)])
+            case "rack":
+                self._lose(self._job.nodes_in(self._job.rack_of(worker)))
+            case "every pod":
+                faults.kill_all_pods()
+            case "cut":
+                faults.cut_links(pod, others, operator=True)
+                self._undo.append(faults.mend_links)
+            case "deaf":
+                faults.cut_links(pod, [], operator=True)
+                self._undo.append(faults.mend_links)
+            case "sidecar":
+                faults.kill_container(pod, names.SIDECAR_CONTAINER)
+            case "all sidecars":
+                for each in (pod, *others):
+                    faults.kill_container(each, names.SIDECAR_CONTAINER)
+            case "kubelet":
+                node = self._job.node_of(worker)
+                faults.partition_node(node)
+                self._undo.append(lambda: faults.heal_node(node))
+            case "operator":
+                faults.kill_operator()
+            case "operator stopped":
+                faults.pause_operator()
+                self._undo.append(faults.resume_operator)
+            case mood:
+                self.store.mood = mood
+                self._undo.append(self._cheer_up)
+
+    def _lose(self, nodes: list[str]) -> None:
+        self.cluster.faults.kill_nodes(nodes)
+
+        def revive() -> None:
+            for node in nodes:
+                self.cluster.faults.revive_node(node)
+
+        self._undo.append(revive)
+
+    def _cheer_up(self) -> None:
+        self.store.mood = ""
+
+    def undo(self) -> None:
+        while self._undo:
+            with contextlib.suppress(NothingToHit, ProcessLookupError):
+                self._undo.pop()()
+
+    # The end
+
+    def finish(self, seconds: float) -> bool:
+        """Whether all ranks ended as they were asked to, and the job is complete."""
+        self._stop.touch()
+        return self.wait(lambda: condition_is(self.status, "Completed"), seconds)
+
+
+def _told_of_a_fault(status: Mapping[str, Any]) -> bool:
+    """A loop of a sidecar that failed and began again is told for ten minutes, whatever is well by then."""
+    return any(each["reason"] == "InternalError" for each in status.get("conditions") or ())
+
+
+def _ready(pod: Object) -> bool:
+    conditions = (pod.get("status") or {}).get("conditions") or ()
+    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+
+
+def _manifest(workers: int, stop: Path, endpoint: str, pace: float) -> Object:
+    env = {"STOP": str(stop), "PACE": str(pace)}
+    trainer = {
+        "name": names.TRAINER_CONTAINER,
+        "image": "trainer",
+        "command": [sys.executable, str(Path(__file__).with_name("trainer.py"))],
+        "env": [{"name": key, "value": value} for key, value in env.items()],
+    }
+    bucket = {
+        "bucket": BUCKET, "prefix": "prod", "region": REGION, "endpoint": endpoint,
+        "credentialsSecretName": CREDENTIALS,
+    }  # fmt: skip
+    return {
+        "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
+        "kind": names.KIND,
+        "metadata": {"name": JOB, "namespace": "default"},
+        "spec": {
+            "workers": workers,
+            "template": {"spec": {"terminationGracePeriodSeconds": 3, "containers": [trainer]}},
+            "checkpoint": {"snapshot": {"everySteps": 5}},
+            "tiers": {
+                "local": {"sizeLimit": "64Mi"},
+                "peer": {"copies": 1, "spread": {"level": "rack"}},
+                "remote": {"s3": bucket, "everySteps": 20, "keep": 3},
+            },
+            "failurePolicy": {"maxRestarts": 1_000_000},
+        },
+    }
+
+
+@contextlib.contextmanager
+def staged(folder: Path, workers: int, seed: int, pace: float) -> Iterator[Stage]:
+    """Three racks of two nodes that have room for one worker each, the operator, the store, and the job, which has just been applied."""
+    nodes = [replace(node, pods=1) for node in NodeSpec.racks(2 * RACKS, RACKS)]
+    stop = folder / "stop"
+    with LocalCluster(
+        folder / "cluster", nodes, lease_grace=4.0, back_off=0.5, cuttable=True, failpoints=True
+    ) as cluster:
+        recorder = Recorder(cluster.kubeconfig, cluster.logs, JOB)
+        try:
+            with object_store.serving(cluster.logs / "s3.log", recorder.record, seed) as store:
+                recorder.record("begins", workers=workers, copies=1, keep=3)
+                cluster.apply_crds(ROOT / "crds")
+                cluster.apply(credentials())
+                cluster.start_operator(OPERATOR_ENV, OPERATOR)
+                cluster.apply(_manifest(workers, stop, store.endpoint, pace))
+                stage = Stage(cluster, recorder, store, workers, stop)
+                yield stage
+                stage.undo()
+        finally:
+            recorder.stop()

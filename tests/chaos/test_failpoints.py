@@ -1,0 +1,162 @@
+"""Failpoints: what is armed strikes as often as it shall and not more, whoever passes; what nobody armed from outside does nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.injections import POINTS, drawn
+from tiercheck.failpoints import ACTIONS, ENV_FAILPOINTS, STRUCK, Arming, Failpoints, Struck
+
+ROOT = Path(__file__).parents[2]
+PRODUCT = ("tiercheck", "operator/tiercheck_operator", "sidecar/tiercheck_sidecar")
+PASS = "from tiercheck.failpoints import failpoint; failpoint('here'); print('passed', flush=True)"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "armed"
+
+
+def arm(path: Path, *lines: str) -> Failpoints:
+    path.write_text("\n".join(lines) + "\n")
+    return Failpoints(str(path))
+
+
+def passing(path: Path | None) -> subprocess.Popen[str]:
+    """Another process that passes a point once."""
+    environment = {key: value for key, value in os.environ.items() if key != ENV_FAILPOINTS}
+    environment |= {} if path is None else {ENV_FAILPOINTS: str(path)}
+    return subprocess.Popen([sys.executable, "-c", PASS], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_process_whose_environment_names_no_file_cannot_be_armed(path: Path) -> None:
+    arm(path, "here kill")
+    process = passing(None)
+    assert process.communicate()[0] == "passed\n"
+    assert not Path(f"{path}{STRUCK}").exists()
+
+
+def test_kill_strikes_one_life_and_spares_the_next(path: Path) -> None:
+    arm(path, "here kill")
+    first = passing(path)
+    assert (first.communicate()[0], first.returncode) == ("", -signal.SIGKILL)
+    second = passing(path)
+    assert second.communicate()[0] == "passed\n"
+    (line,) = Path(f"{path}{STRUCK}").read_text().splitlines()
+    assert line.split()[:3] == ["here", "kill", str(first.pid)]
+
+
+def test_stopped_process_goes_on_when_it_is_told_to(path: Path) -> None:
+    arm(path, "here stop")
+    process = passing(path)
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    os.kill(process.pid, signal.SIGCONT)
+    assert process.communicate()[0] == "passed\n"
+
+
+@pytest.mark.parametrize(("action", "code"), [("enospc", errno.ENOSPC), ("emfile", errno.EMFILE), ("eio", errno.EIO)])
+def test_errors_are_those_of_the_system(path: Path, action: str, code: int) -> None:
+    points = arm(path, f"here {action}")
+    with pytest.raises(OSError, match="here") as raised:
+        points.passed("here")
+    assert raised.value.errno == code
+    points.passed("here")
+
+
+def test_exception_is_one_that_no_code_knows(path: Path) -> None:
+    with pytest.raises(Struck):
+        arm(path, "here exception").passed("here")
+    assert not issubclass(Struck, OSError | ValueError | RuntimeError)
+
+
+def test_delay_takes_its_time_and_raises_nothing(path: Path) -> None:
+    points, began = arm(path, "here delay seconds=0.05"), time.monotonic()
+    points.passed("here")
+    assert time.monotonic() - began >= 0.05
+
+
+def test_as_many_times_as_asked_after_as_many_passings_as_asked(path: Path) -> None:
+    points = arm(path, "here eio times=2 skip=3")
+    outcomes = []
+    for _ in range(7):
+        try:
+            points.passed("here")
+        except OSError:
+            outcomes.append("struck")
+        else:
+            outcomes.append("")
+    assert outcomes == ["", "", "", "struck", "struck", "", ""]
+
+
+def test_processes_share_the_number_of_strikes(path: Path) -> None:
+    one, other = arm(path, "here eio times=1"), Failpoints(str(path))
+    with pytest.raises(OSError, match="here"):
+        one.passed("here")
+    other.passed("here")
+
+
+def test_points_are_armed_and_disarmed_while_the_process_runs(path: Path) -> None:
+    points = Failpoints(str(path))
+    points.passed("here")
+    path.write_text("there eio\nhere eio times=9\n")
+    with pytest.raises(OSError, match="here"):
+        points.passed("here")
+    path.unlink()
+    points.passed("here")
+    points.passed("there")
+
+
+@pytest.mark.parametrize(
+    "line", ["here", "here explode", "here kill times=often", "here kill colour=red", "here kill 3"]
+)
+def test_line_that_makes_no_sense_is_told_and_arms_nothing(
+    path: Path, line: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    points = arm(path, line, "there eio")
+    points.passed("here")
+    with pytest.raises(OSError, match="there"):
+        points.passed("there")
+    assert line in capfd.readouterr().err
+
+
+def test_arming_is_spelled_as_it_is_read() -> None:
+    armings = [Arming("here", action, times, 3, 0.5) for times, action in enumerate(ACTIONS)]
+    assert [Arming.parse(str(each)) for each in armings] == armings
+
+
+def test_every_failpoint_of_the_product_is_known_to_the_campaign() -> None:
+    found = [
+        name
+        for folder in PRODUCT
+        for file in (ROOT / folder).rglob("*.py")
+        for name in re.findall(r'failpoint\("([^"]+)"\)', file.read_text())
+    ]
+    assert sorted(found) == sorted(POINTS), "each in one place, so that a report says where it was"
+
+
+def test_nothing_but_the_environment_arms() -> None:
+    """No message, file of a volume, or setting of a job leads there."""
+    text = {file: file.read_text() for folder in PRODUCT for file in (ROOT / folder).rglob("*.py")}
+    assert [file.name for file, code in text.items() if ENV_FAILPOINTS in code or "ENV_FAILPOINTS" in code] == [
+        "failpoints.py"
+    ]
+
+
+def test_same_seed_draws_the_same_strikes() -> None:
+    import random
+
+    def draw(seed: int) -> list[str]:
+        rng = random.Random(seed)
+        return [str(drawn(number, rng, 3)) for number in range(50)]
+
+    assert draw(7) == draw(7) != draw(8)

@@ -1,0 +1,143 @@
+"""Named places at which a test may have this process fail: be killed, stop, be slow, or meet an error.
+
+After FreeBSD's fail(9) and TiKV's fail-rs. A point is one line, `failpoint(NAME)`, and does nothing unless the environment named a file
+(`TIERCHECK_FAILPOINTS`) when the process began. Each line of that file, which may change at any time, arms one point:
+
+    POINT ACTION [times=N] [skip=K] [seconds=S]
+
+`times` (1): how often it strikes, in all processes that look at the file together. `skip` (0): passings of each process that are let through before.
+`seconds`: of a delay. Nothing that comes from the network, a store or shared memory is ever asked.
+
+What strikes is noted in the file's `.struck` neighbour before it does, so that the process's next life is not struck as well.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+ENV_FAILPOINTS = "TIERCHECK_FAILPOINTS"
+"""Path of the file that arms points. Not set: none can be armed."""
+STRUCK = ".struck"
+"""Suffix of the file with a line for every strike: POINT ACTION PID TIME (Unix seconds)."""
+
+ERRORS = {"enospc": errno.ENOSPC, "emfile": errno.EMFILE, "eio": errno.EIO}
+"""Actions that raise OSError."""
+ACTIONS = ("kill", "stop", "delay", "exception", *ERRORS)
+"""kill: SIGKILL. stop: SIGSTOP, until somebody sends SIGCONT. exception: `Struck`."""
+
+
+class Struck(Exception):
+    """An error that nobody thought of."""
+
+
+@dataclass(frozen=True)
+class Arming:
+    """One line of the file."""
+
+    point: str
+    action: str
+    times: int = 1
+    skip: int = 0
+    seconds: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{self.point} {self.action} times={self.times} skip={self.skip} seconds={self.seconds}"
+
+    @staticmethod
+    def parse(line: str) -> Arming:
+        """Raises ValueError."""
+        point, action, *options = line.split()
+        if action not in ACTIONS:
+            raise ValueError(f"{action} is none of {', '.join(ACTIONS)}")
+        given = dict(option.split("=", 1) for option in options)
+        arming = Arming(
+            point, action, int(given.pop("times", 1)), int(given.pop("skip", 0)), float(given.pop("seconds", 1.0))
+        )
+        if given:
+            raise ValueError(f"unknown: {', '.join(given)}")
+        return arming
+
+
+class Failpoints:
+    """The points that one file arms. Thread-safe."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._seen: tuple[int, int] | None = None
+        self._armed: dict[str, Arming] = {}
+        self._passed: Counter[str] = Counter()
+
+    def passed(self, point: str) -> None:
+        """This process has come to `point`. Raises OSError or Struck if that is what it is armed with."""
+        with self._lock:
+            self._look()
+            arming = self._armed.get(point)
+            if arming is None:
+                return
+            self._passed[point] += 1
+            if self._passed[point] <= arming.skip or not self._claim(arming):
+                return
+        _strike(arming)
+
+    def _look(self) -> None:
+        """Read the file again if it is another one."""
+        try:
+            status = os.stat(self._path)
+        except OSError:
+            self._seen, self._armed = None, {}
+            return
+        if (status.st_mtime_ns, status.st_ino) == self._seen:
+            return
+        self._seen = (status.st_mtime_ns, status.st_ino)
+        self._armed, self._passed = {}, Counter()
+        with open(self._path) as file:
+            for line in filter(str.strip, file):
+                try:
+                    arming = Arming.parse(line)
+                except ValueError as error:
+                    print(f"{self._path}: {line.strip()!r} arms nothing: {error}", file=sys.stderr, flush=True)
+                else:
+                    self._armed[arming.point] = arming
+
+    def _claim(self, arming: Arming) -> bool:
+        """Note the strike, unless it has struck as often as it shall."""
+        with open(self._path + STRUCK, "a+") as struck:
+            fcntl.flock(struck, fcntl.LOCK_EX)
+            struck.seek(0)
+            before = sum(line.split(" ", 1)[0] == arming.point for line in struck)
+            if before >= arming.times:
+                return False
+            struck.write(f"{arming.point} {arming.action} {os.getpid()} {time.time():.6f}\n")
+            return True
+
+
+def _strike(arming: Arming) -> None:
+    match arming.action:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "delay":
+            time.sleep(arming.seconds)
+        case "exception":
+            raise Struck(arming.point)
+        case name:
+            raise OSError(ERRORS[name], os.strerror(ERRORS[name]), arming.point)
+
+
+_points = Failpoints(os.environ[ENV_FAILPOINTS]) if os.environ.get(ENV_FAILPOINTS) else None
+
+
+def failpoint(name: str) -> None:
+    """A place with this name. Raises OSError or Struck if a test wants it."""
+    if _points is not None:
+        _points.passed(name)
