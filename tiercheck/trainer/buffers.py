@@ -59,7 +59,9 @@ class Buffers:
                 moved.add(id(owner))
             if buffer is None:
                 continue
-            if buffer.nbytes <= ALWAYS:
+            if buffer.layout is not torch.strided:
+                found.append((name, buffer))  # whoever stores it says that it cannot
+            elif buffer.nbytes <= ALWAYS:
                 found.append((name, local_shard(buffer)))
             else:
                 large.append((name, buffer, id(owner)))
@@ -143,9 +145,9 @@ class Passing:
         found: list[tuple[str, Tensor]] = []
         for name, owner, key in compress(self._places, chosen):
             buffer = owner.get(key)
-            if buffer is None or type(buffer) not in PLAIN or buffer.is_meta:
+            if buffer is None or type(buffer) not in PLAIN or buffer.layout is not torch.strided or buffer.is_meta:
                 continue
-            if buffer.nbytes <= ALWAYS:
+            if _is_small(buffer):
                 found.append((name, local_shard(buffer)))
             elif not self._warned:
                 self._warned = True
@@ -179,7 +181,7 @@ class Passing:
 
 
 def _is_small(buffer: Tensor | None) -> bool:
-    return buffer is not None and buffer.nbytes <= ALWAYS
+    return buffer is not None and buffer.layout is torch.strided and buffer.nbytes <= ALWAYS
 
 
 def _not_persistent(model: nn.Module) -> list[tuple[str, dict[str, Tensor | None], str]]:

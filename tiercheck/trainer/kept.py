@@ -81,11 +81,11 @@ def describe_others(optimizer: Optimizer, prefix: str, entries: list[Entry]) -> 
             must_come_back(key, f"{prefix}{key}")
             found.append((key, describe(value, NOBODYS, _place(prefix, len(found)), entries)))
     listed = len(entries)
-    for key, value in attributes:
+    for place, value in attributes:
         # Where a generator is must be known at once, and not when tensors are filled.
-        drawn = key[0] == _GENERATOR
+        drawn = place[0] == _GENERATOR
         found.append(
-            (key, {"value": value} if drawn else describe(value, NOBODYS, _place(prefix, len(found)), entries))
+            (place, {"value": value} if drawn else describe(value, NOBODYS, _place(prefix, len(found)), entries))
         )
     entries[listed:] = [entry._replace(must_be_finite=False) for entry in entries[listed:]]
     return found

@@ -165,9 +165,11 @@ def put_back(state: State, content: Mapping[str, Any]) -> None:
             raise KeyError(f"the checkpoint has no state named {name!r}")
         if isinstance(holder, Stateful):
             holder.load_state_dict(content["state"][name])
-        elif not set_generator(holder, content["state"][name]):
+        elif isinstance(holder, MutableMapping):
             holder.clear()
             holder.update(content["state"][name])
+        else:
+            set_generator(holder, content["state"][name])
     if content["random"] is not None:
         set_random_state(content["random"])
 
