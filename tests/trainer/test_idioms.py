@@ -474,6 +474,205 @@ def adapted() -> nn.Module:
     return model
 
 
+# Optimizers of somebody's own, and what they keep in other places than their state.
+
+
+class Slow(SGD):
+    """Slow weights in a list, made at once or at the first step."""
+
+    def __init__(self, parameters: Iterable[Tensor], lazy: bool = False) -> None:
+        super().__init__(parameters, lr=1e-2, momentum=0.9)
+        if not lazy:
+            self.slow = self.copies()
+
+    def copies(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        if not hasattr(self, "slow"):
+            self.slow = self.copies()
+        for parameter, slow in zip(self.param_groups[0]["params"], self.slow, strict=True):
+            slow.add_(parameter - slow, alpha=0.5)
+            parameter.copy_(slow)
+
+
+class Own(Optimizer):
+    """Momentum, kept where `kept` says."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+        self.averages: dict[Any, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(self.kept(parameter).mul_(0.9).add_(parameter.grad), alpha=1e-2)
+
+    def kept(self, parameter: Tensor) -> Tensor:
+        kept: Tensor = self.state[parameter].setdefault("kept", torch.zeros_like(parameter))
+        return kept
+
+
+class UnderIdentity(Own):
+    def kept(self, parameter: Tensor) -> Tensor:
+        kept: Tensor = self.state[id(parameter)].setdefault("kept", torch.zeros_like(parameter))  # type: ignore[index]
+        return kept
+
+
+class Beside(Own):
+    def kept(self, parameter: Tensor) -> Tensor:
+        return self.averages.setdefault(parameter, torch.zeros_like(parameter))
+
+
+class Rounds(Own):
+    """Draws from a generator that it keeps."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters)
+        self.drawn = torch.Generator().manual_seed(torch.initial_seed() % 1000)
+
+    def kept(self, parameter: Tensor) -> Tensor:
+        return super().kept(parameter).add_(torch.randn(parameter.shape, generator=self.drawn), alpha=1e-3)
+
+
+class Multiplies(Own):
+    """Its products are others under autocast, in which the whole loop runs."""
+
+    def kept(self, parameter: Tensor) -> Tensor:
+        if parameter.dim() < 2:
+            return super().kept(parameter)
+        return (parameter @ parameter.T @ parameter).float()
+
+
+def all_in_autocast() -> Script:
+    script = simple(Multiplies)()
+    inner = script.update
+
+    def update() -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return inner()
+
+    return Script(script.model, script.optimizers, update)
+
+
+class Bound(Own):
+    """Keeps a method of its own, as one that chooses its rule in the constructor."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters)
+        self.rule = super().step
+
+    def step(self, closure: Any = None) -> None:
+        self.rule()
+
+
+class Both(Optimizer):
+    """Others in a list, as those for matrices and for the rest."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        listed = list(parameters)
+        super().__init__(listed, {})
+        self.optimizers = [adam(listed[:2]), momentum(listed[2:])]
+
+    def step(self, closure: Any = None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def forgotten() -> Script:
+    """Two optimizers, of which the Checkpointer is given one."""
+    model = net()
+    given, other = momentum(model[0].parameters()), adam(model[3].parameters())
+
+    def update() -> Tensor:
+        model.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        given.step()
+        other.step()
+        return loss
+
+    return Script(model, [given], update)
+
+
+class Masked(SGD):
+    """Writes a mask that a buffer of the model is too."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            if "mask" in self.state[parameter]:
+                self.state[parameter]["mask"].copy_(parameter.abs() > parameter.abs().median())
+
+
+def mask_of_both() -> Script:
+    model = net()
+    model.register_buffer("mask", torch.rand(WIDTH, WIDTH))
+    optimizer = Masked(model.parameters(), lr=1e-2, momentum=0.9)
+    optimizer.state[model[0].weight]["mask"] = model.mask
+
+    def update() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model) + (model[0].weight * model.mask).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Script(model, [optimizer], update)
+
+
+# Models that become others on their way.
+
+
+def at_step_six(model: Callable[[], nn.Module], change: Callable[[Any, Optimizer], None]) -> Callable[[], Script]:
+    def build() -> Script:
+        script, at = simple(adam, model=model)(), {"step": 0}
+        inner = script.update
+
+        def update() -> Tensor:
+            at["step"] += 1
+            if at["step"] == 6:
+                change(script.model, script.optimizers[0])
+            return inner()
+
+        return Script(script.model, script.optimizers, update, {"at": at})
+
+    return build
+
+
+def head_made_anew(model: Any, optimizer: Optimizer) -> None:
+    parameters = optimizer.param_groups[0]["params"]
+    place = [each is model[3].weight for each in parameters].index(True)
+    optimizer.state.pop(model[3].weight)
+    model[3].weight = parameters[place] = nn.Parameter(torch.randn(WIDTH, WIDTH) / 5)
+
+
+class Centred(nn.Module):
+    """Takes the mean of what it has seen from its input. `late`: the first forward makes its buffer, which no state_dict holds."""
+
+    def __init__(self, late: bool = False) -> None:
+        super().__init__()
+        if not late:
+            self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
+        self.mean = self.mean * 0.9 + x.detach().mean(0)
+        return x - self.mean
+
+
+def centred(late: bool = False) -> nn.Module:
+    return nn.Sequential(Centred(late=late), *net())
+
+
+def centred_anew(model: Any, optimizer: Optimizer) -> None:
+    model[0] = Centred()
+
+
 def sparse_gradients() -> Script:
     model = nn.Embedding(50, WIDTH, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters(), lr=1e-2)
@@ -558,6 +757,19 @@ IDIOMS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "sparse gradients": (sparse_gradients, {EQUAL}),
     "Python's random numbers": (python_random, {EQUAL, TOLD}),
     "state_dict of copies": (full_state_hook, {REFUSED}),
+    "slow weights in a list": (simple(Slow), {EQUAL, TOLD}),
+    "slow weights made at the first step": (simple(lambda p: Slow(p, lazy=True)), {EQUAL, TOLD}),
+    "kept under an identity": (simple(UnderIdentity), {TOLD}),
+    "kept beside the state, by parameter": (simple(Beside), {TOLD}),
+    "generator of the optimizer's own": (simple(Rounds), {EQUAL, TOLD}),
+    "method kept as an attribute": (simple(Bound), {EQUAL, TOLD}),
+    "all in autocast": (all_in_autocast, {EQUAL, TOLD}),
+    "optimizers in a list": (simple(Both), {REFUSED}),
+    "optimizer forgotten": (forgotten, {TOLD}),
+    "mask of model and optimizer": (mask_of_both, {EQUAL, TOLD}),
+    "head made anew": (at_step_six(net, head_made_anew), {EQUAL}),
+    "module replaced": (at_step_six(centred, centred_anew), {EQUAL}),
+    "buffer made in forward": (simple(adam, model=lambda: centred(late=True)), {EQUAL}),
 }
 
 

@@ -287,7 +287,7 @@ def test_script_that_trains_with_an_optimizer_made_anew_is_told(
             checkpointer.step()
         assert checkpointer.wait(30)
         assert checkpointer.captured <= 2
-    assert "trains with another one" in caplog.text
+    assert "hand over all optimizers" in caplog.text
 
 
 @pytest.mark.parametrize("how", ["load_all", "load_resharded"])

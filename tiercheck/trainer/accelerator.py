@@ -94,7 +94,7 @@ class Accelerator:
 
     def room(self, size: int) -> Tensor:
         """So many bytes of page-locked memory. torch keeps it for the next one who asks."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def put(self, target: Tensor, source: Tensor) -> None:
         """Begin a copy from page-locked memory to the device, in the current stream."""

@@ -59,7 +59,9 @@ class Buffers:
                 moved.add(id(owner))
             if buffer is None:
                 continue
-            if buffer.nbytes <= ALWAYS:
+            if buffer.layout is not torch.strided:
+                found.append((name, buffer))  # whoever stores it says that it cannot
+            elif buffer.nbytes <= ALWAYS:
                 found.append((name, local_shard(buffer)))
             else:
                 large.append((name, buffer, id(owner)))
@@ -108,19 +110,24 @@ class Passing:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._places = [
-            (f"{prefix}.{key}" if prefix else key, module._buffers, key)
-            for prefix, module in model.named_modules()
-            for key in module._buffers
-            if key in module._non_persistent_buffers_set
-        ]
+        self._model = model
         self._warned = False
         self.begin()
 
     def begin(self) -> None:
         """Training, or a restore, begins: what was done before, the script will do again."""
+        self._places = _not_persistent(self._model)
         self._written = [False] * len(self._places)
         self._marks = self._read()
+
+    def looked_for(self) -> list[tuple[str, Tensor]]:
+        """As `written`, with those that a module has made on its way, as some do in their first forward."""
+        self.changed()
+        known = {(id(owner), key): done for (_, owner, key), done in zip(self._places, self._written, strict=True)}
+        self._places = _not_persistent(self._model)
+        self._written = [known.get((id(owner), key), _is_small(owner.get(key))) for _, owner, key in self._places]
+        self._marks = self._read()
+        return self._listed(self._written)
 
     def written(self) -> list[tuple[str, Tensor]]:
         """Those that were written since then, by name: the buffers themselves, not copies."""
@@ -138,9 +145,9 @@ class Passing:
         found: list[tuple[str, Tensor]] = []
         for name, owner, key in compress(self._places, chosen):
             buffer = owner.get(key)
-            if buffer is None or type(buffer) not in PLAIN or buffer.is_meta:
+            if buffer is None or type(buffer) not in PLAIN or buffer.layout is not torch.strided or buffer.is_meta:
                 continue
-            if buffer.nbytes <= ALWAYS:
+            if _is_small(buffer):
                 found.append((name, local_shard(buffer)))
             elif not self._warned:
                 self._warned = True
@@ -160,8 +167,31 @@ class Passing:
             write(local_shard(buffer), value)
         return bool(key)
 
+    @torch.no_grad()
+    def make(self, name: str, value: Tensor) -> None:
+        """One that no module has yet: the script would make it in its first forward, with another value."""
+        path, _, key = name.rpartition(".")
+        owner = dict(self._model.named_modules()).get(path)
+        if owner is not None and not hasattr(owner, key):
+            like = next(self._model.parameters(), value)
+            owner.register_buffer(key, value.to(like.device, copy=True), persistent=False)
+
     def _read(self) -> list[tuple[int, int]]:
         return [_mark(owner.get(key)) for _, owner, key in self._places]
+
+
+def _is_small(buffer: Tensor | None) -> bool:
+    return buffer is not None and buffer.layout is torch.strided and buffer.nbytes <= ALWAYS
+
+
+def _not_persistent(model: nn.Module) -> list[tuple[str, dict[str, Tensor | None], str]]:
+    """Name, owner and key of each such buffer."""
+    return [
+        (f"{prefix}.{key}" if prefix else key, module._buffers, key)
+        for prefix, module in model.named_modules()
+        for key in module._buffers
+        if key in module._non_persistent_buffers_set
+    ]
 
 
 def _place_of(

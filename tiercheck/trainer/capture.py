@@ -76,7 +76,7 @@ def take_inventory(
                 "states": states,
                 "counts": counts,
                 "attributes": kept.attributes_of(optimizer),
-                "ties": kept.ties_of(optimizer, named_parameters_of(optimizer, model)),
+                "ties": kept.ties_of(optimizer, named_parameters_of(optimizer, model), model),
                 "others": kept.describe_others(optimizer, f"optimizer{index}/", entries),
             }
         )

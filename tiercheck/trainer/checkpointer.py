@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.contents import DCP, FORMAT, IMPORT
@@ -37,7 +38,7 @@ from tiercheck.trainer import gloo_threads, stacks, user_state
 from tiercheck.trainer.accelerator import accelerator_of
 from tiercheck.trainer.backend import Backend, Offer, RestoreError
 from tiercheck.trainer.buffers import PASSING
-from tiercheck.trainer.capture import named_parameters_of
+from tiercheck.trainer.capture import Inventory, named_parameters_of
 from tiercheck.trainer.claim import Claim
 from tiercheck.trainer.copying import Pending, Snapshot
 from tiercheck.trainer.delta import StoredDelta
@@ -64,6 +65,7 @@ from tiercheck.trainer.samples import Sampler
 from tiercheck.trainer.saver import Saver
 from tiercheck.trainer.sidecar_backend import SidecarBackend
 from tiercheck.trainer.slot_file import DELTA_ROOM, SlotReader
+from tiercheck.trainer.strangers import Strangers
 from tiercheck.trainer.unseen import FOREIGN, Unseen
 from tiercheck.trainer.wrapped import Wrapped, unwrapped
 
@@ -171,12 +173,20 @@ class Checkpointer:
             verify_all=lambda: self._backend.verify_all if verify_all is None else verify_all,
         )
         self._unseen = Unseen(self._optimizers)
+        self._strangers = Strangers(
+            [model, *self._beside.values()], self._optimizers, self._state.values(), self._saver.warn
+        )
+        self._lost = ""
+        """Why no version holds all of the state, as `Strangers` knows it."""
         self._deltas = Deltas(model, self._optimizers, self._shares, self._backend, self._saver)
         self.step_number = 0
         """Optimizer steps done, restored ones included."""
         self._last_step_at: float | None = None
         self._step_seconds: float | None = None
         self._restored = False
+        self._began_with: set[tuple[str, torch.Size, torch.dtype]] = set()
+        """What the model's tensors were when `restore` ended."""
+        self._compared: object | None = None
         self._closed = False
         self._pid = os.getpid()
         self._before = [
@@ -187,6 +197,7 @@ class Checkpointer:
             optimizer.register_step_post_hook(partial(self._after_update, index))
             for index, optimizer in enumerate(self._optimizers)
         ]
+        self._everybodys = register_optimizer_step_post_hook(self._strangers.updated)
         gloo_threads.wait_at_exit()
         atexit.register(self.close)
 
@@ -226,12 +237,17 @@ class Checkpointer:
         """Whether what is not finite is refused."""
         return self._backend.sanity_gate if self._sanity_gate is None else self._sanity_gate
 
+    @torch.inference_mode(False)
     def restore(self) -> int:
         """Load the version to continue from and return its step; 0 is a fresh start. Call it once, before training.
 
         Raises RestoreError if the version cannot be found out or read, DifferentState (a ValueError) if it does not fit,
         TypeError if `state` holds something that could not be read back later. Training must not begin then.
         """
+        if self._forked:
+            raise NotCapturable(
+                "this Checkpointer was made before the process was forked: make it in the one that trains"
+            )
         self._restored = True
         self._look_at_state()
         found, self._found = self._found, None
@@ -252,6 +268,7 @@ class Checkpointer:
             # So that slots are made ready during the first steps. To reserve none would tell the job that this rank takes no deltas.
             self._prepare(0 if not self._deltas.active else room or -1)
         self._last_step_at = time.monotonic()
+        self._began_with = _shapes(self._inventories.take().entries)
         return self.step_number
 
     def _look_at_state(self) -> None:
@@ -261,12 +278,15 @@ class Checkpointer:
         if (device := accelerator_of(entry.tensor for entry in inventory.entries)) is not None:
             self._backend.numa = device.numa_node()
 
+    @torch.inference_mode(False)
     def step(self, loss: float | torch.Tensor | None = None) -> None:
         """Mark the end of an optimizer step. Starts what is due of it; returns without waiting for it.
 
         `loss`: one number. A tensor on a device is waited for.
         """
         self.step_number += 1
+        if self._forked:
+            return
         loss = self._number(loss)
         self._partitions.stepped()
         self._look_for_unseen()
@@ -292,19 +312,20 @@ class Checkpointer:
     def alive(self) -> None:
         """Say that this rank is well although it makes no step: during a long evaluation, for example. Without it, a pause
         far longer than any before counts as a hang (`failurePolicy.hang`), and the job is restarted."""
-        self._backend.progress(self.step_number, None, self._step_seconds, self._saver.sanity.in_a_row)
+        if not self._forked:
+            self._backend.progress(self.step_number, None, self._step_seconds, self._saver.sanity.in_a_row)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until the snapshot under way is handed over; False if `timeout` seconds were not enough."""
-        return self._saver.wait(timeout)
+        return not self._forked and self._saver.wait(timeout)
 
     def close(self) -> None:
         """Finish what is under way, deliver the last progress, let go of the model. May be called twice."""
-        if self._closed or os.getpid() != self._pid:  # a forked data-loader worker inherits the exit hook
+        if self._closed or self._forked:  # a data-loader worker inherits the exit hook
             return
         self._closed = True
         atexit.unregister(self.close)
-        for hook in (*self._before, *self._after):
+        for hook in (*self._before, *self._after, self._everybodys):
             hook.remove()
         if self._last_words is not None:
             self._last_words.close()
@@ -322,15 +343,22 @@ class Checkpointer:
             self._last_words.say(error)
         self.close()
 
+    @property
+    def _forked(self) -> bool:
+        """Whether this process is a fork of the one that is saved: here nobody copies anything, and what it trains is its own."""
+        return os.getpid() != self._pid
+
     def _before_update(self, index: int, _: Optimizer, arguments: Any, named: Any) -> None:
         if torch.compiler.is_compiling():
             return  # traced once, and never called: `Unseen` finds out
+        if self._forked:
+            return
         self._saver.barrier()
         if self._unseen.hooked():
             self._deltas.before_update(index, self.step_number + 1, arguments, named)
 
     def _after_update(self, index: int, *_: object) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not self._forked:
             self._deltas.after_update(index)
 
     def _look_for_unseen(self) -> None:
@@ -338,11 +366,17 @@ class Checkpointer:
         try:
             self._unseen.look()
         except NotCapturable:
-            return  # the inventory will say it better
+            pass  # the inventory will say it better
+        except Exception as error:  # invariant: no failure of ours stops training
+            self._saver.warn(type(error).__name__, repr(error))
         if self._unseen.found and not before:
             self._deltas.give_up(self._unseen.found)
         if self._unseen.found == FOREIGN != before:
             self._saver.tell_cannot_save(FOREIGN)
+        before, self._lost = self._lost, self._strangers.lost()
+        if self._lost and not before:
+            self._deltas.give_up(self._lost)
+            self._saver.tell_cannot_save(self._lost)
 
     def _load(self, offer: Offer) -> int:
         """Bring back what is offered; the bytes that a delta needs, 0 if nobody knows. Raises RestoreError or DifferentState."""
@@ -438,7 +472,9 @@ class Checkpointer:
     def _put_back_passing(self, slot: SlotReader) -> None:
         for name, value in slot.tensors().items():
             if name.startswith(PASSING):
-                self._inventories.passing.put_back(name.removeprefix(PASSING), value)
+                passing, short = self._inventories.passing, name.removeprefix(PASSING)
+                if not passing.put_back(short, value):
+                    passing.make(short, value)
 
     def _load_resharded(self, offer: Offer, *, imported: bool) -> None:
         assert offer.borrow is not None
@@ -486,6 +522,8 @@ class Checkpointer:
         try:
             if self._unseen.found == FOREIGN:
                 raise NotCapturable(FOREIGN)
+            if self._lost:
+                raise NotCapturable(self._lost)
             return self._capture()
         except NotCapturable as error:
             self._skip("NotCapturable", str(error))
@@ -500,12 +538,25 @@ class Checkpointer:
         """List the state; copy at once what changes before the next update (buffers, the user blob)."""
         inventory = self._inventories.take()
         blob = user_state.Packed(self._state, inventory.facts, inventory.fixed)
+        self._compare(inventory)
         stored = self._shares.own(inventory)
         proof = Proof.take(self._sampler, inventory.entries, stored)
         entries = [self._at_once(entry) for entry in stored]
         device = accelerator_of(entry.tensor for entry in entries)
         ready = None if device is None else device.final()
         return Snapshot(step=self.step_number, entries=entries, blob=blob, proof=proof, device=device, ready=ready)
+
+    def _compare(self, inventory: Inventory) -> None:
+        """Warn of a model that a new start of the script would not have."""
+        if inventory.alike is not None and inventory.alike is self._compared:
+            return
+        self._compared = inventory.alike
+        if self._began_with and (other := self._began_with ^ _shapes(inventory.entries)):
+            self._saver.warn(
+                "Changed",
+                f"{min(name for name, *_ in other)} is not what it was when `restore` was called: this can only be restored by a script that "
+                "has changed its model likewise before `restore`",
+            )
 
     def _at_once(self, entry: Entry) -> Entry:
         if entry.lazy and entry.name not in self._saver.mutating:
@@ -543,3 +594,10 @@ class Checkpointer:
         self._last_step_at = now
         finite = loss if loss is not None and math.isfinite(loss) else None
         self._backend.progress(self.step_number, finite, self._step_seconds, self._saver.sanity.in_a_row)
+
+
+def _shapes(entries: Iterable[Entry]) -> set[tuple[str, torch.Size, torch.dtype]]:
+    """What must be the same where the model is restored."""
+    return {
+        (entry.name, entry.tensor.shape, entry.tensor.dtype) for entry in entries if entry.name.startswith("model/")
+    }

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tiercheck.trainer.attributes import own_attributes
 from tiercheck.trainer.encoding import decode, encode, same, same_bits
 from tiercheck.trainer.gradients import Event
 from tiercheck.trainer.leaves import PLAIN, NotCapturable, local_shard
@@ -53,6 +54,9 @@ class Cloner:
         real = self._optimizer
         shadow: Optimizer = object.__new__(type(real))
         shadow.__dict__.update(real.__dict__)
+        if not is_known(real):
+            for name, _ in own_attributes(real):  # a step of the copy may write what it shares with the real one
+                del shadow.__dict__[name]
         shadow.__dict__.pop("step", None)
         shadow.__dict__.update(copy.deepcopy(dict(self._fresh)))
         shadow.state = defaultdict(dict)

@@ -72,7 +72,7 @@ class Item:
             self.event.release(self.index)
 
 
-_GONE = torch.empty(0)
+_GONE = torch.empty(0, device="cpu")
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from tiercheck.trainer.probe import Probes, Refused
 from tiercheck.trainer.replayable import hindrance, is_known
 from tiercheck.trainer.replicas import Shares
 from tiercheck.trainer.saver import Saver
-from tiercheck.trainer.watch import Watch
+from tiercheck.trainer.watch import Tree, Watch
 
 log = logging.getLogger("tiercheck")
 
@@ -158,11 +158,9 @@ class Deltas:
             self._outside = "after the update"
         self._mark = mark
         outside, self._outside = self._outside, ""
-        if [
-            sum(len(group["params"]) for group in optimizer.param_groups) for optimizer in self._optimizers
-        ] != self._sizes:
-            self._look_around()  # a parameter group was added
-            inexact = inexact or "parameters were added"
+        if self._tree.changed() or self._trained() != self._identities:
+            self._look_around()
+            inexact = inexact or "the model, or what its optimizers train, was changed"
             self._mark = self._watch.read()
         changed = self._buffers.changed()
         reaches = not missed and self._saver.unbroken.reaches(step)
@@ -295,9 +293,14 @@ class Deltas:
         else:
             self._saver.skip_delta(step, "Inexact", inexact)
 
+    def _trained(self) -> list[list[int]]:
+        return [[id(p) for group in optimizer.param_groups for p in group["params"]] for optimizer in self._optimizers]
+
     def _look_around(self) -> None:
         """List parameters and buffers; done once, because it takes too long for every step."""
         self._watch = Watch(self._model, self._optimizers)
+        self._tree = Tree(self._model)
+        self._identities = self._trained()
         self._buffers = Buffers(self._model)
         self._modes = Modes(self._model)
         self._named = [list(named_parameters_of(optimizer, self._model)) for optimizer in self._optimizers]

@@ -81,12 +81,19 @@ def hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """A copy of each parameter group without its parameters; what a schedule may write in place (a rate on the device, a list) is copied."""
     return [
         {
-            key: value.detach().clone() if isinstance(value, Tensor) else list(value) if type(value) is list else value
+            key: value.detach().clone() if isinstance(value, Tensor) else _own(value)
             for key, value in group.items()
             if key != "params"
         }
         for group in optimizer.param_groups
     ]
+
+
+def _own(value: Any) -> Any:
+    """A copy of a list or dict, which may be written in place; other things are as they are."""
+    if type(value) is list:
+        return [_own(each) for each in value]
+    return {key: _own(each) for key, each in value.items()} if type(value) is dict else value
 
 
 class Recorder:
@@ -193,6 +200,8 @@ class Recorder:
                 storage = shard.untyped_storage()
                 if shard.is_cuda and not torch._C._has_Standard_Deleter(storage._cdata):
                     fresh = False  # of a CUDA graph, whose next run writes here without a trace
+                elif not storage.resizable():
+                    fresh = False  # none of torch's own memory, but an array of numpy's, say
                 elif storage.nbytes() != shard.nbytes:  # others may write it without a trace in this tensor's counter
                     if storage._cdata not in known:  # gradients of FSDP2 share one in their dozens
                         known[storage._cdata] = self._is_fresh((index, number), storage)

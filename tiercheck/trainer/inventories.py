@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from tiercheck.trainer.buffers import Passing
 from tiercheck.trainer.capture import Inventory, take_inventory
-from tiercheck.trainer.kept import attributes_of
+from tiercheck.trainer.kept import attributes_of, odd_attributes
 from tiercheck.trainer.leaves import PLAIN, Entry
 from tiercheck.trainer.live import refuse_copies
 
@@ -71,6 +71,7 @@ class Inventories:
                 marks, tensors = [], []
             if marks == self._marks:
                 return self._again(tensors)
+        passing = self.passing.looked_for()
         inventory = take_inventory(self._model, self._optimizers, self._beside, passing)
         looks = self._looks(inventory)
         if not looks or looks != self._believed:
@@ -173,6 +174,8 @@ class Inventories:
             marks += [list(map(id, trained)), list(map(len, states)), list(_all(dict.keys, states))]
             marks.append([len(group["params"]) for group in optimizer.param_groups])
             marks.append(list(map(_where, kept)))
+            if odd_attributes(optimizer):  # any of them may hold a tensor by now
+                raise _NotPlain
             tensors += kept
         sharded = [tensor for tensor in tensors if type(tensor) not in PLAIN]
         if any(kind.__name__ != "DTensor" for kind in {*map(type, sharded)}):

@@ -208,7 +208,7 @@ def _load_optimizer(
         }
         if state:
             optimizer.state[parameter] = state
-    kept.tie(optimizer, named_parameters_of(optimizer, model), saved.get("ties", ()))
+    kept.tie(optimizer, named_parameters_of(optimizer, model), saved.get("ties", ()), model)
     make = partial(rebuilt, parameter=kept.NOBODYS)
     kept.put_back_others(optimizer, saved.get("others", ()), f"optimizer{index}/", make)
     return wanted

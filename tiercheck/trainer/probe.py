@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from tiercheck.trainer import user_state
-from tiercheck.trainer.attributes import is_value, own_attributes
+from tiercheck.trainer.attributes import is_function, is_value, own_attributes
 from tiercheck.trainer.clones import Cloner, Clones
 from tiercheck.trainer.encoding import same
 from tiercheck.trainer.gradients import Event
@@ -146,9 +145,10 @@ def _attributes(optimizer: Optimizer) -> tuple[dict[str, Any], str]:
     """Copies of what the class keeps beside parameters and state; and what of it is not plain (empty if nothing)."""
     found: dict[str, Any] = {}
     for name, value in own_attributes(optimizer):
-        if callable(value) and not isinstance(value, nn.Module):
-            continue  # a function of the class's choice; the script will set the same one again
-        if not is_value(value):
+        if is_function(value):  # of the class's choice; the script will set the same one again
+            found[name] = value
+        elif is_value(value):
+            found[name] = copy.deepcopy(value)
+        else:
             return {}, f"{name}, a {type(value).__name__},"
-        found[name] = copy.deepcopy(value)
     return found, ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -66,7 +67,10 @@ def inseparable(optimizer: Optimizer) -> str:
 
 
 def plain_step(optimizer: Optimizer) -> Callable[[], Any]:
-    """Its `step` without hooks, and without what a learning-rate scheduler wraps around it to warn of a wrong order."""
+    """Its `step` without hooks, and without what a learning-rate scheduler wraps around it to warn of a wrong order.
+
+    Without autocast too, whose like it would be where the script restores: a step that depends on it differs when it is probed.
+    """
     function = type(optimizer).step
     if getattr(function, "hooked", False):
         function = getattr(function, "__wrapped__", function)
@@ -75,8 +79,12 @@ def plain_step(optimizer: Optimizer) -> Callable[[], Any]:
         # A class that calls the step of its base class comes to hooks once more.
         hidden = {name: vars(optimizer)[name] for name in _HOOKS if name in vars(optimizer)}
         vars(optimizer).update({name: OrderedDict() for name in hidden})
+        kinds = {parameter.device.type for group in optimizer.param_groups for parameter in group["params"]}
         try:
-            return function(optimizer)
+            with ExitStack() as without:
+                for kind in kinds:
+                    without.enter_context(torch.autocast(kind, enabled=False))
+                return function(optimizer)
         finally:
             vars(optimizer).update(hidden)
 

@@ -274,7 +274,7 @@ def _optimizer(
         if state:
             optimizer.state[parameter] = state
 
-    kept.tie(optimizer, named_parameters_of(optimizer, model), own.get("ties", ()))
+    kept.tie(optimizer, named_parameters_of(optimizer, model), own.get("ties", ()), model)
 
     def private(stored: str, described: Mapping[str, Any]) -> Tensor:
         local = torch.empty(others.shape(stored), dtype=others.dtype(stored), device=described["device"])
@@ -346,7 +346,7 @@ def _read(takes: _Plan, others: OtherRanks) -> None:
             # There are gaps between its rows, here or there.
             for rows in _slabs(take.box, take.part.box, target.element_size()):
                 ranges = take.part.ranges(rows)
-                around = torch.empty(ranges[-1][1] - ranges[0][0], dtype=target.dtype)
+                around = torch.empty(ranges[-1][1] - ranges[0][0], dtype=target.dtype, device="cpu")
                 stored.read_parts([(each.name, ranges[0][0], around)])
                 each.local[rows.within(box)].copy_(around.as_strided(rows.shape, take.part.box.strides))
         stored.read_parts(solid)

@@ -132,9 +132,9 @@ class ResumableSampler(Sampler[list[int]]):
 
     def _order(self, epoch: int) -> torch.Tensor:
         if not self._shuffle:
-            return torch.arange(self._length)
+            return torch.arange(self._length, device="cpu")
         if self._kept is None or self._kept[0] != epoch:
             mixed = hashlib.sha256(f"{self._seed}/{epoch}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(mixed[:8], "little", signed=True))
-            self._kept = epoch, torch.randperm(self._length, generator=generator)
+            self._kept = epoch, torch.randperm(self._length, generator=generator, device="cpu")
         return self._kept[1]

@@ -36,7 +36,7 @@ def view_of(buffer: mmap.mmap | memoryview, tensor: SlotTensor) -> Tensor:
     """The tensor's bytes in the slot as a torch tensor, without a copy."""
     dtype = dtype_of(tensor.dtype)
     if tensor.begin == tensor.end:
-        return torch.empty(tensor.shape, dtype=dtype)
+        return torch.empty(tensor.shape, dtype=dtype, device="cpu")
     count = (tensor.end - tensor.begin) // dtype.itemsize
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=tensor.begin).view(tensor.shape)
 

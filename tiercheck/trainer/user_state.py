@@ -165,16 +165,11 @@ def put_back(state: State, content: Mapping[str, Any]) -> None:
             raise KeyError(f"the checkpoint has no state named {name!r}")
         if isinstance(holder, Stateful):
             holder.load_state_dict(content["state"][name])
-        elif isinstance(holder, torch.Generator):
-            holder.set_state(content["state"][name])
-        elif isinstance(holder, random.Random):
-            version, words, gauss = content["state"][name]
-            holder.setstate((version, tuple(words), gauss))
-        elif (bits := _bit_generator(holder)) is not None:
-            bits.state = _with_arrays(content["state"][name])
-        else:
+        elif isinstance(holder, MutableMapping):
             holder.clear()
             holder.update(content["state"][name])
+        else:
+            set_generator(holder, content["state"][name])
     if content["random"] is not None:
         set_random_state(content["random"])
 
@@ -182,17 +177,36 @@ def put_back(state: State, content: Mapping[str, Any]) -> None:
 def _state_of(name: str, holder: Any) -> Any:
     if isinstance(holder, Stateful):
         return holder.state_dict()
-    if isinstance(holder, torch.Generator):
-        return holder.get_state()
-    if (bits := _bit_generator(holder)) is not None:
-        return _without_arrays(bits.state)
-    if isinstance(holder, random.Random):
-        return holder.getstate()
+    if (drawn := generator_state(holder)) is not None:
+        return drawn
     if not isinstance(holder, MutableMapping):  # it could be written, perhaps, but not put back
         raise NotCapturable(
             f"state[{name!r}] is a {type(holder).__name__}: give a dict, a generator, or an object with state_dict and load_state_dict"
         )
     return dict(holder)
+
+
+def generator_state(holder: Any) -> Any:
+    """Where a generator of random numbers is, as plain values and tensors; None: it is none."""
+    if isinstance(holder, torch.Generator):
+        return holder.get_state()
+    if (bits := _bit_generator(holder)) is not None:
+        return _without_arrays(bits.state)
+    return holder.getstate() if isinstance(holder, random.Random) else None
+
+
+def set_generator(holder: Any, drawn: Any) -> bool:
+    """Inverse of `generator_state`. False if `holder` is none."""
+    if isinstance(holder, torch.Generator):
+        holder.set_state(drawn)
+    elif isinstance(holder, random.Random):
+        version, words, gauss = drawn
+        holder.setstate((version, tuple(words), gauss))
+    elif (bits := _bit_generator(holder)) is not None:
+        bits.state = _with_arrays(drawn)
+    else:
+        return False
+    return True
 
 
 def _bit_generator(holder: Any) -> Any:

@@ -59,6 +59,29 @@ class Watch:
         return lambda: sampler.take(self._seen).sum()
 
 
+class Tree:
+    """What a model consists of: another module, parameter or buffer in it is none that a delta could tell of."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._owners: list[dict[str, Any]] = [module._parameters for module in modules]
+        self._buffers: list[dict[str, Any]] = [module._buffers for module in modules]
+        self._children: list[dict[str, Any]] = [module._modules for module in modules]
+        # Whoever shards parameters puts whole ones in their places meanwhile.
+        self._by_identity = all(type(parameter) in PLAIN for parameter in model.parameters())
+        self._kept = list(model.parameters()), modules  # so that nothing else has the identity of one
+        self._seen = self._read()
+
+    def changed(self) -> bool:
+        return self._read() != self._seen
+
+    def _read(self) -> list[Any]:
+        """Not which buffers: forward may replace one each time."""
+        names = chain.from_iterable(map(dict.keys, (*self._owners, *self._buffers)))
+        parameters = chain.from_iterable(map(dict.values, self._owners)) if self._by_identity else ()
+        return [*names, *map(id, chain.from_iterable(map(dict.values, self._children))), *map(id, parameters)]
+
+
 class _Kept:
     """What one optimizer keeps. Which of it are tensors is only found out when something was replaced."""
 
