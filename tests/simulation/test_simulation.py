@@ -37,17 +37,6 @@ def test_what_once_failed_does_not_fail_again(seed: int, why: str) -> None:
     assert not run(seed).broken, f"{why}\n{tell(seed)}"
 
 
-OPEN = {20014: "without deltas, a rank saves nothing more after its sidecar was started again", 20117: "the same"}
-"""What is broken, and not understood yet: docs/benchmarks/simulation.md."""
-
-
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=pytest.mark.xfail(reason=why, strict=True)) for seed, why in OPEN.items()]
-)
-def test_what_is_known_to_fail(seed: int) -> None:
-    assert not run(seed).broken
-
-
 def test_same_seed_gives_the_same_history_in_every_process() -> None:
     seed = 3
     code = (

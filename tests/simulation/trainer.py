@@ -161,6 +161,8 @@ class Launcher:
         self._deltas = welcome.delta is not DeltaMode.NONE
         deltas = pages.DELTA_BYTES if self._deltas else 0
         self._ask(Request("reserve", bytes=pages.SNAPSHOT_BYTES, delta_bytes=deltas, elementwise=True))
+        if self.loaded:
+            self._ask(Request("restored"))  # a sidecar that was started again keeps what it would load, until it hears this
         return welcome
 
     def _submit(self, kind: Kind, work: Any) -> None:
