@@ -29,6 +29,7 @@ from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.sources import Dial, Opening, Senseless, open_copy
 from tiercheck_sidecar.parity.rebuild import Rebuild
+from tiercheck_sidecar.plain_files import create_plain, open_plain
 from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.vault import MemoryTooSmall, NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.inventory import header_fault
@@ -208,7 +209,7 @@ class Lender:
         found = Rebuild(artifact, group.ranks, group, lambda peer: call.own(self._dial(peer)))
 
         def bring(indices: Sequence[int], into: memoryview) -> None:
-            with open(self._path(artifact), "r+b") as file:
+            with open(open_plain(self._path(artifact), write=True), "r+b") as file:
                 found.unfold(file.fileno(), indices)
 
         yield found.digests, bring
@@ -224,7 +225,11 @@ class Lender:
         loan = self._loans.get(artifact)
         if loan is None or loan.digests != digests:
             loan = self._loans[artifact] = self._open(artifact, digests)
-        with open(loan.path, "r+b") as file, mmap.mmap(file.fileno(), digests.size) as pages, memoryview(pages) as view:
+        with (
+            open(open_plain(loan.path, write=True), "r+b") as file,
+            mmap.mmap(file.fileno(), digests.size) as pages,
+            memoryview(pages) as view,
+        ):
             if not loan.begun:
                 self._begin(loan, artifact, bring, view)
                 loan.begun = True
@@ -254,7 +259,7 @@ class Lender:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._folder.chmod(0o755)
         path = self._path(artifact)
-        with open(path, "wb") as file:
+        with open(create_plain(path), "wb") as file:
             file.truncate(digests.size)
         return _Loan(path, digests)
 

@@ -16,6 +16,12 @@ def is_plain(path: Path) -> bool:
         return False
 
 
+def create_plain(path: Path) -> int:
+    """A descriptor of a new, empty file to write to, in place of whatever is there. Raises OSError."""
+    path.unlink(missing_ok=True)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
 def open_plain(path: Path, *, write: bool = False) -> int:
     """A descriptor to read from, or to `write` to as well, without waiting for anybody. Raises OSError, also if it is no plain file."""
     access = os.O_RDWR if write else os.O_RDONLY

@@ -16,6 +16,7 @@ from tiercheck_sidecar.watermark import TierReport
 
 _MOST_VERSIONS = 20_000
 """Versions in all spans of a report, for each rank of a worker. There are some hundreds."""
+_MOST_RANKS = 2**24
 _MOST = 2**53
 """Of steps, attempts and bytes."""
 
@@ -35,9 +36,9 @@ def objection(report: TierReport, directive: Directive) -> str:
         for artifact in tiers.uploaded:
             if artifact.rank != tiers.rank or not 0 <= artifact.bytes < _MOST:
                 return f"the upload that it names for rank {tiers.rank} is none of that rank"
-    world = directive.workers * procs
-    if any(not 0 <= rank < world for copy in report.copies for rank in copy.ranks):
-        return "it keeps copies of ranks that there are not"
+    # Not of this job's ranks alone: one that became smaller goes on from what its former ranks have left.
+    if any(not 0 <= rank < _MOST_RANKS for copy in report.copies for rank in copy.ranks):
+        return "it keeps copies of ranks that there cannot be"
     if not all(_is_sound(version) for version in _named(report)):
         return "it names versions that cannot be"
     return _too_much(report, procs) or _unreachable(report.host)

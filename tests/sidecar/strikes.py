@@ -32,7 +32,7 @@ class Strikes:
         """The loops."""
         self.struck: set[tuple[threading.Thread, str]] = set()
         real_loop, real_wait = Threads.loop, threading.Condition.wait_for
-        real_accept, real_receive, real_digest = socket.socket.accept, Wire.receive, vault.digest
+        real_accept, real_receive, real_digest = socket.socket.accept, Wire.receive, vault.digest_and_tag
 
         def loop(threads: Threads, name: str, body: Callable[[], None], *, vital: bool = False) -> threading.Thread:
             def noted() -> None:
@@ -53,9 +53,9 @@ class Strikes:
             self.strike()
             return real_receive(wire, *given)
 
-        def digest(view: memoryview) -> Any:
+        def digest_and_tag(*what: Any) -> Any:
             self.strike()
-            return real_digest(view)
+            return real_digest(*what)
 
         class Queue:
             def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Strikes:
         monkeypatch.setattr(threading.Condition, "wait_for", wait_for)
         monkeypatch.setattr(socket.socket, "accept", accept)
         monkeypatch.setattr(Wire, "receive", receive)
-        monkeypatch.setattr(vault, "digest", digest)
+        monkeypatch.setattr(vault, "digest_and_tag", digest_and_tag)
         monkeypatch.setattr(trainer_socket, "queue", SimpleNamespace(SimpleQueue=Queue))
         monkeypatch.setattr(supervised, "FIRST", 0.01)
         monkeypatch.setattr(supervised, "LONGEST", 0.1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -103,7 +102,9 @@ def copy(giver: Station, holder: Station, seal: Seal) -> None:
 
 @pytest.fixture
 def job(stations: MakeStations, monkeypatch: pytest.MonkeyPatch) -> Stations:
-    monkeypatch.setattr("tiercheck_sidecar.vault.vault.digest", partial(digest, chunk=CHUNK))
+    monkeypatch.setattr(
+        "tiercheck_sidecar.vault.vault.digest_and_tag", lambda view, _: (digest(view, chunk=CHUNK), None)
+    )
     return stations()
 
 

@@ -110,6 +110,30 @@ def test_what_is_no_file_is_never_waited_for(slot: Path) -> None:
     assert read_seal(slot) is None
 
 
+@pytest.mark.parametrize("odd", ["link", "fifo"])
+def test_seal_is_written_into_a_file_of_its_own_whatever_lies_in_its_way(slot: Path, odd: str) -> None:
+    seal = read_seal(slot)
+    assert seal is not None
+    way, elsewhere = seal_path(slot).with_name(seal_path(slot).name + ".new"), slot.with_name("elsewhere")
+    elsewhere.write_bytes(b"theirs")
+    if odd == "link":
+        way.symlink_to(elsewhere)
+    else:
+        os.mkfifo(way)
+    write_seal(slot, seal)
+    assert elsewhere.read_bytes() == b"theirs"
+    assert read_seal(slot) == seal
+    assert not seal_path(slot).is_symlink()
+
+
+@pytest.mark.parametrize("share", [Share(2**40, (0, 1)), Share(0, tuple(range(300)))])
+def test_seal_of_a_block_that_cannot_be_is_none(slot: Path, share: Share) -> None:
+    seal = read_seal(slot)
+    assert seal is not None
+    write_seal(slot, replace(seal, share=share))
+    assert read_seal(slot) is None
+
+
 def test_a_flip_of_any_bit_of_an_owner_file_makes_it_nobodys(tmp_path: Path) -> None:
     claim = Claim(tmp_path / "old", 1, 10.0)
     claim.close()

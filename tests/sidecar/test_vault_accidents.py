@@ -72,7 +72,7 @@ def states(own: Vault) -> set[SlotState]:
 def test_slot_is_free_again_whatever_ended_its_sealing(own: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(own, 5)
     with monkeypatch.context() as patch:
-        patch.setattr(vault, "digest", fail)
+        patch.setattr(vault, "digest_and_tag", fail)
         with pytest.raises(RuntimeError, match="nobody thought"):
             own.seal(path)
     assert states(own) == {SlotState.FREE}

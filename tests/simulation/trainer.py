@@ -162,7 +162,9 @@ class Launcher:
         deltas = pages.DELTA_BYTES if self._deltas else 0
         self._ask(Request("reserve", bytes=pages.SNAPSHOT_BYTES, delta_bytes=deltas, elementwise=True))
         if self.loaded:
-            self._ask(Request("restored"))  # a sidecar that was started again keeps what it would load, until it hears this
+            self._ask(
+                Request("restored")
+            )  # a sidecar that was started again keeps what it would load, until it hears this
         return welcome
 
     def _submit(self, kind: Kind, work: Any) -> None:

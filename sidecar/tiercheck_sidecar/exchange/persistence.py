@@ -8,6 +8,7 @@ from typing import TypeVar
 from tiercheck.protocol.directive import Tier
 from tiercheck_sidecar.exchange.frames import WireBroken
 from tiercheck_sidecar.exchange.line import Line
+from tiercheck_sidecar.plain_files import open_plain
 from tiercheck_sidecar.vault import Seal, Vault
 
 T = TypeVar("T")
@@ -21,7 +22,10 @@ def push_on(vault: Vault, seal: Seal, line: Line, once: Callable[[int], T]) -> T
     Raises NotHeld, OSError, WireBroken, and what `once` raises; then `line` is hung up.
     """
     try:
-        with vault.pin(seal.rank, seal.version, Tier.LOCAL, seal.kind) as slot, open(slot.path, "rb") as file:
+        with (
+            vault.pin(seal.rank, seal.version, Tier.LOCAL, seal.kind) as slot,
+            open(open_plain(slot.path), "rb") as file,
+        ):
             for _ in range(_MOST_BREAKS):
                 hopeful, before = line.is_open, line.sent
                 try:

@@ -14,6 +14,7 @@ from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import END, IDLE_TIMEOUT, IO_TIMEOUT, Ask, Listed, Say, Wire, WireBroken, bitmap
 from tiercheck_sidecar.exchange.handshake import Claim
 from tiercheck_sidecar.exchange.transfers import Inbox
+from tiercheck_sidecar.plain_files import open_plain
 from tiercheck_sidecar.tags import is_well_described
 from tiercheck_sidecar.vault import NoFreeSlot, NotHeld, Seal, Vault
 
@@ -135,7 +136,7 @@ class Session:
                 seal = slot.seal
                 assert seal is not None
                 self._wire.send(Say("found", world_size=seal.world_size, digests=seal.digests, tags=seal.tags))
-                with open(slot.path, "rb") as file:
+                with open(open_plain(slot.path), "rb") as file:
                     self._send_chunks(file.fileno(), seal, ask.bare and seal.tags is not None)
         except NotHeld as error:
             self._wire.send(Say("missing", str(error)))

@@ -21,6 +21,7 @@ from tiercheck_sidecar.parity import coding, isal
 from tiercheck_sidecar.parity.groups import coded_with
 from tiercheck_sidecar.parity.parts import Dial, Found, Part, PartMissing
 from tiercheck_sidecar.parity.unfold import PartFailed, Unfolding
+from tiercheck_sidecar.plain_files import open_plain
 from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.vault import Seal, Vault
 
@@ -45,7 +46,7 @@ def rebuild(
     with contextlib.ExitStack() as stack:
         draft = vault.draft(seal)
         stack.callback(draft.discard)
-        file = stack.enter_context(open(draft.path, "r+b"))
+        file = stack.enter_context(open(open_plain(draft.path, write=True), "r+b"))
         found.unfold(file.fileno(), range(len(found.digests.values)))
         draft.keep()
     return seal

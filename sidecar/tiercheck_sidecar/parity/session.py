@@ -15,6 +15,7 @@ from tiercheck_sidecar.exchange.handshake import Claim
 from tiercheck_sidecar.parity.block import BlockGone
 from tiercheck_sidecar.parity.holder import ParityHolder
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
+from tiercheck_sidecar.plain_files import open_plain
 from tiercheck_sidecar.vault import NotHeld, Vault
 
 _STATUS_EVERY = 5.0
@@ -108,7 +109,7 @@ class ParitySession:
                 self._wire.send(
                     ParitySay("found", world_size=seal.world_size, digests=seal.digests, members=seal.members)
                 )
-                with open(slot.path, "rb") as file:
+                with open(open_plain(slot.path), "rb") as file:
                     while (index := self._wire.receive_index()) != END:
                         if index >= len(seal.digests.values):
                             raise WireBroken("no such chunk")

@@ -21,6 +21,7 @@ from tiercheck.protocol.encoding import Malformed, from_json, to_json
 from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
 from tiercheck.protocol.version import History, Version
 from tiercheck_sidecar.pacing import TokenBucket
+from tiercheck_sidecar.plain_files import open_plain
 from tiercheck_sidecar.remote import keys, retention
 from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteCorrupt, RemoteError, RemoteMissing
 from tiercheck_sidecar.remote.objects import Objects
@@ -337,7 +338,7 @@ def _stretches(chunks: Sequence[int], chunk: int) -> Iterator[tuple[int, int]]:
 
 @contextlib.contextmanager
 def _mapped(path: Path, size: int) -> Iterator[memoryview]:
-    with open(path, "rb") as source:
+    with open(open_plain(path), "rb") as source:
         held = source.seek(0, 2)
         if held < size:
             raise RemoteCorrupt(f"{path} has {held} of {size} bytes; it was not uploaded.")

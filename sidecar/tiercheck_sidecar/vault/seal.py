@@ -18,8 +18,11 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.decoding import Malformed, read_checked, with_checksum
 from tiercheck_sidecar.digest import is_well_formed
+from tiercheck_sidecar.plain_files import create_plain
 from tiercheck_sidecar.tags import Tags, is_well_described
 
+_MOST_BLOCKS = 256
+"""Ranks of a parity group and blocks over them, as elements of GF(2^8)."""
 SUFFIX = ".seal"
 
 
@@ -65,7 +68,8 @@ def write_seal(slot: Path, seal: Seal) -> None:
     target = seal_path(slot)
     temporary = target.with_name(target.name + ".new")
     try:
-        temporary.write_bytes(with_checksum(to_json(seal)))
+        with open(create_plain(temporary), "wb") as file:
+            file.write(with_checksum(to_json(seal)))
         failpoint("mid-seal")
         os.replace(temporary, target)
     except OSError:
@@ -85,7 +89,11 @@ def read_seal(slot: Path) -> Seal | None:
 def _makes_sense(seal: Seal) -> bool:
     """Whoever may write into the volume can make a checksum too."""
     numbers = (seal.rank, seal.version.step, seal.version.attempt, seal.world_size)
-    named = seal.share is None or (seal.share.index >= 0 and seal.share.ranks[:1] == (seal.rank,))
+    named = seal.share is None or (
+        0 <= seal.share.index < _MOST_BLOCKS
+        and len(seal.share.ranks) <= _MOST_BLOCKS
+        and seal.share.ranks[:1] == (seal.rank,)
+    )
     whole = is_well_described(seal.digests, seal.tags) and all(map(is_well_formed, seal.members))
     return min(numbers) >= 0 and named and whole
 
