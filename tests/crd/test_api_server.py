@@ -70,6 +70,7 @@ def test_defaults_are_filled_in_by_the_server(api: Api) -> None:
         "failurePolicy": {
             "maxRestarts": 10,
             "resetAfterSeconds": 3600,
+            "restoreStallSeconds": 180,
             "hang": {"mode": "Restart", "stepFactor": 20, "minSeconds": 1800},
         },
     }
