@@ -12,7 +12,7 @@ from functools import partial
 
 from aiohttp import web
 
-from tiercheck.arrivals import arrivals, listen
+from tiercheck.arrivals import Arrivals
 from tiercheck.strangers import Strangers, hang_up
 
 _PATIENCE = 10.0
@@ -51,25 +51,16 @@ class Pages:
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         self._strangers = Strangers(lambda: _MOST)
-        self._listener: socket.socket | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._arrivals = Arrivals(self._serve)
 
     async def start(self, host: str, port: int) -> None:
         """Raises OSError if the address is taken."""
         await self._runner.setup()
-        self._listener = listen(host, port)
-        self._run(asyncio.create_task(self._accept(self._listener)))
+        self._arrivals.start(host, port)
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._listener is not None:
-            self._listener.close()
+        await self._arrivals.stop()
         await self._runner.cleanup()
-
-    async def _accept(self, listener: socket.socket) -> None:
-        async for connection, address in arrivals(listener):
-            self._run(asyncio.create_task(self._serve(connection, address)))
 
     async def _serve(self, connection: socket.socket, address: str) -> None:
         server = self._runner.server
@@ -82,10 +73,6 @@ class Pages:
         finally:
             hang_up(connection)
             self._strangers.leave(guest)
-
-    def _run(self, task: asyncio.Task[None]) -> None:
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _metrics_page(self, _: web.Request) -> web.Response:
         return web.Response(body=self._metrics(), content_type="text/plain", charset="utf-8")

@@ -16,6 +16,7 @@ from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Directive, Phase
 from tiercheck.protocol.report import SPARE
 from tiercheck.redaction import log_redacted
+from tiercheck.strangers import Strangers
 from tiercheck_sidecar import metrics
 from tiercheck_sidecar.api import ControlApi, server_context
 from tiercheck_sidecar.board import Board
@@ -27,6 +28,7 @@ from tiercheck_sidecar.exchange.pulse import Pulse
 from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.guarded_port import GuardedPort
 from tiercheck_sidecar.lending import FOLDER
+from tiercheck_sidecar.named_addresses import named_addresses
 from tiercheck_sidecar.node_memory import Claim, sweep_job
 from tiercheck_sidecar.offload import Offloader
 from tiercheck_sidecar.own_credentials import own_credentials
@@ -40,7 +42,6 @@ from tiercheck_sidecar.replicate import Replicator
 from tiercheck_sidecar.report import Reporter
 from tiercheck_sidecar.restore import Restorer
 from tiercheck_sidecar.restore_sources import RestoreSources
-from tiercheck_sidecar.strangers import Strangers, named_addresses
 from tiercheck_sidecar.throttling import EVERY, ThrottleWatch, read_cpu_stat
 from tiercheck_sidecar.tier_api import routes
 from tiercheck_sidecar.tiers import TierClient

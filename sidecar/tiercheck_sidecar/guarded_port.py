@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Coroutine
 from functools import partial
-from typing import Any
 
 from aiohttp import web
 
-from tiercheck.arrivals import arrivals, listen
-from tiercheck_sidecar.strangers import Guest, Strangers, hang_up
+from tiercheck.arrivals import Arrivals
+from tiercheck.strangers import Strangers, hang_up
 
 PATIENCE = 10.0
 """Seconds from the connection to a believed request."""
@@ -29,21 +27,16 @@ class GuardedPort:
         """`context`: None for plain HTTP."""
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, auto_decompress=False)
         self._strangers, self._context = strangers, context
-        self._listener: socket.socket | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._arrivals = Arrivals(self._watch)
         self._waiting: dict[asyncio.Protocol, asyncio.Event] = {}
 
     async def start(self, host: str, port: int) -> None:
         """Raises OSError."""
         await self._runner.setup()
-        self._listener = listen(host, port)
-        self._run(self._accept(self._listener))
+        self._arrivals.start(host, port)
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._listener is not None:
-            self._listener.close()
+        await self._arrivals.stop()
         await self._runner.cleanup()
 
     def believe(self, request: web.Request) -> None:
@@ -52,12 +45,8 @@ class GuardedPort:
         if waiting is not None:
             waiting.set()
 
-    async def _accept(self, listener: socket.socket) -> None:
-        async for connection, address in arrivals(listener):
-            guest = self._strangers.enter(address, partial(hang_up, connection))
-            self._run(self._watch(connection, guest))
-
-    async def _watch(self, connection: socket.socket, guest: Guest) -> None:
+    async def _watch(self, connection: socket.socket, address: str) -> None:
+        guest = self._strangers.enter(address, partial(hang_up, connection))
         server, believed = self._runner.server, asyncio.Event()
         assert server is not None
         protocol = server()
@@ -74,8 +63,3 @@ class GuardedPort:
         finally:
             del self._waiting[protocol]
             self._strangers.leave(guest)
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

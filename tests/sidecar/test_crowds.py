@@ -22,12 +22,13 @@ from world import World, write_credentials
 from tiercheck import arrivals
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Peer
+from tiercheck.strangers import Guest, Strangers, who_gives_way
 from tiercheck_sidecar import guarded_port
 from tiercheck_sidecar.api import ControlApi, server_context
 from tiercheck_sidecar.exchange import server
 from tiercheck_sidecar.guarded_port import GuardedPort
+from tiercheck_sidecar.named_addresses import named_addresses
 from tiercheck_sidecar.report import Reporter
-from tiercheck_sidecar.strangers import Guest, Strangers, named_addresses, who_gives_way
 
 MakeStations = Callable[..., Stations]
 ROOM = 16

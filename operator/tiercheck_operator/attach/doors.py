@@ -11,12 +11,11 @@ import contextlib
 import socket
 import ssl
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from tiercheck.arrivals import arrivals, listen
+from tiercheck.arrivals import Arrivals
 
 PATIENCE = 10.0
 """Seconds for the TLS handshake, for the headers, and for the body; of a connection without a request, too."""
@@ -43,34 +42,18 @@ class Doors:
             ),
             shutdown_timeout=5.0,
         )
-        self._listener: socket.socket | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._arrivals = Arrivals(self._let_in)
         self._arriving: Counter[str] = Counter()
         """Connections in their TLS handshake, by address."""
 
     async def start(self, host: str, port: int) -> None:
         """Raises OSError."""
         await self._runner.setup()
-        self._listener = listen(host, port)
-        self._run(self._accept(self._listener))
+        self._arrivals.start(host, port)
 
     async def stop(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._listener is not None:
-            self._listener.close()
+        await self._arrivals.stop()
         await self._runner.cleanup()
-
-    async def _accept(self, listener: socket.socket) -> None:
-        async for connection, address in arrivals(listener):
-            guests = self._guests()
-            if guests.total() >= _CONNECTIONS or guests[address] >= _OF_ONE_ADDRESS:
-                connection.close()
-                continue
-            self._arriving[address] += 1
-            self._run(self._let_in(connection, address))
 
     def _guests(self) -> Counter[str]:
         """Connections by address."""
@@ -79,6 +62,11 @@ class Doors:
         return self._arriving + Counter(str(peer[0]) for peer in peers if peer)
 
     async def _let_in(self, connection: socket.socket, address: str) -> None:
+        guests = self._guests()
+        if guests.total() >= _CONNECTIONS or guests[address] >= _OF_ONE_ADDRESS:
+            connection.close()
+            return
+        self._arriving[address] += 1
         server, seconds = self._runner.server, self._patience
         assert server is not None
         try:
@@ -119,11 +107,6 @@ class Doors:
         if not large:
             await stack.enter_async_context(self._small)
         return b"".join(parts)
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _closing(status: int) -> web.Response:

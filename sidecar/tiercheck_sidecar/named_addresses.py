@@ -6,9 +6,6 @@ import contextlib
 
 from tiercheck.protocol.address import split_address
 from tiercheck.protocol.directive import Directive, Peer
-from tiercheck.strangers import MOST_PER_ADDRESS, Guest, Strangers, hang_up, who_gives_way
-
-__all__ = ["MOST_PER_ADDRESS", "Guest", "Strangers", "hang_up", "named_addresses", "who_gives_way"]
 
 
 def named_addresses(directive: Directive | None) -> frozenset[str]:
