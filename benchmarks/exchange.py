@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plain_wire import plain_wires
-from tiercheck.protocol.artifact import Artifact, Kind
+from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, Tier
 from tiercheck.protocol.report import RestoreReport, RestoreState
 from tiercheck.protocol.slot import SlotLayout
@@ -236,7 +236,7 @@ class _Worker:
     def fetch(self, seal: Seal, sources: tuple[int, ...]) -> None:
         """Back from `sources`, verified and sealed."""
         dials = [Dial(worker, lambda worker=worker: self._dial(worker)) for worker in sources]  # type: ignore[misc]
-        fetched = fetch(self.vault, Artifact(seal.rank, seal.version, seal.kind), dials)
+        fetched = fetch(self.vault, seal.artifact, dials)
         assert fetched.seal.digests == seal.digests
 
     @contextmanager

@@ -11,7 +11,7 @@ import re
 from dataclasses import is_dataclass, replace
 from typing import Any
 
-from tiercheck.protocol.artifact import Share
+from tiercheck.protocol.artifact import MOST_BLOCKS, Share
 from tiercheck.protocol.report import Holding, Problem, Report
 from tiercheck_operator.controller import conditions
 
@@ -22,8 +22,6 @@ _SMALL = {"deltas", "exit_code", "rank", "slowest_rank", "snapshot_every", "work
 _MOST_SMALL = 2**31 - 1
 _LATEST = 253_370_764_800.0
 """The year 9999, the last that RFC 3339 can write; as a duration, no job's either."""
-_MOST_BLOCKS = 256
-"""Of a parity group, and members of one: what arithmetic on bytes allows."""
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,63}")
 
 
@@ -42,7 +40,7 @@ def _is_plausible(holding: Holding) -> bool:
 
 
 def _is_block(share: Share) -> bool:
-    return 0 <= share.index < _MOST_BLOCKS and 0 < len(share.ranks) <= _MOST_BLOCKS
+    return 0 <= share.index < MOST_BLOCKS and 0 < len(share.ranks) <= MOST_BLOCKS
 
 
 def _within(value: Any) -> Any:

@@ -259,10 +259,10 @@ class Coordinator:
                 return None
             self._enter(directive)
             self._reckon(directive)
-            news = self._verdict is not None and self._verdict != self._told
-            word = (self._verdict, self._audience(directive)) if news and self._verdict is not None else None
+            verdict = self._verdict
+            news = None if verdict is None or verdict == self._told else (verdict, self._audience(directive))
         self._tell_refusals()
-        return word
+        return news
 
     def announced(self, verdict: Verdict) -> None:
         """Everybody who could be reached has been told."""

@@ -180,7 +180,7 @@ class RankRestorer:
 
     def _free(self, artifact: Artifact) -> bool:
         def is_it(seal: Seal) -> bool:
-            same = Artifact(seal.rank, seal.version, seal.kind) == artifact
+            same = seal.artifact == artifact
             return same and seal.tier is Tier.LOCAL and seal.share is None
 
         return bool(self._vault.free(is_it))

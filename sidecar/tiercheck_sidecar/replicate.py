@@ -168,7 +168,7 @@ class Replicator:
         with self._lock:
             if self._era != era:
                 return
-            self._acknowledged[holder] |= {Artifact(seal.rank, seal.version, seal.kind)}
+            self._acknowledged[holder] |= {seal.artifact}
         self._board.count(replicated=1)
         self._board.bump()
 

@@ -58,7 +58,7 @@ def stocks(held: Iterable[Seal]) -> dict[Where, Stock]:
 def own_artifacts(held: Iterable[Seal], rank: int) -> dict[Artifact, int]:
     """What lies in own slots of a rank, with bytes."""
     return {
-        Artifact(seal.rank, seal.version, seal.kind): seal.digests.size
+        seal.artifact: seal.digests.size
         for seal in held
         if seal.rank == rank and seal.tier is Tier.LOCAL and seal.share is None
     }

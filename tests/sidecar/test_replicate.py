@@ -274,7 +274,7 @@ def seals(*artifacts: Artifact) -> list[Seal]:
 
 
 def names(found: list[Seal]) -> list[Artifact]:
-    return [Artifact(seal.rank, seal.version, seal.kind) for seal in found]
+    return [seal.artifact for seal in found]
 
 
 def test_deltas_are_due_after_the_oldest_snapshot_that_the_holder_keeps_or_is_sent() -> None:

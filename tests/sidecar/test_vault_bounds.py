@@ -137,7 +137,7 @@ class VaultUnderUse(RuleBasedStateMachine):
     def free(self, older: int) -> None:
         gone = self.vault.free(lambda seal: seal.version.step < self.step - older)
         for seal in gone:
-            self.sealed.discard((Artifact(seal.rank, seal.version, seal.kind), seal.tier))
+            self.sealed.discard((seal.artifact, seal.tier))
 
     @rule()
     def restart(self) -> None:

@@ -27,6 +27,10 @@ class Artifact:
         return f"{self.kind.value} of rank {self.rank}, {self.version}"
 
 
+MOST_BLOCKS = 256
+"""Ranks of a parity group, and blocks over them: elements of GF(2^8)."""
+
+
 @dataclass(frozen=True)
 class Share:
     """Which part of a parity group's redundancy a block is.

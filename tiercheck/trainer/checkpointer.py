@@ -53,6 +53,7 @@ from tiercheck.trainer.leaves import Entry, NotCapturable
 from tiercheck.trainer.live import is_final, refuse_fsdp1
 from tiercheck.trainer.load import fits, load_all, more_groups
 from tiercheck.trainer.modes import put_back_modes
+from tiercheck.trainer.not_given import NotGiven
 from tiercheck.trainer.partitioned import Partitions
 from tiercheck.trainer.proof import Proof, first_difference
 from tiercheck.trainer.ranks import anywhere, everyones, rank_and_world
@@ -65,7 +66,6 @@ from tiercheck.trainer.samples import Sampler
 from tiercheck.trainer.saver import Saver
 from tiercheck.trainer.sidecar_backend import SidecarBackend
 from tiercheck.trainer.slot_file import DELTA_ROOM, SlotReader
-from tiercheck.trainer.strangers import Strangers
 from tiercheck.trainer.unseen import FOREIGN, Unseen
 from tiercheck.trainer.wrapped import Wrapped, unwrapped
 
@@ -173,11 +173,11 @@ class Checkpointer:
             verify_all=lambda: self._backend.verify_all if verify_all is None else verify_all,
         )
         self._unseen = Unseen(self._optimizers)
-        self._strangers = Strangers(
+        self._not_given = NotGiven(
             [model, *self._beside.values()], self._optimizers, self._state.values(), self._saver.warn
         )
         self._lost = ""
-        """Why no version holds all of the state, as `Strangers` knows it."""
+        """Why no version holds all of the state, as `NotGiven` knows it."""
         self._deltas = Deltas(model, self._optimizers, self._shares, self._backend, self._saver)
         self.step_number = 0
         """Optimizer steps done, restored ones included."""
@@ -185,7 +185,7 @@ class Checkpointer:
         self._step_seconds: float | None = None
         self._restored = False
         self._began_with: set[tuple[str, torch.Size, torch.dtype]] = set()
-        """What the model's tensors were when `restore` ended."""
+        """What the model's tensors were when `restore` was called."""
         self._compared: object | None = None
         self._closed = False
         self._pid = os.getpid()
@@ -197,7 +197,7 @@ class Checkpointer:
             optimizer.register_step_post_hook(partial(self._after_update, index))
             for index, optimizer in enumerate(self._optimizers)
         ]
-        self._everybodys = register_optimizer_step_post_hook(self._strangers.updated)
+        self._everybodys = register_optimizer_step_post_hook(self._not_given.updated)
         gloo_threads.wait_at_exit()
         atexit.register(self.close)
 
@@ -268,12 +268,12 @@ class Checkpointer:
             # So that slots are made ready during the first steps. To reserve none would tell the job that this rank takes no deltas.
             self._prepare(0 if not self._deltas.active else room or -1)
         self._last_step_at = time.monotonic()
-        self._began_with = _shapes(self._inventories.take().entries)
         return self.step_number
 
     def _look_at_state(self) -> None:
         """Before there is anything to load: it keeps no tensor, or what an optimizer has by now would be there twice during the load."""
         inventory = self._inventories.take()
+        self._began_with = _shapes(inventory.entries)
         user_state.unpack(user_state.pack(self._state, inventory.facts))
         if (device := accelerator_of(entry.tensor for entry in inventory.entries)) is not None:
             self._backend.numa = device.numa_node()
@@ -373,7 +373,7 @@ class Checkpointer:
             self._deltas.give_up(self._unseen.found)
         if self._unseen.found == FOREIGN != before:
             self._saver.tell_cannot_save(FOREIGN)
-        before, self._lost = self._lost, self._strangers.lost()
+        before, self._lost = self._lost, self._not_given.lost()
         if self._lost and not before:
             self._deltas.give_up(self._lost)
             self._saver.tell_cannot_save(self._lost)

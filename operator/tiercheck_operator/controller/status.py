@@ -146,10 +146,8 @@ def _progress(obs: Observation, record: JobRecord, reports: Mapping[int, Report]
         for name, version in (("local", marks.local), ("peer", marks.peer), ("remote", marks.remote)):
             tiers = _tier(obs, tiers, name, version)
     lagged = {name: replace(tier, lag_steps=max(0, (step or 0) - tier.step)) for name, tier in tiers.items()}
-    way_back = record.recovery is not None and record.recovery.decided_at is not None
-    restoring = (
-        way_back and record.recovery is not None and record.recovery.released_at is None and bool(record.recovery.step)
-    )
+    back = record.recovery
+    restoring = back is not None and back.decided_at is not None and back.released_at is None and back.step
     done, wanted = restored_bytes(reports) if restoring else (0, 0)
     return replace(record, step=step, step_seconds=pace, tiers=lagged, restored_bytes=done, restore_bytes=wanted)
 

@@ -87,9 +87,8 @@ class Elector(threading.Thread):
             try:
                 self.look()
                 self._tell()
-            except (
-                Exception
-            ):  # whatever it was, the next look is still to come; until then time takes the lead away, if anything
+            except Exception:
+                # Whatever it was, the next look is still to come; until then time takes the lead away, if anything.
                 log.exception("a look at lease %s failed", self._lease)
                 self._raw = None
             pause = self._terms.retry

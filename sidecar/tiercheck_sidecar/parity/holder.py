@@ -193,9 +193,8 @@ class ParityHolder:
         if directive.attempt > claim.attempt:
             self._board.count(refused_stale=1)
             return ParitySay("refused", f"attempt {claim.attempt} is over")
-        if ask.artifact is None or ask.digests is None or ask.digests.chunk != CHUNK:
-            return ParitySay("refused", "the offer is malformed")
-        if not is_well_described(ask.digests, ask.tags):
+        described = ask.digests is not None and is_well_described(ask.digests, ask.tags)
+        if ask.artifact is None or ask.digests is None or not described or ask.digests.chunk != CHUNK:
             return ParitySay("refused", "the offer is malformed")
         if ask.artifact.rank // directive.procs_per_worker != claim.worker:
             return ParitySay("refused", f"rank {ask.artifact.rank} is not of worker {claim.worker}")

@@ -148,7 +148,7 @@ class Link:
 
     def _bring(self, seal: Seal, line: Line, pace: Pace, waits: Backoff[int | None]) -> None:
         """One artifact, and what follows from what became of it: a rank, or the whole lane, may have to wait."""
-        now, artifact = time.monotonic, Artifact(seal.rank, seal.version, seal.kind)
+        now, artifact = time.monotonic, seal.artifact
         try:
             said = push(self._vault, seal, line, pace)
         except NotHeld:
@@ -203,7 +203,7 @@ class Link:
             return []
         held = self._vault.held()
         with self._lock:
-            here = {Artifact(seal.rank, seal.version, seal.kind) for seal in held}
+            here = {seal.artifact for seal in held}
             self._late &= here
             self._brought &= here
             complete, settled = self._complete, self._folded | self._late

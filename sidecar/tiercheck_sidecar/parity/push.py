@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-from tiercheck.protocol.artifact import Artifact
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import Ask, Pace, Wire, WireBroken
 from tiercheck_sidecar.exchange.line import Line
@@ -32,7 +31,7 @@ def push(vault: Vault, seal: Seal, line: Line, pace: Pace | None = None) -> Pari
 
 
 def _push(seal: Seal, line: Line, file: int, pace: Pace | None) -> ParitySay:
-    artifact, digests = Artifact(seal.rank, seal.version, seal.kind), seal.digests
+    artifact, digests = seal.artifact, seal.digests
 
     def stream(wire: Wire, deal: Deal, left: list[int], bare: bool) -> None:
         wire.send(ParityAsk("chunks", artifact))

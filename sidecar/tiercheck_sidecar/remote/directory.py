@@ -15,10 +15,9 @@ from pathlib import Path
 
 from tiercheck.durable import sync_folder
 from tiercheck_sidecar.plain_files import open_plain
-from tiercheck_sidecar.remote import objects
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
 from tiercheck_sidecar.remote.keys import ARTIFACTS, PROBE
-from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored
+from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored, bounded
 from tiercheck_sidecar.remote.verify import nothing_arrived
 
 PIECE = 4 * 1024 * 1024
@@ -75,9 +74,7 @@ class DirectoryObjects(Objects):
         with self._sentences():
             try:
                 with open(open_plain(self._path(key)), "rb", buffering=0) as source:
-                    if os.fstat(source.fileno()).st_size > objects.LONGEST:
-                        raise objects.too_long(f"{self.location}/{key}")
-                    return objects.bounded(source.read, f"{self.location}/{key}")
+                    return bounded(source.read, f"{self.location}/{key}", os.fstat(source.fileno()).st_size)
             except FileNotFoundError:
                 return None
 

@@ -133,17 +133,13 @@ class Objects(ABC):
         """Release connections."""
 
 
-def bounded(read: Callable[[int], bytes], place: str) -> bytes:
-    """All that `read` gives, which is asked for at most so many bytes each time and returns none at the end. Raises RemoteCorrupt if that
-    is more than `LONGEST`, whatever was claimed before."""
+def bounded(read: Callable[[int], bytes], place: str, claimed: int = 0) -> bytes:
+    """All that `read` gives, which is asked for at most so many bytes each time and returns none at the end. `claimed`: bytes that there
+    are said to be. Raises RemoteCorrupt if either is more than `LONGEST`."""
     found = bytearray()
-    while piece := read(min(_PIECE, LONGEST + 1 - len(found))):
+    while max(claimed, len(found)) <= LONGEST:
+        piece = read(min(_PIECE, LONGEST + 1 - len(found)))
+        if not piece:
+            return bytes(found)
         found += piece
-        if len(found) > LONGEST:
-            raise too_long(place)
-    return bytes(found)
-
-
-def too_long(place: str) -> RemoteCorrupt:
-    """For an object that is larger than any of its kind."""
-    return RemoteCorrupt(f"{place} has more than {LONGEST} bytes; it was not read.")
+    raise RemoteCorrupt(f"{place} has more than {LONGEST} bytes; it was not read.")

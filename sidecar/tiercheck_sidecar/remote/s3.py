@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from tiercheck_sidecar.remote import keys as layout
-from tiercheck_sidecar.remote import objects, s3_errors
+from tiercheck_sidecar.remote import s3_errors
 from tiercheck_sidecar.remote.config import S3Settings
 from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteError
-from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored
+from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored, bounded
 from tiercheck_sidecar.remote.s3_clients import Clients
 from tiercheck_sidecar.remote.s3_multipart import Multipart, part_size
 from tiercheck_sidecar.remote.verify import nothing_arrived
@@ -116,9 +116,7 @@ class S3Objects(Objects):
             try:
                 answer = clients.boto.get_object(Bucket=self._bucket, Key=self._key(key))
                 with contextlib.closing(answer["Body"]) as body:
-                    if answer.get("ContentLength", 0) > objects.LONGEST:
-                        raise objects.too_long(f"{self.location}/{key}")
-                    return objects.bounded(body.read, f"{self.location}/{key}")
+                    return bounded(body.read, f"{self.location}/{key}", answer.get("ContentLength", 0))
             except ClientError as error:
                 if error.response.get("Error", {}).get("Code") == "NoSuchKey":
                     return None

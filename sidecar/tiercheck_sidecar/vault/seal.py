@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tiercheck.failpoints import failpoint
-from tiercheck.protocol.artifact import Artifact, Kind, Share
+from tiercheck.protocol.artifact import MOST_BLOCKS, Artifact, Kind, Share
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests
@@ -21,8 +21,6 @@ from tiercheck_sidecar.digest import is_well_formed
 from tiercheck_sidecar.plain_files import create_plain
 from tiercheck_sidecar.tags import Tags, is_well_described
 
-_MOST_BLOCKS = 256
-"""Ranks of a parity group and blocks over them, as elements of GF(2^8)."""
 SUFFIX = ".seal"
 
 
@@ -90,8 +88,8 @@ def _makes_sense(seal: Seal) -> bool:
     """Whoever may write into the volume can make a checksum too."""
     numbers = (seal.rank, seal.version.step, seal.version.attempt, seal.world_size)
     named = seal.share is None or (
-        0 <= seal.share.index < _MOST_BLOCKS
-        and len(seal.share.ranks) <= _MOST_BLOCKS
+        0 <= seal.share.index < MOST_BLOCKS
+        and len(seal.share.ranks) <= MOST_BLOCKS
         and seal.share.ranks[:1] == (seal.rank,)
     )
     whole = is_well_described(seal.digests, seal.tags) and all(map(is_well_formed, seal.members))

@@ -45,12 +45,12 @@ def talk(station: Station, holder: Station, attempt: int | None = None) -> Wire:
 
 
 def offer(wire: Wire, seal: Seal) -> ParitySay:
-    wire.send(ParityAsk("offer", Artifact(seal.rank, seal.version, seal.kind), seal.world_size, seal.digests))
+    wire.send(ParityAsk("offer", seal.artifact, seal.world_size, seal.digests))
     return wire.receive(ParitySay)
 
 
 def send(wire: Wire, seal: Seal, chunks: dict[int, bytes]) -> ParitySay:
-    wire.send(ParityAsk("chunks", Artifact(seal.rank, seal.version, seal.kind)))
+    wire.send(ParityAsk("chunks", seal.artifact))
     for index, chunk in chunks.items():
         read, write = os.memfd_create("chunk"), 0
         os.write(read, chunk)

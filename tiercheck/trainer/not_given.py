@@ -23,7 +23,7 @@ _DEEP, _MANY = 5, 10_000
 _PLAIN = (Tensor, nn.Module, type, str, bytes, int, float, type(None))
 
 
-class Strangers:
+class NotGiven:
     """Hears of every update of every optimizer in this process."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Strangers:
         try:
             self._count(optimizer)
         except Exception as error:  # invariant: no failure of ours stops training
-            self._warn("Strangers", repr(error))
+            self._warn(type(error).__name__, repr(error))
 
     def lost(self) -> str:
         """What is in no version, and would be needed; empty: nothing. As long as an optimizer lives, it may go on."""
