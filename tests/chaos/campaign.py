@@ -86,6 +86,8 @@ class _Campaign:
         self._rng = random.Random(plan.seed)
         self._checker = LifeChecker()
         self._known = 0
+        self._before = 0
+        """The newest step when the last strike came."""
 
     def run(self) -> None:
         plan, stage = self._plan, self._stage

@@ -38,14 +38,7 @@ def test_restart_that_fails_at_the_same_place_every_time_is_held_back_and_ends_w
 def test_copy_that_went_bad_is_left_out_once_and_no_restart_is_spent_on_it() -> None:
     """Megatron-LM#5281: a shard that came from a replica was NaN. The run went on with it, or failed and fetched it again."""
     world = running_world(remote=REMOTE)
-    victim = world.live_sidecar(1)
-    assert victim is not None
-    assert victim.directive is not None
-    holder = victim.directive.holders[0].worker
-    keeper = world.live_sidecar(holder)
-    assert keeper is not None
-    for version in keeper.hosted[1]:
-        world.bad_copies.add((holder, 1, version))
+    world.spoil_copies(1)
     world._gone(world.member(1))
     summary, back = world.recovered(), world.status.attempt
     assert (summary["tiers"]["peer"], world.status.crashes) == (0, 0)

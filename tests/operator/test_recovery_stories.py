@@ -280,14 +280,7 @@ def test_suspended_job_gives_its_pods_back_and_resumes_from_the_remote_tier() ->
 
 def test_bad_copy_is_quarantined_and_an_older_version_used_when_no_other_is_left() -> None:
     world = running_world(remote=REMOTE)
-    victim = world.live_sidecar(1)
-    assert victim is not None
-    assert victim.directive is not None
-    holder = victim.directive.holders[0].worker
-    keeper = world.live_sidecar(holder)
-    assert keeper is not None
-    for version in keeper.hosted[1]:
-        world.bad_copies.add((holder, 1, version))
+    world.spoil_copies(1)
     world._gone(world.member(1))
     world.train(5)
     world.until("Running", attempt=2)

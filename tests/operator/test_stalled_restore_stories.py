@@ -219,10 +219,7 @@ def test_one_dead_mount_never_ends_a_job_nor_loses_more_than_a_step(
     world.hanging, world.dead_mounts = (set(), {node}) if fails else ({node}, set())
     world.crash(0)
     began = world.newest_step()
-    for moment in range(400):
-        world.tick(kills.get(moment))
-        if world.status.phase == "Running" and world.status.recovery is None and world.status.attempt > 1:
-            break
+    world.until("Running", limit=400, attempt=2, kills=kills)
     assert world.status.phase == "Running"
     assert world.status.last_recovery is not None
     assert world.status.last_recovery["step"] >= began - 2

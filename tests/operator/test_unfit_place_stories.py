@@ -219,10 +219,7 @@ def test_one_bad_node_never_ends_a_job(node: int, restarts: int, kills: dict[int
     """Whatever the operator's own fate meanwhile. At most one restart is spent on it."""
     world = World(make_spec(max_restarts=restarts))
     world.bad_starts = {sorted(world.nodes)[node]}
-    for moment in range(200):
-        world.tick(kills.get(moment))
-        if world.status.phase == "Running" and world.status.recovery is None:
-            break
+    world.until("Running", kills=kills)
     assert world.status.phase == "Running"
     assert world.status.counted == 1
     assert len({(action.worker, action.incarnation) for action in world.created}) == 5
@@ -313,10 +310,7 @@ def test_whichever_nodes_are_unhealthy_the_job_trains_on_the_others(nodes: set[s
     world.unhealthy = {*nodes}
     world.crash(0)
     began = world.newest_step()
-    for moment in range(400):
-        world.tick(kills.get(moment))
-        if world.status.phase == "Running" and world.status.recovery is None and world.status.attempt > 1:
-            break
+    world.until("Running", limit=400, attempt=2, kills=kills)
     assert world.status.phase == "Running"
     assert world.status.last_recovery is not None
     assert world.status.last_recovery["step"] >= began - 4, "no memory was given up that nobody else had"

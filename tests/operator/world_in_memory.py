@@ -7,6 +7,7 @@ trainers go in lock-step. The controller under test is `decide` alone; its memor
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -868,6 +869,16 @@ class World:
         )
         return True
 
+    def spoil_copies(self, worker: int) -> None:
+        """All that its holder has of it now goes bad."""
+        sidecar = self.live_sidecar(worker)
+        assert sidecar is not None
+        assert sidecar.directive is not None
+        holder = sidecar.directive.holders[0].worker
+        keeper = self.live_sidecar(holder)
+        assert keeper is not None
+        self.bad_copies |= {(holder, worker, version) for version in keeper.hosted[worker]}
+
     def member(self, worker: int) -> str:
         """UID of the worker's newest pod."""
         return max((uid for uid, pod in self.pods.items() if pod.worker == worker), key=lambda uid: int(uid[4:]))
@@ -1089,13 +1100,13 @@ class World:
         self.poll()
         self.reconcile(killed_after)
 
-    def until(self, what: str, limit: int = 200, attempt: int = 0) -> None:
-        """Tick until the phase is `what`, in that attempt or a later one."""
-        for _ in range(limit):
+    def until(self, what: str, limit: int = 200, attempt: int = 0, kills: Mapping[int, int] | None = None) -> None:
+        """Tick until the phase is `what`, in that attempt or a later one. `kills`: by tick, after how many actions the operator dies."""
+        for moment in range(limit):
             settled = what != "Running" or self.status.recovery is None
             if self.status.phase == what and settled and self.status.attempt >= attempt:
                 return
-            self.tick()
+            self.tick((kills or {}).get(moment))
         raise AssertionError(f"never {what}: {render_record(self.status)}")
 
     def train(self, steps: int) -> None:

@@ -241,17 +241,22 @@ def test_worker_goes_on_to_its_peer_and_says_what_hangs(make_world: MakeWorld) -
         until(lambda: not world.report(0).problems, "the mount is back")
 
 
-def test_worker_without_another_source_says_so_and_which_one_hangs(make_world: MakeWorld) -> None:
-    world = training(make_world(), remote=True)
+def restore_from_hung_store(world: World, seconds: float) -> None:
+    """The only worker has nothing but an object that never comes. `seconds`: its bound."""
     with world.ranks(100_000) as (rank,):
         assert rank.save(1)
         until(lambda: world.report(0).watermarks.remote == Version(1, 1), "uploaded")
     hung_object(world)
     world.lose(0)
     world.start(0)
-    world.policy = replace(world.policy, restore_stall=0.3)
+    world.policy = replace(world.policy, restore_stall=seconds)
     world.new_attempt(Version(1, 1))
     world.direct(Phase.HOLD, {0: (REMOTE,)})
+
+
+def test_worker_without_another_source_says_so_and_which_one_hangs(make_world: MakeWorld) -> None:
+    world = training(make_world(), remote=True)
+    restore_from_hung_store(world, seconds=0.3)
     until(lambda: world.report(0).restore.state is RestoreState.FAILED, "it is reported")
     restore = world.report(0).restore
     assert restore.stalled == ("the remote tier",)
@@ -261,15 +266,7 @@ def test_worker_without_another_source_says_so_and_which_one_hangs(make_world: M
 def test_worker_says_what_it_waits_for_and_how_long_and_wakes_nobody_by_it(make_world: MakeWorld) -> None:
     """A report's serial grows with what the controller may act on, and it looks at the progress every few seconds anyway."""
     world = training(make_world(), remote=True)
-    with world.ranks(100_000) as (rank,):
-        assert rank.save(1)
-        until(lambda: world.report(0).watermarks.remote == Version(1, 1), "uploaded")
-    hung_object(world)
-    world.lose(0)
-    world.start(0)
-    world.policy = replace(world.policy, restore_stall=60.0)
-    world.new_attempt(Version(1, 1))
-    world.direct(Phase.HOLD, {0: (REMOTE,)})
+    restore_from_hung_store(world, seconds=60.0)
 
     def progress() -> RestoreProgress:
         found = world.report(0).restore.progress
