@@ -20,12 +20,7 @@ def test_restart_that_fails_at_the_same_place_every_time_is_held_back_and_ends_w
     world = running_world(max_restarts=10)
     world.crash(1, code=1)
     world.stillborn = True
-    began: list[float] = []
-    while world.status.phase != "Failed":
-        attempt = world.status.attempt
-        world.tick()
-        if world.status.attempt > attempt:
-            began.append(world.now)
+    began = world.starts_until_failed()
     pauses = [later - earlier for earlier, later in pairwise(began)]
     assert len(began) <= 10, "as often as failurePolicy.maxRestarts says"
     assert pauses[1:] == sorted(pauses[1:])

@@ -498,12 +498,7 @@ def test_crash_is_announced_once() -> None:
 def test_command_that_fails_before_its_first_step_is_held_back_longer_each_time() -> None:
     world = World(make_spec(max_restarts=6))
     world.stillborn = True
-    began: list[float] = []
-    while world.status.phase != "Failed":
-        attempt = world.status.attempt
-        world.tick()
-        if world.status.attempt > attempt:
-            began.append(world.now)
+    began = world.starts_until_failed()
     pauses = [later - earlier for earlier, later in pairwise(began)]
     assert len(pauses) == 6
     assert pauses == sorted(pauses)

@@ -1109,6 +1109,16 @@ class World:
             self.tick((kills or {}).get(moment))
         raise AssertionError(f"never {what}: {render_record(self.status)}")
 
+    def starts_until_failed(self) -> list[float]:
+        """Tick until the job is given up; when each new attempt began."""
+        began: list[float] = []
+        while self.status.phase != "Failed":
+            attempt = self.status.attempt
+            self.tick()
+            if self.status.attempt > attempt:
+                began.append(self.now)
+        return began
+
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.tick()

@@ -80,6 +80,16 @@ class ScriptedSidecar:
             restore_deltas=tuple(deltas[link] for link in range(base + 1, step + 1)),
         )
 
+    def grants_no_slot_before(self, event: threading.Event) -> None:
+        """From now on whoever begins an artifact waits for it."""
+
+        def late(request: Request) -> Reply | None:
+            if request.op == "begin":
+                assert event.wait(DEADLINE)
+            return self.behave(request)
+
+        self.answer = late
+
     def behave(self, request: Request) -> Reply | None:
         """A healthy sidecar."""
         if request.op == "progress":

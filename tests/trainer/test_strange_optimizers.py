@@ -19,7 +19,6 @@ from torch.optim import SGD
 
 from tiercheck import ResumableSampler
 from tiercheck.protocol.artifact import Kind
-from tiercheck.protocol.local import Reply, Request
 from tiercheck.trainer.leaves import NotCapturable
 
 
@@ -168,12 +167,7 @@ def test_forked_process_never_waits_for_copies_that_nobody_makes_there(
     """It forks while a snapshot waits for its slot, and goes on as a script does."""
     forked = threading.Event()
 
-    def patient(request: Request) -> Reply | None:
-        if request.op == "begin":
-            assert forked.wait(DEADLINE)
-        return delta_sidecar.behave(request)
-
-    delta_sidecar.answer = patient
+    delta_sidecar.grants_no_slot_before(forked)
     script, checkpointer = started(simple(adam), every=1)
     with checkpointer:
         checkpointer.restore()

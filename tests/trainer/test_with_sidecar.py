@@ -138,12 +138,7 @@ def test_slot_granted_too_late_is_given_back_and_never_completed(
     run = trained(tmp_path)
     updated = threading.Event()
 
-    def late(request: Request) -> Reply | None:
-        if request.op == "begin":
-            assert updated.wait(DEADLINE)
-        return sidecar.behave(request)
-
-    sidecar.answer = late
+    sidecar.grants_no_slot_before(updated)
     run.train(3)
     updated.set()
     run.checkpointer.wait(DEADLINE)

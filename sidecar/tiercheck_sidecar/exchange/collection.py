@@ -1,6 +1,7 @@
 """One artifact on its way from holders that all say the same of it: several streams, one slot.
 
-A chunk is received into its place and checked there. Its place is one stream's at a time, and nobody's once it is verified. What a second holder brings of a chunk that the first is late with waits beside its place.
+A chunk is received into its place and checked there. Its place is one stream's at a time, and nobody's once it is verified. What a second
+holder brings of a chunk that the first is late with waits beside its place.
 """
 
 from __future__ import annotations

@@ -53,7 +53,10 @@ class Senseless(Exception):
 
 
 def open_copy(artifact: Artifact, dial: Dial, tier: Tier, bare: bool = False) -> Opening:
-    """`bare`: whether its chunks may come so; they are received with `Opening.chunks` then. Raises WireBroken (NotOffered, if it has no such artifact), PeerRefused, Senseless."""
+    """`bare`: whether its chunks may come so; they are received with `Opening.chunks` then.
+
+    Raises WireBroken (NotOffered, if it has no such artifact), PeerRefused, Senseless.
+    """
     wire = dial.connect()
     try:
         wire.send(Ask("read", artifact.rank, artifact.version, kind=artifact.kind, bare=bare))

@@ -45,7 +45,14 @@ def serving(respond: Responder, tls: ssl.SSLContext | None = None) -> Iterator[s
         def log_message(self, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    with listening(Handler, tls) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def listening(handler: type[BaseHTTPRequestHandler], tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """The base URL of a loopback server."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     if tls is not None:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
