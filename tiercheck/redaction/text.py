@@ -5,13 +5,28 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from tiercheck.redaction.names import is_secret_name, without_named
+from tiercheck.redaction.names import FENCES, is_secret_name, without_named
+from tiercheck.redaction.plain import unescaped, visible
 from tiercheck.redaction.shapes import GONE, without_keys, without_shapes
 
 LONGEST_LINE = 4096
 """Characters of a line that are kept."""
 _SHORTEST_KNOWN = 6
-_ENTRY = re.compile(r"[\s-]*[\"']?name[\"']?\s*[:=]\s*[\"']?([A-Za-z0-9_.-]{1,128})[\"']?\s*,?\s*\Z")
+_LAYERS = 3
+_ENTRY = re.compile(
+    r"[\s-]*[\"']?name[\"']?\s*[:=]\s*[\"']?([A-Za-z0-9_.-]{1,128})[\"']?\s*,?\s*\Z|\[\[?\s*([A-Za-z0-9_.-]{1,128})\s*\]\]?\s*\Z"
+)
+_PREFIX = re.compile(
+    r"\d{4}-\d\d-\d\d[T ][\d:.,+Z-]{6,36} (?:(?:stdout|stderr) (?P<part>[FP]) )?|\[[a-z]*\d[\d,]*\](?:<[a-z]+>)?: ?|[<>] "
+)
+"""What writers of logs, torchrun, mpirun and curl put before each line."""
+_ALONE = re.compile(r"\s*(?P<quote>[\"']).*(?P=quote)[,;)\]}\s]*\Z")
+_BEGINS_WITH_VALUE = re.compile(r"(\s*(?:[:=]|=>)\s*)(?=\S)")
+_QUOTES = ('"', "'")
+_SECRET_OBJECT = re.compile(r"(?m)(?:^|[\s{,])\\*[\"']?kind\\*[\"']?\s{0,4}:\s{0,4}\\*[\"']?Secret\b(?![ \t]*[\w.])")
+_DATA = re.compile(r"[\s\"'-]*(?:data|stringData)[\"']?\s*:\s*\{?\s*\Z")
+_DATA_INLINE = re.compile(r"(\\*[\"']?(?:data|stringData)\\*[\"']?\s{0,4}:\s{0,4}\{)[^{}]+")
+_KEYED = re.compile(r"\s*[\"']?[A-Za-z0-9_.-]+[\"']?\s*:\s*")
 _MAPPING = re.compile(r"\s*(?:[-{\[]|[^\s:]+\s*:(?:\s|\Z)|#)")
 _ITS_VALUE = re.compile(r"(\s*[\"']?value[\"']?\s*[:=]\s*).*\Z", re.DOTALL)
 
@@ -21,27 +36,83 @@ def redacted(text: str, known: Iterable[str] = ()) -> str:
 
     `known`: credentials that are to be taken out wherever they stand.
     """
-    for value in sorted({entry for entry in known if len(entry) >= _SHORTEST_KNOWN}, key=len, reverse=True):
+    held = sorted({entry for entry in known if len(entry) >= _SHORTEST_KNOWN}, key=len, reverse=True)
+    text = _without(text, held)
+    seen = visible(text)
+    shown = _lines(_without(seen, held) if seen is not text else seen)
+    if seen is text:
+        return "\n".join(shown)
+    before, after = text.split("\n"), seen.split("\n")
+    if len(shown) != len(before):  # a key over lines
+        return "\n".join(shown)
+    # Where nothing was found, a line keeps its colours.
+    kept = (_clean(_cut(a))[0] if b == c else c for a, b, c in zip(before, after, shown, strict=True))
+    return "\n".join(kept)
+
+
+def _without(text: str, held: list[str]) -> str:
+    for value in held:
         text = text.replace(value, GONE)
-    lines = []
-    goes_on, below, named = "", 0, False
-    """Whether lines that are indented by more than `below` belong to a secret value; whether a name was that of a secret."""
-    for whole in without_keys(text).split("\n"):
+    return text
+
+
+def _lines(text: str) -> list[str]:
+    """Line by line, with what goes on over lines."""
+    lines: list[str] = []
+    goes_on, below, named, partly = "", 0, False, False
+    """How the value of a secret name goes on in lines that are indented by more than `below`; whether a name was that of a secret;
+    whether the writer of the log broke a line here."""
+    a_secret = _SECRET_OBJECT.search(text) is not None
+    every = without_keys(text).split("\n")
+    for number, whole in enumerate(every):
         line = _cut(whole)
+        prefix = _PREFIX.match(line)
+        begin = prefix[0] if prefix else ""
+        line = line[len(begin) :]
         indent = len(line) - len(line.lstrip())
-        if goes_on == "block" and (not line.strip() or indent > below):
-            lines.append(line[:indent] + GONE if line.strip() else line)
+        if goes_on in FENCES or goes_on in _QUOTES:
+            inside, mark, rest = line.partition(goes_on)
+            goes_on = goes_on if not mark else ""
+            lines.append(begin + (GONE if inside.strip() else inside) + mark + rest)
             continue
-        if goes_on == "line" and indent > below and not _MAPPING.match(line):
+        if goes_on in ("block", "map") and (not line.strip() or indent > below):
+            entry = _KEYED.match(line) if goes_on == "map" else None
+            lines.append(begin + ((entry[0] if entry else line[:indent]) + GONE if line.strip() else line))
+            continue
+        expected = goes_on == "line" and (partly or (indent > below and not _MAPPING.match(line)))
+        if expected or goes_on == "rest" or (goes_on in ("line", "listed") and _ALONE.match(line)):
             line = line[:indent] + GONE
+        elif goes_on == "name" and (found := _BEGINS_WITH_VALUE.match(line)):
+            line = found[1] + GONE
         if named and (found := _ITS_VALUE.match(line)):
             line = found[1] + GONE
         entry = _ENTRY.match(line)
-        named = entry is not None and is_secret_name(entry[1])
-        line, goes_on = without_named(without_shapes(line))
-        below = indent
-        lines.append(line)
-    return "\n".join(lines)
+        named = entry is not None and is_secret_name(entry[1] or entry[2])
+        line, goes_on = _clean(line)
+        if a_secret:
+            if _DATA.match(line):
+                goes_on = "map"
+            line = _DATA_INLINE.sub(rf"\1{GONE}", line)
+        if goes_on in _QUOTES and (len(whole) > LONGEST_LINE or not any(goes_on in each for each in every[number + 1 : number + 9])):
+            goes_on = ""  # an apostrophe
+        below, partly = indent, bool(prefix and prefix["part"] == "P")
+        lines.append(begin + line)
+    return lines
+
+
+def _clean(line: str) -> tuple[str, str]:
+    """By all rules for one line: as it is, and with one, two and three layers of escapes less."""
+    shown, goes_on = without_named(without_shapes(line))
+    inner = shown
+    for _ in range(_LAYERS):
+        plain = unescaped(inner)
+        if plain == inner:
+            break
+        inner, went_on = without_named(without_shapes(plain))
+        if inner != plain:
+            shown = inner
+        goes_on = went_on or goes_on
+    return shown, goes_on
 
 
 def _cut(line: str) -> str:
