@@ -11,13 +11,15 @@ from tiercheck.redaction.shapes import GONE, mixed, opaque, random_run
 
 _KEYWORD = re.compile(
     r"(?i)p(?:as)?sw(?:or)?[dt]|pass[-_. ]?phrase|passcode|pwd?(?![a-z])|secret|token|credential|authorization|cookie"
-    r"|pass(?=[\"'`\]]*\s{0,2}(?:[=:]|\Z))|(?<=[a-z_.-])pass(?![a-z])|psk(?![a-z])|(?<![a-z])creds(?![a-z])|mnemonic|(?:seed|recovery)[-_. ]?phrase"
+    r"|pass(?=[\"'`\]]*\s{0,2}(?:[=:]|\Z))|(?<=[a-z_.-])pass(?![a-z])|psk(?![a-z])|(?<![a-z])creds(?![a-z])"
+    r"|mnemonic|(?:seed|recovery)[-_. ]?phrase"
     r"|kennwort|mot de passe|contrase.{1,2}a|wachtwoord|senha(?![a-z])|парол|密[码碼]|パスワード"
     r"|(?:api|access|account|private|signing|encryption|master|shared|service|auth|license|subscription)[-_. ]?key|key[-_]?data"
     r"|(?<![a-z])x-auth|(?<![a-z])(?:auth|jwt|otp|sig|signature|session(?:[-_]?id)?|sid|dsn|(?<=[?&])code)(?![a-z])|key(?![a-z])"
 )
 _HINTS = (
-    "pass", "pw", "psw", "psk", "mnemonic", "phrase", "wort", "woord", "contrase", "senha", "парол", "密", "パスワ", "secret", "token", "credential", "creds", "authoriz", "auth", "cookie", "key", "jwt", "otp", "sig", "session", "dsn",
+    "pass", "pw", "psw", "psk", "mnemonic", "phrase", "wort", "woord", "contrase", "senha", "парол", "密", "パスワ",
+    "secret", "token", "credential", "creds", "authoriz", "auth", "cookie", "key", "jwt", "otp", "sig", "session", "dsn",
     "sid=", "sid:", "sid\"", "sid'", "sid ", "code=",
 )  # fmt: skip
 """In lower case: a line without any of them has no keyword, and most of a log is such lines."""
@@ -55,9 +57,12 @@ _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _QUOTE = r"(?:\"\"\"|'''|\\*[\"'`]|&quot;|&#(?:34|39|x22|x27);|%2[27]|\\+u002[27]|[“”‘’«»„‚‹›])"
 _SEPARATOR = re.compile(
     rf"(?P<closed>{_QUOTE}?\]?)(?:\s+[Ii][Dd]\b|(?P<valued>\s+value)\b)?(?:\s+(?:for|FOR)\s+\S{{1,64}}(?=\s*=))?(?:"
-    r"(?P<pair>,?(?:\s[\w-]{1,20}=\"[^\"<>]{0,80}\"){0,3}\s*\\*[\"']?[Vv]alue\\*[\"']?\s*[:=]\s*)|(?P<assigned>(?:\s+(?:is|was|are))?\s*(?:=>|:=|==|-+>|[=:>→⇒⟶↦➜≔≡]|%3[AaDd]|\s[\w:.-]{1,40}=(?:\"[^\"<>]{0,80}\"|'[^'<>]{0,80}')\s*>)\s*"
+    r"(?P<pair>,?(?:\s[\w-]{1,20}=\"[^\"<>]{0,80}\"){0,3}\s*\\*[\"']?[Vv]alue\\*[\"']?\s*[:=]\s*)"
+    r"|(?P<assigned>(?:\s+(?:is|was|are))?\s*(?:=>|:=|==|-+>|[=:>→⇒⟶↦➜≔≡]|%3[AaDd]"
+    r"|\s[\w:.-]{1,40}=(?:\"[^\"<>]{0,80}\"|'[^'<>]{0,80}')\s*>)\s*"
     r"(?:(?:Invalid|Unsupported|Duplicate) value:\s+(?=[\"']))?)"
-    r"|(?P<comma>\s*,\s*)|(?P<loose>(?:\s+[A-Za-z]{1,12}){1,4}:\s+|\s*\|\s*)|(?P<blank>\s+(?P<verb>(?:(?:is|was|are|has been)\s+)?(?P<told>(?:re)?(?:set|changed|rotated|equal|updated)\s+(?:to|from)\s+)?)))"
+    r"|(?P<comma>\s*,\s*)|(?P<loose>(?:\s+[A-Za-z]{1,12}){1,4}:\s+|\s*\|\s*)|"
+    r"(?P<blank>\s+(?P<verb>(?:(?:is|was|are|has been)\s+)?(?P<told>(?:re)?(?:set|changed|rotated|equal|updated)\s+(?:to|from)\s+)?)))"
 )
 """`loose`: what follows is a value only if it looks like one, as in `invalid API key provided: x` or in a table."""
 _OPENING = re.compile(rf"(?P<bracket>(?:[A-Z]\w{{0,40}}\(|\[\]byte\(|[\[(])*)\s*[bBuUrRfF]?(?P<quote>{_QUOTE})")
@@ -65,7 +70,7 @@ _WORD = re.compile(r"(?:[^\s\"'`;&,<>]|,(?!\s|$))*")
 _PHRASE = re.compile(r"[^;&\n]*")
 _FLAG_VALUE = re.compile(r"(?!-)[^\s\"'`,;]+")
 _LINE_BEGINS = re.compile(r"[\s#>+-]*(?:(?:export|set|env|setx|ARG|ENV)\s+)?[\"']?\Z")
-_BLOCK = re.compile(r"[|>][+-]?\d?[+-]?\s*\Z")
+_BLOCK = re.compile(r"(?:[|>][+-]?\d?[+-]?|[\[(])\s*\Z")
 _NOTHING = re.compile(
     r"(?i)(?:null|none|nil|true|false|yes|no|unset|empty|redacted|\*+|</?[A-Za-z _.|-]*>|\\|\$[({]{0,2}\w+[)}]{0,2})?\Z"
 )
@@ -125,7 +130,15 @@ def without_named(line: str) -> tuple[str, str]:
         low, high = value
         if low == high or _BLOCK.fullmatch(line, low, high):
             last_three = line.rstrip()[-3:]
-            goes_on = last_three if last_three in FENCES else "block" if low < high else "rest" if line.rstrip().endswith("\\") else "line"
+            goes_on = (
+                last_three
+                if last_three in FENCES
+                else "block"
+                if low < high
+                else "rest"
+                if line.rstrip().endswith("\\")
+                else "line"
+            )
             return "".join(parts) + line[done:], goes_on
         parts += [line[done:low], GONE]
         done = high
@@ -150,7 +163,9 @@ def _judge(name: str, keyword: str, end: int) -> bool:
             return False
     if rest and _WEAK.match(keyword):
         return False
-    if _SHORT.match(keyword) and any(word.lower() in _OTHER_PASSES for word in _WORDS.findall(name[: end - len(keyword)])):
+    if _SHORT.match(keyword) and any(
+        word.lower() in _OTHER_PASSES for word in _WORDS.findall(name[: end - len(keyword)])
+    ):
         return False
     words = [word.lower() for word in _WORDS.findall(rest)]
     return not words or words[-1] not in _POINTERS
@@ -175,7 +190,11 @@ def _value(line: str, begin: int, end: int, *, weak: bool, short: bool) -> tuple
     if opening is not None:
         low, high = _quoted(line, opening)
         schemed = name.lower().endswith("authorization")
-        sure = not blank or comma or (not loose and (bool(between["valued"]) or flag or password or schemed or name.isupper()))
+        sure = (
+            not blank
+            or comma
+            or (not loose and (bool(between["valued"]) or flag or password or schemed or name.isupper()))
+        )
     elif blank:
         word = _FLAG_VALUE.match(line, low)
         if word is None:
@@ -191,6 +210,8 @@ def _value(line: str, begin: int, end: int, *, weak: bool, short: bool) -> tuple
     content = line[low:high]
     if (assigned or flag) and line[low:].strip() in ("", "\\"):
         return None if weak or not (assigned or line[low:].strip()) else (len(line), len(line))
+    if assigned and line[low:].strip() in ("[", "("):
+        return None if weak else (low, len(line))
     if opening is None and ((assigned.lstrip()[:1] == ":" and _SAID.match(line, low)) or _CALL.match(content)):
         return None
     if short and opening is None and (" " in content or len(content) < 4 or _DURATION.match(content)):
@@ -202,7 +223,11 @@ def _value(line: str, begin: int, end: int, *, weak: bool, short: bool) -> tuple
         content = line[low:high]
     placed = bool(assigned or between["pair"]) or (opening is not None and not loose)
     asked = bool(assigned) and line[begin - 1 : begin] in ("?", "&")
-    return (low, high) if _is_secret(name, content, sure=sure, placed=placed, weak=weak and not flag, asked=asked) else None
+    return (
+        (low, high)
+        if _is_secret(name, content, sure=sure, placed=placed, weak=weak and not flag, asked=asked)
+        else None
+    )
 
 
 def _is_told(line: str, begin: int, name: str, high: int, verb: str) -> bool:
@@ -212,7 +237,10 @@ def _is_told(line: str, begin: int, name: str, high: int, verb: str) -> bool:
 
 
 def _is_secret(name: str, content: str, *, sure: bool, placed: bool, weak: bool, asked: bool) -> bool:
-    """Whether what stands where the value of `name` belongs is a credential. `sure`: it is a value; `placed`: where one belongs; `asked`: in an address."""
+    """Whether what stands where the value of `name` belongs is a credential.
+
+    `sure`: it is a value; `placed`: it stands where one belongs; `asked`: in an address.
+    """
     if content[:1] == "{" or content[:2] == "[{" or all(_NOTHING.match(one) for one in _LISTED.split(content)):
         return False
     if "token" in name.lower() and (_NUMBER.match(content.partition(" ")[0].rstrip(",;")) or _NUMBERS.match(content)):

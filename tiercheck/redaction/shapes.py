@@ -19,30 +19,35 @@ _LOOKS = re.compile(
     # GitHub, GitLab, npm, PyPI, Hugging Face, Slack, Vault, Docker, DigitalOcean, Shopify, Linear, Atlassian, age
     r"(?:gh[pousr]_|github_pat_|gl[a-z]{2,5}-|npm_|pypi-|hf_|api_org_|xox[a-z]-|xapp-|hv[sbr]\.|dckr_[a-z]{2,4}_|do[opr]_v1_"
     r"|shp[a-z]{2}_|lin_api_|ATATT3|AGE-SECRET-KEY-|PMAK-|NRAK-|SG\.|rubygems_|sntry[su]_|xkeysib-|rdme_|pscale_[a-z]{2,5}_|gl[cs]a?_|whsec_"
-    r"|sm_[aps]at_|sha256~|pat[A-Za-z0-9]{14}\.(?=[0-9a-f])|EZ[AT]K|sq0[a-z]{3}-|FLWSECK_|CLOJARS_|(?i:access-(?:sandbox|development|production))-)[A-Za-z0-9_.=-]{10,}"
+    r"|sm_[aps]at_|sha256~|pat[A-Za-z0-9]{14}\.(?=[0-9a-f])|EZ[AT]K|sq0[a-z]{3}-|FLWSECK_|CLOJARS_"
+    r"|(?i:access-(?:sandbox|development|production))-)[A-Za-z0-9_.=-]{10,}"
     # AWS key ids, Google, JSON web tokens
     r"|(?<![A-Z0-9])A(?:KIA|SIA|BIA|CCA)[A-Z0-9]{12,}|AIza[A-Za-z0-9_-]{30,}|ya29\.[A-Za-z0-9_-]{10,}"
     r"|LS0tLS1CRUdJTi[A-Za-z0-9+/=]{10,}"  # PEM in base64
     r"|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]*)?"
     # OpenAI, Anthropic and others, Stripe, NVIDIA, Groq, Replicate, Tailscale, Weights & Biases, Databricks
-    rf"|{_EDGE}(?:sk-|[rps]k_(?:live|test)_|nvapi-|gsk_|r8_|xai-|pplx-|tskey-|wandb_v1_|dapi|sl\.|pul-|p8e-|tfp_|API-|NRII-|fio-u-|dt0c01\.|dp\.[a-z]{{2,5}}\."
+    rf"|{_EDGE}(?:sk-|[rps]k_(?:live|test)_|nvapi-|gsk_|r8_|xai-|pplx-|tskey-|wandb_v1_|dapi|sl\.|pul-|p8e-|tfp_|API-|NRII-|fio-u-|dt0c01\."
+    rf"|dp\.[a-z]{{2,5}}\."
     rf"|EAA[A-Z]|GR1348941|s-s4t2u[adf][a-z]?-|LTAI)[A-Za-z0-9_.=-]{{16,}}"
     # Mailgun, Twilio, Telegram, 1Password, Azure, Terraform
     rf"|{_EDGE}(?:key-|SK|AC)[0-9a-f]{{32}}(?![0-9a-f])|{_EDGE}\d{{8,10}}:AA[A-Za-z0-9_-]{{32,}}|{_EDGE}A3-[A-Z0-9]{{6}}-[A-Z0-9-]{{20,}}"
     r"|[A-Za-z0-9_~.]{3}\dQ~[A-Za-z0-9_~.-]{31,}|\.atlasv1\.[A-Za-z0-9_=-]{40,}"
 )
 _LOOKS_HINTS = (
-    "gh", "github_pat_", "gl", "npm_", "pypi-", "hf_", "api_org_", "xox", "xapp-", "hv", "dckr_", "_v1_", "shp", "lin_api_", "atatt3", "age-secret-",
-    "pmak-", "nrak-", "sg.", "akia", "asia", "abia", "acca", "aiza", "ya29.", "ls0tls1", "eyj", "sk-", "k_live_", "k_test_", "nvapi-",
+    "gh", "github_pat_", "gl", "npm_", "pypi-", "hf_", "api_org_", "xox", "xapp-", "hv", "dckr_", "_v1_", "shp", "lin_api_", "atatt3",
+    "age-secret-", "pmak-", "nrak-", "sg.", "akia", "asia", "abia", "acca", "aiza", "ya29.", "ls0tls1", "eyj", "sk-", "k_live_", "k_test_", "nvapi-",
     "gsk_", "r8_", "xai-", "pplx-", "tskey-", "dapi", "sl.", "rubygems_", "sntry", "xkeysib-", "rdme_", "pscale_", "gls", "glc", "whsec_",
-    "sm_", "sha256~", "pat", "ez", "sq0", "flwseck_", "clojars_", "access-", "pul-", "p8e-", "tfp_", "api-", "nrii-", "fio-u-", "dt0c01.", "dp.", "eaa", "gr1348941",
+    "sm_", "sha256~", "pat", "ez", "sq0", "flwseck_", "clojars_", "access-", "pul-", "p8e-", "tfp_", "api-",
+    "nrii-", "fio-u-", "dt0c01.", "dp.", "eaa", "gr1348941",
     "s-s4t2u", "ltai", "key-", "sk", "ac", ":aa", "a3-", "q~", ".atlasv1.",
 )  # fmt: skip
 _OLD_VAULT = re.compile(r"s\.(?:(?<![A-Za-z0-9_-]s\.)|(?<=\\[nrt]s\.))[A-Za-z0-9]{20,}")
 _HOOK = re.compile(
     r"(?i)(hooks\.slack\.com/services/|/webhooks?(?:b2)?/|api\.telegram\.org/bot|/hooks?/(?=[^\s\"']{16}))(?=[^\s\"']{0,128}\d)[^\s\"']+"
 )
-_AUTH = re.compile(r"(?i)(auth\w{0,12}[\"']?\s{0,2}[=:]?\s{0,2}[(\[]\s{0,2}b?[\"'][^\"'\n]{0,128}[\"'],\s{0,2}b?)(?:\"[^\"\n]+\"|'[^'\n]+')")
+_AUTH = re.compile(
+    r"(?i)(auth\w{0,12}[\"']?\s{0,2}[=:]?\s{0,2}[(\[]\s{0,2}b?[\"'][^\"'\n]{0,128}[\"'],\s{0,2}b?)(?:\"[^\"\n]+\"|'[^'\n]+')"
+)
 _ORACLE = re.compile(r"(jdbc:oracle:[a-z]{3,8}:[^\s/@]{1,64}/)[^\s@]+(?=@)")
 _HEADER_VALUE = re.compile(
     r"(?i)((?:invalid|illegal|bad|wrong|forbidden|control characters? in|newlines?[a-z ]{0,40} in)[^\n:'\"]{0,40}"
@@ -56,12 +61,20 @@ _LOGIN = re.compile(
     r"(?i)(\blogin\s{1,4}(?:--?[a-z-]{1,24}(?:[ =](?!-)\S{1,80})?\s{1,4}){0,6})([A-Za-z0-9_.~+/=-]{12,})"
 )
 _SHORT_OPTION = re.compile(
-    r"(\b(?:(?:login|sshpass|mysql\w{0,12}|mariadb\w{0,12}|mongo\w{0,12})\b[^\n]{0,200}?\s-p|redis-cli\b[^\n]{0,200}?\s-a|ldap[a-z]{3,10}\b[^\n]{0,200}?\s-w"
+    r"(\b(?:(?:login|sshpass|mysql\w{0,12}|mariadb\w{0,12}|mongo\w{0,12})\b[^\n]{0,200}?\s-p|redis-cli\b[^\n]{0,200}?\s-a"
+    r"|ldap[a-z]{3,10}\b[^\n]{0,200}?\s-w"
     r"|\s-pass(?:in|out|phrase)?[ =]pass:)[ =]?)(?!\s)(?:'[^']*'|\"[^\"]*\"|[^\s-]\S*)"
 )
-_PIPED = re.compile(r"(\becho\s{1,4}(?:-[neE]{1,3}\s{1,4})?)(?:'[^']*'|\"[^\"]*\"|[^\s|-]\S*)(?=\s*\|[^|\n]{0,200}(?:-stdin\b|\bsudo\s+-S|\bpasswd\b|\bcryptsetup\b))")
-_LITERAL = re.compile(r"(--from-literal[= ][\"']?[\w.-]{1,128}=)[^\s\"']+|(\bIDENTIFIED\s{1,4}BY\s{1,4}(?:PASSWORD\s{1,4})?['\"])[^'\"\n]+", re.IGNORECASE)
-_HASHED = re.compile(r"\$(?:1|2[abxy]|5|6|7|y|apr1|argon2[a-z]{1,2}|pbkdf2[\w-]{0,16}|scrypt)\$[A-Za-z0-9./$=,+_-]{16,}")
+_PIPED = re.compile(
+    r"(\becho\s{1,4}(?:-[neE]{1,3}\s{1,4})?)(?:'[^']*'|\"[^\"]*\"|[^\s|-]\S*)(?=\s*\|[^|\n]{0,200}(?:-stdin\b|\bsudo\s+-S|\bpasswd\b|\bcryptsetup\b))"
+)
+_LITERAL = re.compile(
+    r"(--from-literal[= ][\"']?[\w.-]{1,128}=)[^\s\"']+|(\bIDENTIFIED\s{1,4}BY\s{1,4}(?:PASSWORD\s{1,4})?['\"])[^'\"\n]+",
+    re.IGNORECASE,
+)
+_HASHED = re.compile(
+    r"\$(?:1|2[abxy]|5|6|7|y|apr1|argon2[a-z]{1,2}|pbkdf2[\w-]{0,16}|scrypt)\$[A-Za-z0-9./$=,+_-]{16,}"
+)
 _USER = re.compile(
     r"((?:^|\s|[\"'])(?:-u|-U|--user|--proxy-user|login=|userpwd=)[ =]?[\"']?)([^\s\"':%]{0,80}[:%](?!\d+(?:\s|$))[^\s\"']+)"
 )
@@ -122,7 +135,9 @@ def random_run(run: str) -> bool:
     if len(run) >= 32 and _two_cases(run) and _changes(run) >= 0.4:
         return True
     return any(
-        _DIGIT.search(part) and len(_CAMEL.findall(part)) >= 0.37 * len(part) if _two_cases(part) else _changes(part) >= 0.28
+        _DIGIT.search(part) and len(_CAMEL.findall(part)) >= 0.37 * len(part)
+        if _two_cases(part)
+        else _changes(part) >= 0.28
         for part in _STRETCH.findall(run)
     )
 
@@ -145,7 +160,11 @@ def _pair(word: str) -> bool:
     if len(bare) % 4 == 1:
         return False
     content = base64.b64decode(bare + "=" * (-len(bare) % 4))
-    return content.isascii() and _PAIR.fullmatch(content.decode("ascii")) is not None and content.decode("ascii").isprintable()
+    return (
+        content.isascii()
+        and _PAIR.fullmatch(content.decode("ascii")) is not None
+        and content.decode("ascii").isprintable()
+    )
 
 
 def _addresses(line: str) -> str:
@@ -170,7 +189,8 @@ def _addresses(line: str) -> str:
 
 _NAMED_LATER = re.compile(
     r"(?i)\s(?:is|was|are|as|for)\s(?:(?:not|now|an?|the|your|my|our|their|(?:in)?valid|wrong|right|correct|new|old|[a-z]{1,16}'s)\s){0,4}"
-    r"(?:[a-z]{1,12}\s)?(?P<name>password|passphrase|passcode|psk|secret|token|api[ _-]?key|credentials?)(?!\w|[ _-](?!(?:for|of|to|on|and|but|or)\b)[a-z])"
+    r"(?:[a-z]{1,12}\s)?"
+    r"(?P<name>password|passphrase|passcode|psk|secret|token|api[ _-]?key|credentials?)(?!\w|[ _-](?!(?:for|of|to|on|and|but|or)\b)[a-z])"
     r"|(?P<bracket>\s\()(?:[a-z]{1,16}[/,]\s?)?(?P<listed>password|passphrase|secret|token|api[ _-]?key)\)"
 )
 _BEFORE = re.compile(r"(?P<quote>[\"'`])(?P<quoted>[^\"'`{}\n]{4,128})(?P=quote)\Z|(?P<bare>[^\s\"'`,;:=()]{6,128})\Z")
@@ -210,7 +230,10 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[str], str]], ...] = (
         lambda line: _SCHEME.sub(lambda m: f"{m[1]}{m[2]}{GONE}" if opaque(m[3]) else m[0], line),
     ),
     (("login",), lambda line: _LOGIN.sub(lambda m: m[1] + GONE if opaque(m[2]) else m[0], line)),
-    (("login", "sshpass", "mysql", "maria", "mongo", "redis-cli", "ldap", "pass:"), lambda line: _SHORT_OPTION.sub(rf"\1{GONE}", line)),
+    (
+        ("login", "sshpass", "mysql", "maria", "mongo", "redis-cli", "ldap", "pass:"),
+        lambda line: _SHORT_OPTION.sub(rf"\1{GONE}", line),
+    ),
     (("echo",), lambda line: _PIPED.sub(rf"\1{GONE}", line)),
     (("--from-literal", "identified"), lambda line: _LITERAL.sub(lambda m: (m[1] or m[2]) + GONE, line)),
     (("$",), lambda line: _HASHED.sub(GONE, line)),

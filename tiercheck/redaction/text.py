@@ -93,7 +93,9 @@ def _lines(text: str) -> list[str]:
             if _DATA.match(line):
                 goes_on = "map"
             line = _DATA_INLINE.sub(rf"\1{GONE}", line)
-        if goes_on in _QUOTES and (len(whole) > LONGEST_LINE or not any(goes_on in each for each in every[number + 1 : number + 9])):
+        if goes_on in _QUOTES and (
+            len(whole) > LONGEST_LINE or not any(goes_on in each for each in every[number + 1 : number + 9])
+        ):
             goes_on = ""  # an apostrophe
         below, partly = indent, bool(prefix and prefix["part"] == "P")
         lines.append(begin + line)
