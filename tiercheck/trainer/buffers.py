@@ -8,8 +8,8 @@ of its bytes is another one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from itertools import compress
+from collections.abc import Mapping, Sequence
+from itertools import chain, compress
 from operator import or_
 from typing import Any
 
@@ -23,6 +23,7 @@ log = logging.getLogger("tiercheck")
 
 ALWAYS = 64 * 1024
 """Bytes of a buffer that is carried without asking."""
+_NOTHING = 0, 0
 PASSING = "buffers/"
 """Before the names of buffers that are not persistent."""
 
@@ -31,9 +32,10 @@ class Buffers:
     """The model's persistent buffers and extra states, listed once: walking all modules at every step would cost more."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._places: list[tuple[str, dict[str, Tensor | None], str]] = []
         self._extra: dict[str, nn.Module] = {}
-        self._passing = Passing(model)
+        self._passing = Passing({"": model})
         for prefix, module in model.named_modules():
             path = f"{prefix}." if prefix else ""
             for key in module._buffers:
@@ -42,6 +44,9 @@ class Buffers:
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 self._extra[f"{path}_extra_state"] = module
         self._marks: list[tuple[int, int]] = []
+        self._empty: list[str] = []
+        self._never = {name for name, owner, key in self._places if owner.get(key) is None}
+        """Those that never held anything."""
         self._sampler, self._sums = Sampler(), list[int]()
         self.changed()
 
@@ -51,6 +56,7 @@ class Buffers:
         large: list[tuple[str, Tensor, int]] = []
         marks: list[tuple[int, int]] = []
         moved: set[int] = set()  # modules
+        self._empty = []
         for number, (name, owner, key) in enumerate(self._places):
             buffer = owner.get(key)
             mark = _mark(buffer)
@@ -58,6 +64,7 @@ class Buffers:
             if not self._marks or self._marks[number] != mark:
                 moved.add(id(owner))
             if buffer is None:
+                self._empty.append(name)
                 continue
             if buffer.layout is not torch.strided:
                 found.append((name, buffer))  # whoever stores it says that it cannot
@@ -66,6 +73,8 @@ class Buffers:
             else:
                 large.append((name, buffer, id(owner)))
         self._marks = marks
+        if self._never:
+            self._never.intersection_update(self._empty)
         moved |= self._written(large)
         found += self._passing.changed()
         return found + [(name, local_shard(buffer)) for name, buffer, owner in large if owner in moved]
@@ -94,9 +103,22 @@ class Buffers:
             return
         owner, key = _place_of(name, self._places)
         buffer = owner.get(key)
-        if buffer is None or local_shard(buffer).shape != value.shape:
+        if key and buffer is None:
+            owner[key] = _made(value, self._model)
+        elif buffer is None or local_shard(buffer).shape != value.shape:
             raise NotCapturable(f"the model has no buffer {name} of shape {tuple(value.shape)}")
-        write(local_shard(buffer), value)
+        else:
+            write(local_shard(buffer), value)
+
+    def cleared(self) -> list[str]:
+        """Those that held nothing any more when `changed` was called, though they did before."""
+        return [name for name in self._empty if name not in self._never] + self._passing.cleared()
+
+    def clear(self, name: str) -> None:
+        self._passing.clear(name)
+        owner, key = _place_of(name, self._places)
+        if key:
+            owner[key] = None
 
     def put_back_extra(self, extra: dict[str, Any]) -> None:
         for name, value in extra.items():
@@ -109,14 +131,15 @@ class Passing:
     Most others are tables that the script makes anew, perhaps on purpose with other values.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        """`modules`: each by what comes before the names of its buffers."""
+        self._modules = modules
         self._warned = False
         self.begin()
 
     def begin(self) -> None:
         """Training, or a restore, begins: what was done before, the script will do again."""
-        self._places = _not_persistent(self._model)
+        self._places = self._listed_anew()
         self._written = [False] * len(self._places)
         self._marks = self._read()
 
@@ -124,7 +147,7 @@ class Passing:
         """As `written`, with those that a module has made on its way, as some do in their first forward."""
         self.changed()
         known = {(id(owner), key): done for (_, owner, key), done in zip(self._places, self._written, strict=True)}
-        self._places = _not_persistent(self._model)
+        self._places = self._listed_anew()
         self._written = [known.get((id(owner), key), _is_small(owner.get(key))) for _, owner, key in self._places]
         self._marks = self._read()
         return self._listed(self._written)
@@ -140,6 +163,19 @@ class Passing:
         changed = [new != old for new, old in zip(marks, self._marks, strict=True)]
         self._marks, self._written = marks, list(map(or_, self._written, changed))
         return self._listed(changed)
+
+    def cleared(self) -> list[str]:
+        """Those that hold nothing any more, though they did."""
+        gone = [done and mark == _NOTHING for done, mark in zip(self._written, self._marks, strict=True)]
+        return [name for name, _, _ in compress(self._places, gone)]
+
+    def clear(self, name: str) -> None:
+        owner, key = _place_of(name, self._places)
+        if key:
+            owner[key] = None
+
+    def _listed_anew(self) -> list[tuple[str, dict[str, Tensor | None], str]]:
+        return [each for prefix, module in self._modules.items() for each in _not_persistent(module, prefix)]
 
     def _listed(self, chosen: Sequence[bool]) -> list[tuple[str, Tensor]]:
         found: list[tuple[str, Tensor]] = []
@@ -160,21 +196,23 @@ class Passing:
 
     @torch.no_grad()
     def put_back(self, name: str, value: Tensor) -> bool:
-        """Write it if it is one of these. One that has another shape here is left: its module keeps account of that elsewhere."""
+        """Write it if it is one of these, in whatever shape training had given it."""
         owner, key = _place_of(name, self._places)
         buffer = owner.get(key)
         if buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype) and not buffer.is_meta:
             write(local_shard(buffer), value)
+        elif key:
+            owner[key] = _made(value, *self._modules.values())
         return bool(key)
 
     @torch.no_grad()
     def make(self, name: str, value: Tensor) -> None:
         """One that no module has yet: the script would make it in its first forward, with another value."""
-        path, _, key = name.rpartition(".")
-        owner = dict(self._model.named_modules()).get(path)
+        prefix = max((each for each in self._modules if name.startswith(each)), key=len)
+        path, _, key = name.removeprefix(prefix).rpartition(".")
+        owner = dict(self._modules[prefix].named_modules()).get(path)
         if owner is not None and not hasattr(owner, key):
-            like = next(self._model.parameters(), value)
-            owner.register_buffer(key, value.to(like.device, copy=True), persistent=False)
+            owner.register_buffer(key, _made(value, self._modules[prefix], *self._modules.values()), persistent=False)
 
     def _read(self) -> list[tuple[int, int]]:
         return [_mark(owner.get(key)) for _, owner, key in self._places]
@@ -184,10 +222,16 @@ def _is_small(buffer: Tensor | None) -> bool:
     return buffer is not None and buffer.layout is torch.strided and buffer.nbytes <= ALWAYS
 
 
-def _not_persistent(model: nn.Module) -> list[tuple[str, dict[str, Tensor | None], str]]:
+def _made(value: Tensor, *modules: nn.Module) -> Tensor:
+    """A copy on the device of the first of `modules` that has one."""
+    like = next(chain.from_iterable(module.parameters() for module in modules), value)
+    return value.to(like.device, copy=True)
+
+
+def _not_persistent(model: nn.Module, before: str) -> list[tuple[str, dict[str, Tensor | None], str]]:
     """Name, owner and key of each such buffer."""
     return [
-        (f"{prefix}.{key}" if prefix else key, module._buffers, key)
+        (f"{before}{prefix}.{key}" if prefix else f"{before}{key}", module._buffers, key)
         for prefix, module in model.named_modules()
         for key in module._buffers
         if key in module._non_persistent_buffers_set
@@ -203,4 +247,4 @@ def _place_of(
 
 def _mark(buffer: Tensor | None) -> tuple[int, int]:
     """Another one as soon as it is replaced, or written in place."""
-    return (0, 0) if buffer is None else (id(buffer), 0 if buffer.is_inference() else buffer._version)
+    return _NOTHING if buffer is None else (id(buffer), 0 if buffer.is_inference() else buffer._version)

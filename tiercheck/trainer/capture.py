@@ -44,14 +44,25 @@ def take_inventory(
     optimizers: Sequence[Optimizer],
     beside: Mapping[str, nn.Module] | None = None,
     passing: Sequence[tuple[str, Tensor]] = (),
+    *,
+    cleared: Sequence[str] = (),
+    evaluating: bool = False,
 ) -> Inventory:
     """List the state of `model` and `optimizers` as it is now, and of the modules `beside` them. Raises NotCapturable.
 
-    `passing`: buffers that no state_dict holds (`Passing.written`).
+    `passing`, `cleared`: buffers that no state_dict holds (`Passing.written`). `evaluating`: as `modes_of` asks it.
     """
+    beside = beside or {}
     entries: list[Entry] = []
-    facts: dict[str, Any] = {"model_extra": {}, "optimizers": [], "parameters": names_of(model), **modes_of(model)}
-    for module, prefix, extra in modules_beside(beside or {}, facts):
+    facts: dict[str, Any] = {
+        "model_extra": {},
+        "optimizers": [],
+        "parameters": names_of(model),
+        "cleared": list(cleared),
+        "beside_modes": {name: modes_of(module) for name, module in beside.items()},
+        **modes_of(model, evaluating),
+    }
+    for module, prefix, extra in modules_beside(beside, facts):
         _list_module(module, prefix, entries, extra)
     _list_module(model, "model/", entries, facts["model_extra"])
     entries += (Entry(f"{PASSING}{name}", buffer, lazy=False) for name, buffer in passing)

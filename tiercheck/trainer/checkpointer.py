@@ -49,7 +49,7 @@ from tiercheck.trainer.hooks import innermost
 from tiercheck.trainer.inventories import Inventories
 from tiercheck.trainer.kept import refuse_inner
 from tiercheck.trainer.last_words import LastWords
-from tiercheck.trainer.leaves import Entry, NotCapturable
+from tiercheck.trainer.leaves import PLAIN, Entry, NotCapturable
 from tiercheck.trainer.live import is_final, refuse_fsdp1
 from tiercheck.trainer.load import fits, load_all, more_groups
 from tiercheck.trainer.modes import put_back_modes
@@ -178,7 +178,7 @@ class Checkpointer:
         )
         self._lost = ""
         """Why no version holds all of the state, as `NotGiven` knows it."""
-        self._deltas = Deltas(model, self._optimizers, self._shares, self._backend, self._saver)
+        self._deltas = Deltas(model, self._partitions, self._shares, self._backend, self._saver)
         self.step_number = 0
         """Optimizer steps done, restored ones included."""
         self._last_step_at: float | None = None
@@ -186,6 +186,8 @@ class Checkpointer:
         self._restored = False
         self._began_with: set[tuple[str, torch.Size, torch.dtype]] = set()
         """What the model's tensors were when `restore` was called."""
+        self._began_training: list[list[str]] = []
+        """And what each optimizer trained."""
         self._compared: object | None = None
         self._closed = False
         self._pid = os.getpid()
@@ -274,6 +276,7 @@ class Checkpointer:
         """Before there is anything to load: it keeps no tensor, or what an optimizer has by now would be there twice during the load."""
         inventory = self._inventories.take()
         self._began_with = _shapes(inventory.entries)
+        self._began_training = _trained(inventory)
         user_state.unpack(user_state.pack(self._state, inventory.facts))
         if (device := accelerator_of(entry.tensor for entry in inventory.entries)) is not None:
             self._backend.numa = device.numa_node()
@@ -355,6 +358,7 @@ class Checkpointer:
             return
         self._saver.barrier()
         if self._unseen.hooked():
+            self._inventories.evaluating = self._deltas.evaluating = not self._model.training
             self._deltas.before_update(index, self.step_number + 1, arguments, named)
 
     def _after_update(self, index: int, *_: object) -> None:
@@ -390,7 +394,7 @@ class Checkpointer:
         if not self._shares.whole:
             self._refuse_unequal(slot.header.version, everyones(slot.header.metadata.get(REPLICAS, "")))
         load_all(self._model, self._optimizers, self._shares, slot, content["facts"], beside=self._beside)
-        self._put_back_passing(slot)
+        self._put_back_passing(slot, content["facts"])
         self._refuse_other_state(slot.header.version, slot.proof())
         facts, step = content["facts"], slot.header.version.step
         room = int(slot.header.metadata.get(DELTA_ROOM, "0"))
@@ -411,6 +415,8 @@ class Checkpointer:
                 self._backend.mismatch(step, message)
                 raise RestoreError(message) from mismatch
         put_back_modes(self._model, facts)
+        for name, module in self._beside.items():
+            put_back_modes(module, facts.get("beside_modes", {}).get(name, {}))
         self._partitions.loaded()
         user_state.put_back(self._state, content)
         return room
@@ -469,12 +475,15 @@ class Checkpointer:
             self._backend.mismatch(version.step, message, Kind.SNAPSHOT)
             raise RestoreError(message)
 
-    def _put_back_passing(self, slot: SlotReader) -> None:
+    def _put_back_passing(self, slot: SlotReader, facts: Mapping[str, Any]) -> None:
+        passing = self._inventories.passing
         for name, value in slot.tensors().items():
             if name.startswith(PASSING):
-                passing, short = self._inventories.passing, name.removeprefix(PASSING)
+                short = name.removeprefix(PASSING)
                 if not passing.put_back(short, value):
                     passing.make(short, value)
+        for name in facts.get("cleared", ()):
+            passing.clear(name)
 
     def _load_resharded(self, offer: Offer, *, imported: bool) -> None:
         assert offer.borrow is not None
@@ -539,6 +548,11 @@ class Checkpointer:
         inventory = self._inventories.take()
         blob = user_state.Packed(self._state, inventory.facts, inventory.fixed)
         self._compare(inventory)
+        if name := user_state.borrowed(self._state, [entry.tensor for entry in inventory.entries]):
+            self._saver.warn(
+                "Shared",
+                f"state[{name!r}] holds tensors of the model or its optimizers: what comes back there will be copies of its own",
+            )
         stored = self._shares.own(inventory)
         proof = Proof.take(self._sampler, inventory.entries, stored)
         entries = [self._at_once(entry) for entry in stored]
@@ -551,12 +565,23 @@ class Checkpointer:
         if inventory.alike is not None and inventory.alike is self._compared:
             return
         self._compared = inventory.alike
-        if self._began_with and (other := self._began_with ^ _shapes(inventory.entries)):
+        if not self._began_with:
+            return
+        other = [name for name, *_ in self._began_with ^ _shapes(inventory.entries)]
+        for index, (began, now) in enumerate(zip(self._began_training, _trained(inventory), strict=True)):
+            if now[: len(began)] != began:  # those that were added come back by themselves
+                other.append(f"what optimizer {index} trains")
+        if other:
             self._saver.warn(
                 "Changed",
-                f"{min(name for name, *_ in other)} is not what it was when `restore` was called: this can only be restored by a script that "
+                f"{min(other)} is not what it was when `restore` was called: this can only be restored by a script that "
                 "has changed its model likewise before `restore`",
             )
+        for name, parameter in self._model.named_parameters():
+            if type(parameter) in PLAIN and any(isinstance(each, torch.Tensor) for each in vars(parameter).values()):
+                self._saver.warn(
+                    "Attribute", f"a tensor that is kept as an attribute of the parameter {name} is in no version"
+                )
 
     def _at_once(self, entry: Entry) -> Entry:
         if entry.lazy and entry.name not in self._saver.mutating:
@@ -594,6 +619,11 @@ class Checkpointer:
         self._last_step_at = now
         finite = loss if loss is not None and math.isfinite(loss) else None
         self._backend.progress(self.step_number, finite, self._step_seconds, self._saver.sanity.in_a_row)
+
+
+def _trained(inventory: Inventory) -> list[list[str]]:
+    """Of each optimizer its class, and the names of its parameters."""
+    return [[saved["class"], *saved["states"]] for saved in inventory.facts["optimizers"]]
 
 
 def _shapes(entries: Iterable[Entry]) -> set[tuple[str, torch.Size, torch.dtype]]:

@@ -45,8 +45,8 @@ class Delta(Pending):
     blob: Packed
     threads: int
     """Of torch in the training thread."""
-    seen: int
-    """`Watch.bytes` when the step ended."""
+    seen: list[int]
+    """What `Watch.read` gave when the step ended."""
     only_measure: bool = False
     """Find out its size, so that slots can be made; there is no chain yet that it could continue."""
 

@@ -32,8 +32,8 @@ class Script:
     planner: Planner
     copy_at_once: Callable[[int, Sequence[int]], None]
     """Told which gradients of an optimizer were overwritten while they were read."""
-    look: Callable[[], int]
-    """`Watch.bytes`, for the saver's thread."""
+    is_still: Callable[[list[int]], bool]
+    """`Watch.elsewhere`."""
 
 
 class Measured(Exception):
@@ -115,10 +115,8 @@ class DeltaJob:
             self._copy_items(plan.items)
         # The state stays as it is until the barrier lets the next update begin.
         self._hashes = state_hash.fold(turn)
-        if self._script.look() != delta.seen:
-            raise Skipped(
-                "Inexact", "an update that no hook announced changed the state before its fingerprint was taken"
-            )
+        if not self._script.is_still(delta.seen):
+            raise Skipped("Inexact", "something else than an update changed the state before its fingerprint was taken")
         if delta.device is not None:
             self._flight = Flight(delta.device)
             must = frozenset(item.name for item in plan.items if item.must_be_finite)

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.trainer import user_state
@@ -28,29 +27,31 @@ from tiercheck.trainer.leaves import NotCapturable
 from tiercheck.trainer.live import is_final
 from tiercheck.trainer.modes import Modes
 from tiercheck.trainer.pace import ASKED_AGAIN
+from tiercheck.trainer.partitioned import Partitions
 from tiercheck.trainer.probe import Probes, Refused
 from tiercheck.trainer.replayable import hindrance, is_known
 from tiercheck.trainer.replicas import Shares
 from tiercheck.trainer.saver import Saver
-from tiercheck.trainer.watch import Tree, Watch
+from tiercheck.trainer.watch import Tree, Watch, trained
 
 log = logging.getLogger("tiercheck")
 
 T = TypeVar("T")
 
 _PATIENCE = 3
-"""Steps that something else than the optimizer may change before deltas are given up."""
+"""Steps that something else than the optimizer may change before deltas are given up; steps in a row that the model may be another one."""
 
 
 class Deltas:
     """Hooks of the optimizers report here; `end_step` makes a delta of what they said."""
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], shares: Shares, backend: Backend, saver: Saver
+        self, model: nn.Module, partitions: Partitions, shares: Shares, backend: Backend, saver: Saver
     ) -> None:
+        optimizers = partitions.inner
         self._model = model
         self._shares = shares
-        self._optimizers = optimizers
+        self._partitions, self._optimizers = partitions, optimizers
         self._backend = backend
         self._saver = saver
         self._recorder = Recorder(optimizers)
@@ -60,7 +61,7 @@ class Deltas:
         self._doubtful = False
         self._mark: list[int] | None = None
         self._outside = ""
-        self._outside_count = 0
+        self._outside_count = self._others_in_a_row = 0
         self._given_up = False
         self._too_slow = False
         self._measured = False
@@ -70,6 +71,8 @@ class Deltas:
         self._parameters: list[Tensor] = []
         self._sizes: list[int] = []
         self._depth = [0] * len(optimizers)
+        self.evaluating = False
+        """As `Inventories.evaluating`."""
         if is_final(model):
             self._look_around()
 
@@ -114,12 +117,13 @@ class Deltas:
             self._missed = True
             return
         self._compare("before the update")
-        closure = next((value for value in (*arguments[1:2], named.get("closure")) if value is not None), None)
-        self._late = closure is not None
-        if closure is None:
+        given = [value for value in (*arguments[1:], *named.values()) if value is not None]
+        self._late = bool(given)
+        if not given:
             self._record(index)
         elif not is_known(self._optimizers[index]):
-            self.give_up(f"{type(self._optimizers[index]).__name__} was called with a closure")
+            what = "a closure" if callable(given[0]) else "arguments"
+            self.give_up(f"{type(self._optimizers[index]).__name__} was called with {what}")
             self._recording = False
         elif self._probing:
             self._judge(lambda: self._probes[index].before(None))
@@ -158,10 +162,16 @@ class Deltas:
             self._outside = "after the update"
         self._mark = mark
         outside, self._outside = self._outside, ""
-        if self._tree.changed() or self._trained() != self._identities:
+        if self._tree.changed() or trained(self._optimizers) != self._identities:
             self._look_around()
             inexact = inexact or "the model, or what its optimizers train, was changed"
             self._mark = self._watch.read()
+            self._others_in_a_row += 1
+            if self._others_in_a_row >= _PATIENCE:
+                self.give_up("the model, or what its optimizers train, is another one after each step")
+                return None
+        else:
+            self._others_in_a_row = 0
         changed = self._buffers.changed()
         reaches = not missed and self._saver.unbroken.reaches(step)
         measure = bool(events) and not self._measured and not reaches
@@ -174,7 +184,7 @@ class Deltas:
             self._skip(step, reaches and accepted, poisoned, inexact or outside)
             return None
         try:
-            return self._delta(step, events, changed, state, seen=self._mark[-1], measure=measure)
+            return self._delta(step, events, changed, state, seen=self._mark, measure=measure)
         except NotCapturable as error:
             self._skip(step, True, False, str(error))
             return None
@@ -223,14 +233,15 @@ class Deltas:
         changed: list[tuple[str, Tensor]],
         state: user_state.State,
         *,
-        seen: int,
+        seen: list[int],
         measure: bool,
     ) -> Delta:
-        modes = self._modes.facts()
+        modes = self._modes.facts(self.evaluating)
         facts = {
             "events": [{"groups": event.groups, "scaling": event.scaling} for event in events],
             "groups": [hyper_parameters(optimizer) for optimizer in self._optimizers],
             "extra": self._extra(),
+            "cleared": self._buffers.cleared(),
             **modes,
         }
         blob = user_state.Packed(state, facts, tuple(modes.values()))
@@ -293,14 +304,11 @@ class Deltas:
         else:
             self._saver.skip_delta(step, "Inexact", inexact)
 
-    def _trained(self) -> list[list[int]]:
-        return [[id(p) for group in optimizer.param_groups for p in group["params"]] for optimizer in self._optimizers]
-
     def _look_around(self) -> None:
         """List parameters and buffers; done once, because it takes too long for every step."""
-        self._watch = Watch(self._model, self._optimizers)
+        self._watch = Watch(self._model, self._optimizers, self._partitions.sent)
         self._tree = Tree(self._model)
-        self._identities = self._trained()
+        self._identities = trained(self._optimizers)
         self._buffers = Buffers(self._model)
         self._modes = Modes(self._model)
         self._named = [list(named_parameters_of(optimizer, self._model)) for optimizer in self._optimizers]

@@ -79,20 +79,15 @@ class Event:
 
 def hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """A copy of each parameter group without its parameters; what a schedule may write in place (a rate on the device, a list) is copied."""
-    return [
-        {
-            key: value.detach().clone() if isinstance(value, Tensor) else _own(value)
-            for key, value in group.items()
-            if key != "params"
-        }
-        for group in optimizer.param_groups
-    ]
+    return [{key: _own(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def _own(value: Any) -> Any:
-    """A copy of a list or dict, which may be written in place; other things are as they are."""
-    if type(value) is list:
-        return [_own(each) for each in value]
+    """A copy of a list or dict, and of tensors in there, which may be written in place; other things are as they are."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) in (list, tuple):
+        return type(value)([_own(each) for each in value])
     return {key: _own(each) for key, each in value.items()} if type(value) is dict else value
 
 
@@ -106,7 +101,7 @@ class Recorder:
         self._inexact = ""
         self._eager: set[tuple[int, int]] = set()
         self._staging: dict[tuple[int, int, int], Tensor] = {}
-        self._last: list[dict[int, weakref.ref[Tensor]]] = [{} for _ in optimizers]
+        self._last: list[dict[int, weakref.ref[Tensor | torch.UntypedStorage]]] = [{} for _ in optimizers]
         self._shared: dict[tuple[int, int], tuple[StorageWeakRef, int]] = {}
 
     @property
@@ -194,10 +189,11 @@ class Recorder:
         for number, (gradient, shard) in enumerate(zip(given, shards, strict=True)):
             if gradient is None or shard is None:
                 continue
-            before, last[number] = last.get(number), weakref.ref(gradient)
-            fresh = before is not None and before() is not gradient
-            if shard.layout is torch.strided:
-                storage = shard.untyped_storage()
+            # Not which tensor it is: `.data` makes another one of the same memory, with a counter of its own.
+            storage = shard.untyped_storage() if shard.layout is torch.strided else None
+            before, last[number] = last.get(number), weakref.ref(gradient if storage is None else storage)
+            fresh = before is not None and before() is not (gradient if storage is None else storage)
+            if storage is not None:
                 if shard.is_cuda and not torch._C._has_Standard_Deleter(storage._cdata):
                     fresh = False  # of a CUDA graph, whose next run writes here without a trace
                 elif not storage.resizable():
@@ -260,11 +256,22 @@ def _unscaled_in_place(optimizer: Optimizer) -> set[int]:
 
 
 def set_hyper_parameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Inverse of `hyper_parameters`. Tensors are written in place: schedulers and CUDA graphs hold on to them."""
+    """Inverse of `hyper_parameters`. Tensors are written in place: schedulers, modules and CUDA graphs hold on to them."""
     for group, values in zip(optimizer.param_groups, groups, strict=True):
         for key, value in values.items():
-            present = group.get(key)
-            if isinstance(present, Tensor) and isinstance(value, Tensor):
-                present.copy_(value)
-            else:
-                group[key] = value
+            group[key] = _put_back(group.get(key), value)
+
+
+def _put_back(present: Any, value: Any) -> Any:
+    """`value`, in the place of `present`."""
+    if isinstance(value, Tensor):
+        return present.copy_(value) if _fits(present, value) else value
+    if type(value) in (list, tuple) and type(present) is type(value) and len(present) == len(value):
+        return type(value)(map(_put_back, present, value))
+    if type(value) is dict and type(present) is dict:
+        return {key: _put_back(present.get(key), each) for key, each in value.items()}
+    return value
+
+
+def _fits(present: Any, value: Tensor) -> bool:
+    return isinstance(present, Tensor) and (present.shape, present.dtype) == (value.shape, value.dtype)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tiercheck.trainer.buffers import Passing
-from tiercheck.trainer.capture import Inventory, take_inventory
+from tiercheck.trainer.capture import BESIDE, Inventory, take_inventory
 from tiercheck.trainer.kept import attributes_of, odd_attributes
 from tiercheck.trainer.leaves import PLAIN, Entry
 from tiercheck.trainer.live import refuse_copies
@@ -43,10 +43,12 @@ class Inventories:
         self, model: nn.Module, optimizers: Sequence[Optimizer], beside: Mapping[str, nn.Module] | None = None
     ) -> None:
         """`beside`: other modules whose tensors are stored too."""
-        self.passing = Passing(model)
-        """Of the model; whoever restores it says when that begins."""
         self._model = model
         self._beside = beside or {}
+        self.passing = Passing({"": model, **{f"{BESIDE}{name}/": each for name, each in self._beside.items()}})
+        """Whoever restores says when that begins."""
+        self.evaluating = False
+        """Whether the model did as a whole when the last update was made."""
         self._optimizers = optimizers
         self._modules: list[nn.Module] = []
         self._marks: list[Any] | None = None
@@ -72,7 +74,10 @@ class Inventories:
             if marks == self._marks:
                 return self._again(tensors)
         passing = self.passing.looked_for()
-        inventory = take_inventory(self._model, self._optimizers, self._beside, passing)
+        cleared = self.passing.cleared()
+        inventory = take_inventory(
+            self._model, self._optimizers, self._beside, passing, cleared=cleared, evaluating=self.evaluating
+        )
         looks = self._looks(inventory)
         if not looks or looks != self._believed:
             refuse_copies(self._model, self._beside, inventory.entries)
@@ -157,8 +162,9 @@ class Inventories:
             list(map(Tensor.data_ptr, map(_shard, found))),
             list(map(_look, found)),
             list(map(_trained, found)),
-            list(map(_training, modules)),
+            [self.evaluating, *map(_training, modules)],
             [name for name, _ in passing],
+            self.passing.cleared(),
         ]
         tensors = list(found)
         for optimizer in self._optimizers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -151,6 +152,17 @@ def add_groups(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any])
         begin += count
 
 
+def group_as_saved(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Parameters that the script moved from one group to the next on its way: their order is the same, the rates are others."""
+    counts, here = saved.get("counts", []), [len(group["params"]) for group in optimizer.param_groups]
+    if counts == here or len(counts) != len(here):
+        return
+    if [name for name, _ in named_parameters_of(optimizer, model)] == list(saved["states"]):
+        parameters = chain.from_iterable([group["params"] for group in optimizer.param_groups])
+        for group, count in zip(optimizer.param_groups, counts, strict=True):
+            group["params"] = list(islice(parameters, count))
+
+
 def more_groups(optimizer: Optimizer, saved: Mapping[str, Any]) -> Sequence[int]:
     """How many parameters each group has that was saved after those that the optimizer has here, which are the same."""
     counts, here = saved.get("counts", []), [len(group["params"]) for group in optimizer.param_groups]
@@ -185,6 +197,7 @@ def _load_optimizer(
     slot: SlotReader,
 ) -> list[tuple[str, Tensor, Tensor]]:
     """Rebuild its state, empty; the tensors to fill: name, the tensor itself, its local shard."""
+    group_as_saved(optimizer, model, saved)
     set_hyper_parameters(optimizer, saved["groups"])
     kept.put_attributes(optimizer, saved.get("attributes", {}))
     optimizer.state.clear()

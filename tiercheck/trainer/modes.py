@@ -24,21 +24,24 @@ class Modes:
         self._seen: tuple[list[bool], list[bool]] = [], []
         self._facts: dict[str, Any] = {}
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, evaluating: bool) -> dict[str, Any]:
         """As `modes_of`. The same lists as long as nothing changes."""
-        seen = list(map(_trained, self._parameters)), list(map(_training, self._modules))
+        seen = list(map(_trained, self._parameters)), [evaluating, *map(_training, self._modules)]
         if not self._facts or seen != self._seen:
-            self._facts, self._seen = modes_of(self._model), seen
+            self._facts, self._seen = modes_of(self._model, evaluating), seen
         return self._facts
 
 
-def modes_of(model: nn.Module) -> dict[str, Any]:
-    """`frozen`: names of the parameters that are; `evaluating`: names of modules in a model that trains, None if it evaluates as a whole,
-    as around a step it may."""
+def modes_of(model: nn.Module, evaluating: bool = False) -> dict[str, Any]:
+    """`frozen`: names of the parameters that are; `evaluating`: names of the modules that do, None if the model does as a whole, as at the
+    end of a step it may. But if it did when the step was made, the script trains it so.
+
+    `evaluating`: whether it did.
+    """
     return {
         "frozen": [name for name, parameter in model.named_parameters() if not parameter.requires_grad],
         "evaluating": [name for name, module in model.named_modules() if not module.training]
-        if model.training
+        if model.training or evaluating
         else None,
     }
 

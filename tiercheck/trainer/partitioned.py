@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 
@@ -31,6 +32,13 @@ class Partitions:
                 )
             self._whole[index] = whole
             self.inner.append(whole.optim)
+
+    @property
+    def sent(self) -> list[Tensor]:
+        """Parameters that some rank updates, and sends to the others."""
+        return [
+            parameter for whole in self._whole.values() for group in whole.param_groups for parameter in group["params"]
+        ]
 
     def __contains__(self, index: int) -> bool:
         """Whether the optimizer with this number keeps its state for some parameters only."""

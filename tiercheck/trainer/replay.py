@@ -65,6 +65,8 @@ class Replay:
                 self._update(index, gradients, event)
             for name, value in buffers.items():
                 self._buffers.put_back(name, value)
+            for name in facts.get("cleared", ()):
+                self._buffers.clear(name)
             self._buffers.put_back_extra(facts["extra"])
             for optimizer, groups in zip(self._optimizers, facts["groups"], strict=True):
                 set_hyper_parameters(optimizer, groups)

@@ -22,7 +22,7 @@ from tiercheck.trainer.backend import Ranges
 from tiercheck.trainer.capture import is_extra, model_items, modules_beside, named_parameters_of, names_of, own_entries
 from tiercheck.trainer.gradients import set_hyper_parameters
 from tiercheck.trainer.leaves import held_by, local_shard
-from tiercheck.trainer.load import DifferentState, add_groups, refuse_lost, sharded_like
+from tiercheck.trainer.load import DifferentState, add_groups, group_as_saved, refuse_lost, sharded_like
 from tiercheck.trainer.modes import evaluate_as_saved, freeze_as_saved
 from tiercheck.trainer.ranks import everyones
 from tiercheck.trainer.replicas import Shares
@@ -245,6 +245,7 @@ def _optimizer(
     add_groups(optimizer, model, own)
     if len(own["groups"]) != len(optimizer.param_groups):
         raise DifferentState(f"optimizer {index} has another number of parameter groups than in the checkpoint")
+    group_as_saved(optimizer, model, own)
     set_hyper_parameters(optimizer, own["groups"])
     kept.put_attributes(optimizer, own.get("attributes", {}))
     optimizer.state.clear()

@@ -11,12 +11,12 @@ import random
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from tiercheck.trainer.leaves import NotCapturable
+from tiercheck.trainer.leaves import PLAIN, NotCapturable, memory
 from tiercheck.trainer.readable import encoded, must_come_back, with_numpy, without_numpy
 
 _SMALLEST = 64 * 1024
@@ -184,6 +184,25 @@ def _state_of(name: str, holder: Any) -> Any:
             f"state[{name!r}] is a {type(holder).__name__}: give a dict, a generator, or an object with state_dict and load_state_dict"
         )
     return dict(holder)
+
+
+def borrowed(state: State, tensors: Sequence[torch.Tensor]) -> str:
+    """Name of the first dict that holds one of `tensors`, and not a copy of it; empty: none does."""
+    found = {name: [*_tensors_in(dict(each))] for name, each in state.items() if isinstance(each, MutableMapping)}
+    there = {memory(tensor) for tensor in tensors if tensor.numel()} if any(found.values()) else set()
+    return next((name for name, each in found.items() if any(memory(tensor) in there for tensor in each)), "")
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if type(value) in PLAIN and value.layout is torch.strided and value.numel():
+            yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors_in(each)
+    elif isinstance(value, (list, tuple)) and value and isinstance(value[0], (torch.Tensor, Mapping, list, tuple)):
+        for each in value:  # of numbers there may be millions
+            yield from _tensors_in(each)
 
 
 def generator_state(holder: Any) -> Any:

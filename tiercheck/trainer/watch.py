@@ -4,7 +4,9 @@ behind their back, as through `.data`, a sample of the parameters' bytes does, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,26 +19,23 @@ from tiercheck.trainer.leaves import PLAIN
 from tiercheck.trainer.samples import Sampler
 
 _NUMBERS = {bool, int, float}
+_CONTAINERS = {list, dict, deque}
 
 
 class Watch:
     """Counters of every parameter of the model and of everything the optimizers keep."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], sent: Iterable[Tensor] = ()) -> None:
+        """`sent`: parameters that other ranks may update, and send here by way of `.data`."""
+        self._optimizers = optimizers
         self._kept = [_Kept(optimizer) for optimizer in optimizers]
         known: dict[int, Tensor] = {}
         for parameter in (*model.parameters(), *(p for o in optimizers for g in o.param_groups for p in g["params"])):
             if not is_lazy(parameter) and not parameter.is_inference():
                 known[id(parameter)] = parameter
         self._parameters = Counters(list(known.values()))
-        # What other ranks update (ZeRO) is sent here by way of `.data`.
-        own = {
-            id(parameter)
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
-        watched = [parameter for parameter in known.values() if id(parameter) in own or not parameter.requires_grad]
+        others = {*map(id, sent)}.difference(*trained(optimizers))
+        watched = [parameter for parameter in known.values() if id(parameter) not in others]
         shards = [getattr(parameter, "_local_tensor", parameter) for parameter in watched]
         self._seen = [shard for shard in shards if type(shard) in PLAIN and shard.device.type == "cpu"]
         self._sampler = Sampler()
@@ -53,10 +52,17 @@ class Watch:
         """A checksum of the sample."""
         return self._sampler.take(self._seen).sum()
 
-    def elsewhere(self) -> Callable[[], int]:
-        """`bytes`, for another thread."""
-        sampler = Sampler()
-        return lambda: sampler.take(self._seen).sum()
+    def elsewhere(self) -> Callable[[list[int]], bool]:
+        """For another thread: whether all is as when `read` gave this."""
+        other = copy.copy(self)
+        other._kept, other._sampler = [_Kept(optimizer) for optimizer in self._optimizers], Sampler()
+        listed = trained(self._optimizers)
+        return lambda before: other.read() == before and trained(self._optimizers) == listed
+
+
+def trained(optimizers: Sequence[Optimizer]) -> list[list[int]]:
+    """Which parameters each group of each optimizer has."""
+    return [[*map(id, group["params"])] for optimizer in optimizers for group in optimizer.param_groups]
 
 
 class Tree:
@@ -90,23 +96,31 @@ class _Kept:
         self._values: list[Any] = []
         """All of it, kept alive so that nothing else has the identity of one."""
         self._identities: list[int] = []
+        self._containers: list[Any] = []
+        """Lists and dicts among them, whose members count as well."""
         self._marks: list[int] = []
         self._counters = Counters([])
 
     def read(self) -> list[int]:
         states = self._optimizer.state.values()
         try:
-            values = list(chain.from_iterable(map(dict.values, states)))
+            kept = list(chain.from_iterable(map(dict.values, states)))
         except TypeError:  # one keeps something else for a parameter than a dict
-            values = list(chain.from_iterable(map(_values, states)))
-        identities = list(map(id, values))
+            kept = list(chain.from_iterable(map(_values, states)))
+        identities = [*map(id, kept), *map(id, _members(self._containers))]
         if identities != self._identities:
-            self._values, self._identities = values, identities
+            self._containers = [value for value in kept if type(value) in _CONTAINERS]
+            self._values = values = kept + _members(self._containers)
+            self._identities = list(map(id, values))
             tensors = [value for value in values if isinstance(value, Tensor)]
             numbers = tuple([value for value in values if type(value) in _NUMBERS])
             self._marks = [*map(id, tensors), hash(numbers)]
             self._counters = Counters(tensors)
         return self._marks + self._counters.read()
+
+
+def _members(containers: Sequence[Any]) -> list[Any]:
+    return [member for each in containers for member in (each.values() if type(each) is dict else each)]
 
 
 def _values(state: Any) -> Any:
