@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import uuid
 from collections.abc import Callable
 
 from tiercheck.protocol.report import (
@@ -34,7 +33,6 @@ class Reporter:
 
     def __init__(self, board: Board, vault: Vault) -> None:
         self._board, self._vault = board, vault
-        self._instance = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._serial = 0
         self._known: Report | None = None
@@ -61,7 +59,7 @@ class Reporter:
                 job_uid=board.config.job_uid,
                 worker=board.config.worker,
                 pod_uid=board.config.pod_uid,
-                instance=self._instance,
+                instance=board.instance,
                 serial=0,
                 attempt=board.attempt,
                 revision=directive.revision if directive else "",
@@ -84,6 +82,7 @@ class Reporter:
                 snapshot_every=board.every,
                 elementwise=all(board.elementwise.values()) if board.elementwise else None,
                 proofs=board.proofs,
+                followed=board.followed,
             )
 
     def _restore(self) -> RestoreReport:

@@ -153,7 +153,7 @@ class Process:
         self.replicator = Replicator(self.board, self.vault, None, 0)  # type: ignore[arg-type]
         self.tiers = TierClient(self.board, self.vault, self.replicator.acknowledged, self.offloader)
         self.reporter = Reporter(self.board, self.vault)
-        self.reporter._instance = name
+        self.board.instance = name
         self.reporter.owes = self.replicator.owes
         self.inbox = Inbox(self.vault, clock=lambda: world.now)
         self._lanes: list[_Lane] = []
