@@ -546,4 +546,5 @@ def in_simulation(world: Simulation) -> Iterator[None]:
         numbers = itertools.count()
         named = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):032x}"))
         stack.enter_context(mock.patch.object(transfers, "uuid", named))
+        stack.enter_context(mock.patch.object(preflight, "uuid", named))
         yield

@@ -35,9 +35,11 @@ def history_of(seed: int) -> list[Entry]:
     quiet, _ = logging.root.manager.disable, logging.disable(logging.CRITICAL)
     collecting, _ = gc.isenabled(), gc.disable()  # a schedule is small, and what it leaves behind goes at once
     try:
+        gc.freeze()  # of what is there already nothing goes
         return Simulation(plan_of(seed)).play()
     finally:
         gc.collect()
+        gc.unfreeze()
         if collecting:
             gc.enable()
         logging.disable(quiet)

@@ -37,8 +37,9 @@ def test_what_once_failed_does_not_fail_again(seed: int, why: str) -> None:
     assert not run(seed).broken, f"{why}\n{tell(seed)}"
 
 
-def test_same_seed_gives_the_same_history_in_every_process() -> None:
-    seed = 3
+@pytest.mark.parametrize("seed", [3, 20100])
+def test_same_seed_gives_the_same_history_in_every_process(seed: int) -> None:
+    """The first has no bucket, the second has one."""
     code = (
         "import sys; sys.path.insert(0, 'tests/operator'); "
         f"from tests.simulation.runs import digest_of, history_of; print(digest_of(history_of({seed})))"
