@@ -306,8 +306,6 @@ def _labels_are_believed() -> list[Patch]:
     return [(parsing, "_vouched_for", lambda maker, labels: {labels.get(names.LABEL_JOB_UID)})]
 
 
-_STORE = ("store down", "store trouble", "store slow", "store cut")
-"""What keeps a snapshot named for upload for long enough to rot."""
 _LOSSES = _struck("vanish", "evict", "node", "rack", "delete")
 MUTATIONS = (
     Mutation("no fence", "directives of older attempts and earlier phases are followed", _stale_directives, lambda plan: plan.echo > 0),
@@ -317,7 +315,7 @@ MUTATIONS = (
     Mutation("one tier's mark", "reclaim goes by the local watermark alone", _reclaim_at_the_mark_of_one_tier, _copies),
     Mutation("never free", "nothing is reclaimed", _reclaim_nothing),
     Mutation("early acknowledgement", "a holder acknowledges what it has not kept", _acknowledge_before_verification, _copies),
-    Mutation("unverified restore", "own memory is loaded without a look at digests", _restore_unverified, _soon(("flip",), ("crash",), 2.5)),
+    Mutation("unverified restore", "own memory is loaded without a look at digests", _restore_unverified, _soon(("flip", "rot"), ("crash",), 2.5)),
     Mutation("uncommitted restore", "a rank restores what it has at hand, not the version of the attempt", _restore_what_is_at_hand, _struck("crash")),
     Mutation("oldest version", "the version with the greatest loss is taken", _restore_the_oldest),
     Mutation("copies forgotten", "holders' copies are no sources", _forget_copies, _both(_copies, _LOSSES)),
@@ -335,5 +333,5 @@ MUTATIONS = (
     Mutation("holes in chains", "a missing delta is skipped", _holes_in_chains, lambda plan: plan.spec.delta.value != "None"),
     Mutation("holders of before", "what counts is what replication knows, not what the directive says", _holders_of_before, _both(_copies, _struck("sidecar"))),
     Mutation("labels believed", "whoever has a job's labels is its pod", _labels_are_believed, _struck("neighbour")),
-    Mutation("rotten upload", "a snapshot that rotted is tried to be uploaded for ever", _rotten_uploads_stay, _both(_remote, _soon(_STORE, ("flip",), 8.0), lambda plan: plan.spec.copies == 0)),
+    Mutation("rotten upload", "a snapshot that rotted is tried to be uploaded for ever", _rotten_uploads_stay, _both(_remote, _struck("rot"), lambda plan: plan.spec.copies == 0)),
 )  # fmt: skip
