@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from tests.simulation.plan import Plan
+from tests.simulation.plan import FIRST_OF_ALL_FAULTS, Plan
 from tiercheck.protocol import names
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.chain import Chain
@@ -78,6 +78,10 @@ def _soon(first: tuple[str, ...], then: tuple[str, ...], within: float) -> Calla
         for other in plan.faults
         if one.name in first and other.name in then
     )
+
+
+def _newest(plan: Plan) -> bool:
+    return plan.seed >= FIRST_OF_ALL_FAULTS
 
 
 def _both(*conditions: Callable[[Plan], bool]) -> Callable[[Plan], bool]:
@@ -332,6 +336,6 @@ MUTATIONS = (
     Mutation("one try", "what failed once is not tried again", _try_once, _copies),
     Mutation("holes in chains", "a missing delta is skipped", _holes_in_chains, lambda plan: plan.spec.delta.value != "None"),
     Mutation("holders of before", "what counts is what replication knows, not what the directive says", _holders_of_before, _both(_copies, _struck("sidecar"))),
-    Mutation("labels believed", "whoever has a job's labels is its pod", _labels_are_believed, _struck("neighbour")),
+    Mutation("labels believed", "whoever has a job's labels is its pod", _labels_are_believed, _both(_struck("neighbour"), _newest)),
     Mutation("rotten upload", "a snapshot that rotted is tried to be uploaded for ever", _rotten_uploads_stay, _both(_remote, _struck("rot"), lambda plan: plan.spec.copies == 0)),
 )  # fmt: skip
