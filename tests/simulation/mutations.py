@@ -219,15 +219,15 @@ def _retention_keeps_too_few() -> list[Patch]:
 
 
 def _retention_of_unfinished() -> list[Patch]:
-    return [(retention, "orphans", lambda touched, kept, protect: tuple(kept))]
+    return [(retention, "is_abandoned", lambda version, kept, protect, history=None: bool(kept))]
 
 
 def _objects_before_their_manifest() -> list[Patch]:
     real = remote_store.RemoteStore._delete_artifacts
 
-    def retain(self: Any, keep: int, protect: Any = frozenset(), seconds: Any = None) -> None:
+    def retain(self: Any, keep: int, protect: Any = frozenset(), seconds: Any = None, history: Any = None) -> None:
         committed = self._committed()
-        for version in retention.to_delete(committed, keep, protect, seconds):
+        for version in retention.to_delete(committed, keep, protect, seconds, history):
             real(self, version)
 
     return [(remote_store.RemoteStore, "retain", retain)]
@@ -328,7 +328,7 @@ MUTATIONS = (
     Mutation("early manifest", "a manifest is written before all artifacts are there", _manifest_before_artifacts, _remote),
     Mutation("newest deleted", "retention deletes the newest", _retention_of_the_newest, _remote),
     Mutation("one too few", "retention keeps one version less", _retention_keeps_too_few, _remote),
-    Mutation("orphans", "artifacts of complete versions pass for orphans", _retention_of_unfinished, _remote),
+    Mutation("orphans", "artifacts of versions that are on their way pass for abandoned", _retention_of_unfinished, _remote),
     Mutation("objects first", "retention deletes artifacts and leaves their manifest", _objects_before_their_manifest, _remote),
     Mutation("silence is death", "a silent sidecar's pod is given up at once", _silent_means_dead, _struck("deaf", "sidecar", "hang")),
     Mutation("nervous", "a new attempt begins without a reason", _restart_for_nothing),

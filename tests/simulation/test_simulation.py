@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples import examples
-from tests.simulation.mutations import MUTATIONS
+from tests.simulation.mutations import MUTATIONS, Mutation
 from tests.simulation.plan import FIRST_SHORT
 from tests.simulation.runs import digest_of, find, history_of, kept_seeds, run, tell
 
@@ -51,6 +51,12 @@ def test_same_seed_gives_the_same_history_in_every_process(seed: int) -> None:
     )
     assert other.stdout.strip() == here == digest_of(history_of(seed))
     assert here != digest_of(history_of(seed + 1))
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.name)
+def test_deliberate_bug_still_fits_what_it_patches(mutation: Mutation) -> None:
+    with mutation.made():
+        pass
 
 
 @pytest.mark.parametrize("mutation", [each for each in MUTATIONS if each.name in OFTEN], ids=lambda each: each.name)
