@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable
 
 from tiercheck.protocol.artifact import Artifact, Kind
@@ -48,7 +49,7 @@ class Refused(Exception):
 
 
 class StaleRefused(Refused):
-    """It is of an older attempt, or its phase would go back."""
+    """It is of an older attempt, its phase would go back, or it was decided upon without knowing what is followed now."""
 
 
 class StrangerRefused(Refused):
@@ -75,7 +76,11 @@ class Board:
         self.peers = PeerWatch(self.bump, clock)
         self.controller_at = clock()
         """When the controller was last heard."""
+        self.instance = uuid.uuid4().hex
+        """Of this process, new at every start."""
         self.directive: Directive | None = None
+        self.followed = 0
+        """Directives so far, by their own numbers if they have some."""
         self.saw_hold = False
         """Whether this process has seen the current attempt from its beginning."""
         self.restore = RestoreReport(RestoreState.IDLE, None)
@@ -198,6 +203,7 @@ class Board:
                 # What is complete at other holders says nothing of these: until there is word of them, nothing is freed.
                 self.verdict = None
             self.directive = directive
+            self.followed = max(self.followed + 1, directive.number)
         self.bump()
 
     def _check(self, directive: Directive) -> None:
@@ -212,13 +218,20 @@ class Board:
                 f"this is worker {worker} with {config.procs_per_worker} ranks, "
                 f"not worker {directive.worker} with {directive.procs_per_worker}"
             )
-        if old is None:
-            return
-        if directive.attempt < old.attempt:
+        if old is not None and directive.attempt < old.attempt:
             self.count(refused_stale=1)
             raise StaleRefused(f"attempt {directive.attempt} is older than {old.attempt}")
-        if directive.attempt == old.attempt and directive.phase.order < old.phase.order:
+        if old is not None and directive.attempt == old.attempt and directive.phase.order < old.phase.order:
             raise StaleRefused(f"attempt {old.attempt} is in phase {old.phase.value}, past {directive.phase.value}")
+        if directive.number and directive != old:
+            self._check_order(directive)
+
+    def _check_order(self, directive: Directive) -> None:
+        """A call that was given up may arrive after the next one, and so may one of an operator that does not lead any more."""
+        if directive.instance != self.instance:
+            raise StaleRefused("it is meant for a process of this sidecar that was started again since")
+        if directive.number <= self.followed:
+            raise StaleRefused(f"directive {directive.number} comes too late, {self.followed} is followed")
 
     def _may_become_another(self, directive: Directive) -> bool:
         """Within an attempt nobody changes: who this is would then depend on which directive came last."""

@@ -33,14 +33,24 @@ def own_credentials(env: Mapping[str, str] = os.environ) -> frozenset[str]:
 
 
 class Discretion:
-    """Takes credentials out of reports."""
+    """Takes credentials out of reports. Not for two threads at once."""
 
     def __init__(self, known: frozenset[str]) -> None:
         self._hide: Callable[[str], str] = lru_cache(maxsize=512)(lambda text: redacted(text, known))
+        self._seen: dict[str, tuple[Any, Any]] = {}
+        """By part: how it was last, and that without credentials; None: it has none."""
 
     def discreet(self, report: Report) -> Report:
         """The same, with REDACTED in place of credentials."""
-        return dataclasses.replace(report, **{name: self._without(getattr(report, name)) for name in _TOLD})
+        changes = {}
+        for name in _TOLD:
+            value = getattr(report, name)
+            if name not in self._seen or self._seen[name][0] != value:
+                clean = self._without(value)
+                self._seen[name] = (value, None if clean == value else clean)
+            if self._seen[name][1] is not None:
+                changes[name] = self._seen[name][1]
+        return dataclasses.replace(report, **changes) if changes else report
 
     def _without(self, value: Any) -> Any:
         if isinstance(value, str) and not isinstance(value, Enum):

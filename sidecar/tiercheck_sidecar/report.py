@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import uuid
 from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
 
 from tiercheck.protocol.report import (
-    Counters,
     Holding,
     MemoryReport,
     Report,
@@ -34,10 +34,9 @@ class Reporter:
 
     def __init__(self, board: Board, vault: Vault) -> None:
         self._board, self._vault = board, vault
-        self._instance = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._serial = 0
-        self._known: Report | None = None
+        self._known: tuple[Any, ...] = ()
         self._discretion = Discretion(own_credentials() | {board.config.token})
         self.owes: Callable[[], bool] = lambda: False
         """Whether holders lack anything. While training runs they always lack the newest, so then nobody is told."""
@@ -46,14 +45,15 @@ class Reporter:
 
     def report(self) -> Report:
         with self._lock:
-            report = self._discretion.discreet(dataclasses.replace(self._gather(), settled=self.settled()))
+            report = self._discretion.discreet(self._gather(self.settled()))
             essence = _essence(report)
-            if essence != self._known:
-                self._known = essence
-                self._serial += 1
+            if essence == self._known:
+                return report
+            self._known = essence
+            self._serial += 1
             return dataclasses.replace(report, serial=self._serial)
 
-    def _gather(self) -> Report:
+    def _gather(self, settled: bool) -> Report:
         board, vault = self._board, self._vault
         with board.lock:
             directive, verdict = board.directive, board.verdict
@@ -61,8 +61,8 @@ class Reporter:
                 job_uid=board.config.job_uid,
                 worker=board.config.worker,
                 pod_uid=board.config.pod_uid,
-                instance=self._instance,
-                serial=0,
+                instance=board.instance,
+                serial=self._serial,
                 attempt=board.attempt,
                 revision=directive.revision if directive else "",
                 phase=directive.phase if directive else None,
@@ -84,6 +84,8 @@ class Reporter:
                 snapshot_every=board.every,
                 elementwise=all(board.elementwise.values()) if board.elementwise else None,
                 proofs=board.proofs,
+                followed=board.followed,
+                settled=settled,
             )
 
     def _restore(self) -> RestoreReport:
@@ -96,7 +98,8 @@ class Reporter:
         board = self._board
         reasons = (board.deltas_off(rank) for rank in self._vault.ranks)
         no_deltas = (next(filter(None, reasons), "") or board.no_room) if board.wants_deltas else ""
-        return dataclasses.replace(board.trainer.report, no_deltas=no_deltas)
+        report = board.trainer.report
+        return report if report.no_deltas == no_deltas else dataclasses.replace(report, no_deltas=no_deltas)
 
     def _memory(self) -> MemoryReport:
         plan = self._vault.size_plan()
@@ -111,25 +114,30 @@ class Reporter:
         )
 
 
-def _essence(report: Report) -> Report:
-    trainer = dataclasses.replace(report.trainer, step=None, step_seconds=None, slowest_rank=None, slowest_step=None)
-    memory = dataclasses.replace(report.memory, used=0)
+def _all_but(kind: type, *names: str) -> Callable[[Any], tuple[Any, ...]]:
+    """The values of a dataclass, without these."""
+    return attrgetter(*(field.name for field in dataclasses.fields(kind) if field.name not in names))
+
+
+_OF_REPORT = _all_but(Report, "serial", "restore", "trainer", "memory", "watermarks", "holdings", "counters")
+_OF_RESTORE = _all_but(RestoreReport, "progress")
+_OF_TRAINER = _all_but(TrainerReport, "step", "step_seconds", "slowest_rank", "slowest_step")
+_OF_MEMORY = _all_but(MemoryReport, "used")
+
+
+def _essence(report: Report) -> tuple[Any, ...]:
+    """What is news when it changes."""
     marks = report.watermarks
-    told = Watermarks(
-        local=_present(marks.local),
-        peer=_present(marks.peer),
-        remote=marks.remote,
+    return (
+        _OF_REPORT(report),
+        _OF_RESTORE(report.restore),
+        _OF_TRAINER(report.trainer),
+        _OF_MEMORY(report.memory),
+        _present(marks.local),
+        _present(marks.peer),
+        marks.remote,
         # Everybody hears it from the coordinator, and the controller from one of them.
-        snapshot=marks.snapshot if report.worker == 0 else _present(marks.snapshot),
-    )
-    return dataclasses.replace(
-        report,
-        restore=dataclasses.replace(report.restore, progress=None),
-        trainer=trainer,
-        memory=memory,
-        watermarks=told,
-        holdings=(),
-        counters=Counters(),
+        marks.snapshot if report.worker == 0 else _present(marks.snapshot),
     )
 
 

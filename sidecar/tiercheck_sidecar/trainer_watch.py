@@ -130,8 +130,10 @@ class TrainerWatch:
         report = self._report
         running = report.state is TrainerState.RUNNING
         since = self._stall.stalled_since(now, limits, report.step_seconds) if running else None
+        if since == report.stalled_since:
+            return False
         self._report = dataclasses.replace(report, stalled_since=since)
-        return since != report.stalled_since
+        return True
 
     def rank_left(self, rank: int, attempt: int) -> None:
         """Its connection is closed."""
@@ -173,7 +175,9 @@ class TrainerWatch:
         """The sanity gate refused the last `steps` steps of `rank`. Returns how many of them are news."""
         before = self._not_finite.get(rank, 0)
         self._not_finite[rank] = steps
-        self._report = dataclasses.replace(self._report, not_finite=max(self._not_finite.values()))
+        most = max(self._not_finite.values())
+        if most != self._report.not_finite:
+            self._report = dataclasses.replace(self._report, not_finite=most)
         return steps - before if steps > before else 0
 
     def _not_waiting(self) -> TrainerReport:

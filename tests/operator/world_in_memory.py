@@ -6,6 +6,7 @@ trainers go in lock-step. The controller under test is `decide` alone; its memor
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -73,6 +74,7 @@ from tiercheck_operator.controller.suspicion import doubted_nodes
 from tiercheck_operator.planning.suspect_nodes import SuspectNodes
 
 TEMPLATE = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["python", "train.py"]}]}}
+_LIVES = itertools.count()
 START = 1_800_000_000.0
 
 
@@ -134,6 +136,8 @@ class Sidecar:
     hung: bool = False
     """Its process is there and answers nobody."""
     serial: int = 0
+    instance: str = field(default_factory=lambda: f"life-{next(_LIVES)}")
+    followed: int = 0
     flushed_for: int = 0
     owes: bool = False
     killed_at: float | None = None
@@ -145,6 +149,8 @@ class Sidecar:
 
     def accept(self, directive: Directive) -> None:
         old = self.directive
+        if directive == old or directive.instance != self.instance or directive.number <= self.followed:
+            return
         if self.worker == SPARE:
             self.worker = directive.worker
         if self.worker != directive.worker:
@@ -166,7 +172,7 @@ class Sidecar:
             self.trainer = self._ending() if self.killed_at is not None else TrainerReport(TrainerState.WAITING)
             self.restore = RestoreReport(RestoreState.RUNNING, directive.restore.version if directive.restore else None)
             self.waiting_since = None
-        self.directive = directive
+        self.directive, self.followed = directive, directive.number
 
     def tick(self) -> None:
         directive = self.directive
@@ -410,7 +416,7 @@ class Sidecar:
             job_uid=world.job.uid,
             worker=self.worker,
             pod_uid=self.pod,
-            instance="i",
+            instance=self.instance,
             serial=self.serial,
             attempt=directive.attempt if directive else 0,
             revision=directive.revision if directive else "",
@@ -441,6 +447,7 @@ class Sidecar:
             unreachable=world.missed_by(self),
             counters=Counters(deltas=self.captured_deltas),
             elementwise=world.elementwise,
+            followed=self.followed,
         )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from stations import send_bytes
@@ -12,10 +13,11 @@ from test_cluster import save_everywhere
 from world import JOB_UID, World, content, error_of, layout, until
 
 from tiercheck.protocol import names
-from tiercheck.protocol.directive import Phase
+from tiercheck.protocol.directive import Directive, Phase
 from tiercheck.protocol.encoding import to_json
-from tiercheck.protocol.report import Watermarks
+from tiercheck.protocol.report import Report, Watermarks
 from tiercheck.protocol.version import Version
+from tiercheck_sidecar.decoding import decode
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Challenge, Claim, Identity, PeerRefused, Proof, dial
@@ -144,6 +146,55 @@ def test_older_directive_verdict_and_tier_report_are_refused(make_world: MakeWor
     assert world.call(0, "PUT", "/v1/watermarks", to_json(stale))[0] == 409
     assert world.call(0, "POST", "/v1/tiers", to_json(TierReport(JOB_UID, 1, 0, world.host(0), ())))[0] == 409
     assert world.report(0).counters.refused_stale >= 3
+
+
+def meant_for(report: Report, directive: Directive) -> bytes:
+    """As an operator that has heard `report` last would send it."""
+    return to_json(replace(directive, instance=report.instance, number=report.followed + 1))
+
+
+def test_directive_that_arrives_after_a_later_one_of_its_attempt_is_refused_and_may_be_repeated(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world()
+    world.start()
+    world.begin()
+    early = replace(world.directive(0, Phase.RELEASE), placement="one", revision="early")
+    later = replace(early, placement="other", revision="later")
+    known = world.report(0)
+    first = meant_for(known, early)
+    assert world.call(0, "PUT", "/v1/directive", first)[0] == 200
+    answer = world.call(0, "PUT", "/v1/directive", meant_for(world.report(0), later))
+    assert decode(answer[1], Report).followed == known.followed + 2
+    for _ in range(2):
+        status, body = world.call(0, "PUT", "/v1/directive", first)
+        assert (status, error_of(body)) == (
+            409,
+            f"directive {known.followed + 1} comes too late, {known.followed + 2} is followed",
+        )
+        assert world.report(0).revision == "later"
+    repeated = meant_for(replace(known, followed=known.followed + 1), later)
+    assert world.call(0, "PUT", "/v1/directive", repeated)[0] == 200, "the same again does no harm"
+    assert world.report(0).followed == known.followed + 2
+    beside = meant_for(replace(known, followed=known.followed + 1), replace(early, revision="of another operator"))
+    assert world.call(0, "PUT", "/v1/directive", beside)[0] == 409, "who decided without knowing of the later one"
+    assert world.call(0, "PUT", "/v1/directive", meant_for(world.report(0), early))[0] == 200, "who knows of it"
+    assert world.report(0).revision == "early"
+
+
+def test_directive_for_the_process_that_was_there_before_is_refused(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.begin()
+    known, wanted = world.report(0), world.directive(0, Phase.RELEASE)
+    world.kill(0)
+    world.start(0)
+    status, body = world.call(0, "PUT", "/v1/directive", meant_for(known, wanted))
+    assert status == 409
+    assert "started again" in error_of(body)
+    assert world.report(0).attempt == 0
+    assert world.call(0, "PUT", "/v1/directive", meant_for(world.report(0), wanted))[0] == 200
+    assert world.report(0).attempt == wanted.attempt
 
 
 def test_worker_pushing_someone_elses_rank_or_to_a_stranger_is_refused(make_world: MakeWorld) -> None:

@@ -316,7 +316,9 @@ class Checker:
             self._say("complete is complete", f"{name} {version} is announced, {newest} is the newest that all have")
 
     def _lost_lately(self) -> bool:
-        return self.attempt in self.ended or any(self.now - at < 10.0 for at, name in self.faults if name != "flip")
+        return self.attempt in self.ended or any(
+            self.now - at < 10.0 for at, name in self.faults if name not in ("flip", "rot")
+        )
 
     # The bucket
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.simulation.neighbours import make_neighbour
+from tests.simulation.pages import Volumes
 from tests.simulation.plan import Fault
+from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import Tier
 
 if TYPE_CHECKING:
@@ -49,7 +54,9 @@ def strike(world: Simulation, fault: Fault) -> None:
         case "kubelet":
             world.stop_kubelet(node)
         case "flip":
-            flip(world, uid, fault.amount)
+            flip(world, uid, lambda sealed: sealed[int(fault.amount * len(sealed))])
+        case "rot":
+            flip(world, uid, partial(newest, world.volumes))
         case "full":
             world.volumes.full.add(world.sidecars[uid].folder)
         case "store down":
@@ -74,23 +81,30 @@ def strike(world: Simulation, fault: Fault) -> None:
             mend(world)
 
 
-def flip(world: Simulation, uid: str, where: float) -> None:
+def flip(world: Simulation, uid: str, choose: Callable[[list[Path]], Path | None]) -> None:
     """A bit of something that is sealed in the pod's memory. Not between a restore's verification and the load: there the trainer's
     own fingerprint guards, which is not simulated.
     """
     if world.status.recovery is not None:
-        world.later(5.0, lambda: flip(world, uid, where))
+        world.later(5.0, lambda: flip(world, uid, choose))
         return
     if uid not in world.sidecars:
         return
     folder = world.sidecars[uid].folder
     sealed = sorted(path for path in world.volumes.seals if path.parent == folder)
-    if not sealed:
+    path = choose(sealed) if sealed else None
+    if path is None:
         return
-    path = sealed[int(where * len(sealed))]
     area, seal = world.volumes.files[path], world.volumes.seals[path]
     area[seal.digests.size - 1] ^= 1
     world.record("flipped", pod=uid, what=(seal.tier, seal.rank, seal.kind, seal.version), own=seal.tier is Tier.LOCAL)
+
+
+def newest(volumes: Volumes, sealed: list[Path]) -> Path | None:
+    """The newest own snapshot: the one that is read next, whatever for."""
+    seals = {path: volumes.seals[path] for path in sealed}
+    own = [path for path, seal in seals.items() if seal.tier is Tier.LOCAL and seal.kind is Kind.SNAPSHOT]
+    return max(own, key=lambda path: seals[path].version, default=None)
 
 
 def mend(world: Simulation) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from tests.simulation.plan import Plan
+from tests.simulation.plan import FIRST_OF_ALL_FAULTS, Plan
 from tiercheck.protocol import names
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.chain import Chain
@@ -78,6 +78,10 @@ def _soon(first: tuple[str, ...], then: tuple[str, ...], within: float) -> Calla
         for other in plan.faults
         if one.name in first and other.name in then
     )
+
+
+def _newest(plan: Plan) -> bool:
+    return plan.seed >= FIRST_OF_ALL_FAULTS
 
 
 def _both(*conditions: Callable[[Plan], bool]) -> Callable[[Plan], bool]:
@@ -215,15 +219,15 @@ def _retention_keeps_too_few() -> list[Patch]:
 
 
 def _retention_of_unfinished() -> list[Patch]:
-    return [(retention, "orphans", lambda touched, kept, protect: tuple(kept))]
+    return [(retention, "is_abandoned", lambda version, kept, protect, history=None: bool(kept))]
 
 
 def _objects_before_their_manifest() -> list[Patch]:
     real = remote_store.RemoteStore._delete_artifacts
 
-    def retain(self: Any, keep: int, protect: Any = frozenset(), seconds: Any = None) -> None:
+    def retain(self: Any, keep: int, protect: Any = frozenset(), seconds: Any = None, history: Any = None) -> None:
         committed = self._committed()
-        for version in retention.to_delete(committed, keep, protect, seconds):
+        for version in retention.to_delete(committed, keep, protect, seconds, history):
             real(self, version)
 
     return [(remote_store.RemoteStore, "retain", retain)]
@@ -306,8 +310,6 @@ def _labels_are_believed() -> list[Patch]:
     return [(parsing, "_vouched_for", lambda maker, labels: {labels.get(names.LABEL_JOB_UID)})]
 
 
-_STORE = ("store down", "store trouble", "store slow", "store cut")
-"""What keeps a snapshot named for upload for long enough to rot."""
 _LOSSES = _struck("vanish", "evict", "node", "rack", "delete")
 MUTATIONS = (
     Mutation("no fence", "directives of older attempts and earlier phases are followed", _stale_directives, lambda plan: plan.echo > 0),
@@ -317,7 +319,7 @@ MUTATIONS = (
     Mutation("one tier's mark", "reclaim goes by the local watermark alone", _reclaim_at_the_mark_of_one_tier, _copies),
     Mutation("never free", "nothing is reclaimed", _reclaim_nothing),
     Mutation("early acknowledgement", "a holder acknowledges what it has not kept", _acknowledge_before_verification, _copies),
-    Mutation("unverified restore", "own memory is loaded without a look at digests", _restore_unverified, _soon(("flip",), ("crash",), 2.5)),
+    Mutation("unverified restore", "own memory is loaded without a look at digests", _restore_unverified, _soon(("flip", "rot"), ("crash",), 2.5)),
     Mutation("uncommitted restore", "a rank restores what it has at hand, not the version of the attempt", _restore_what_is_at_hand, _struck("crash")),
     Mutation("oldest version", "the version with the greatest loss is taken", _restore_the_oldest),
     Mutation("copies forgotten", "holders' copies are no sources", _forget_copies, _both(_copies, _LOSSES)),
@@ -326,7 +328,7 @@ MUTATIONS = (
     Mutation("early manifest", "a manifest is written before all artifacts are there", _manifest_before_artifacts, _remote),
     Mutation("newest deleted", "retention deletes the newest", _retention_of_the_newest, _remote),
     Mutation("one too few", "retention keeps one version less", _retention_keeps_too_few, _remote),
-    Mutation("orphans", "artifacts of complete versions pass for orphans", _retention_of_unfinished, _remote),
+    Mutation("orphans", "artifacts of versions that are on their way pass for abandoned", _retention_of_unfinished, _remote),
     Mutation("objects first", "retention deletes artifacts and leaves their manifest", _objects_before_their_manifest, _remote),
     Mutation("silence is death", "a silent sidecar's pod is given up at once", _silent_means_dead, _struck("deaf", "sidecar", "hang")),
     Mutation("nervous", "a new attempt begins without a reason", _restart_for_nothing),
@@ -334,6 +336,6 @@ MUTATIONS = (
     Mutation("one try", "what failed once is not tried again", _try_once, _copies),
     Mutation("holes in chains", "a missing delta is skipped", _holes_in_chains, lambda plan: plan.spec.delta.value != "None"),
     Mutation("holders of before", "what counts is what replication knows, not what the directive says", _holders_of_before, _both(_copies, _struck("sidecar"))),
-    Mutation("labels believed", "whoever has a job's labels is its pod", _labels_are_believed, _struck("neighbour")),
-    Mutation("rotten upload", "a snapshot that rotted is tried to be uploaded for ever", _rotten_uploads_stay, _both(_remote, _soon(_STORE, ("flip",), 8.0), lambda plan: plan.spec.copies == 0)),
+    Mutation("labels believed", "whoever has a job's labels is its pod", _labels_are_believed, _both(_struck("neighbour"), _newest)),
+    Mutation("rotten upload", "a snapshot that rotted is tried to be uploaded for ever", _rotten_uploads_stay, _both(_remote, _struck("rot"), lambda plan: plan.spec.copies == 0)),
 )  # fmt: skip

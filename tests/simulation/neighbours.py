@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kubelet_words import at, pod, up
 
+from tests.simulation.plan import FIRST_OF_ALL_FAULTS
 from tiercheck.protocol import names
 from tiercheck_operator.controller import parsing
 from tiercheck_operator.controller.observation import Observation
@@ -39,7 +40,7 @@ def make_neighbour(world: Simulation, number: int, amount: float) -> Raw:
     if number % 2:
         meta["deletionTimestamp"] = at(world.now)
     other = {"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "of-another", "controller": True}
-    match int(amount * 5):
+    match int(amount * (5 if world.plan.seed < FIRST_OF_ALL_FAULTS else 6)):
         case 0:
             meta["ownerReferences"] = []  # made by hand
         case 1:
@@ -51,8 +52,11 @@ def make_neighbour(world: Simulation, number: int, amount: float) -> Raw:
                 meta["annotations"] = {names.ANNOTATION_ATTACHED: '{"container": "trainer"}'}
         case 3:
             meta["namespace"] = "of-another"  # all else copied
-        case _:
+        case 4:
             meta["ownerReferences"] = [other | {"uid": job.identity, "controller": False}]
+        case _:  # another job's pod, whose template has our labels
+            ours = f"{names.API_GROUP}/{names.API_VERSION}"
+            meta["ownerReferences"] = [other | {"apiVersion": ours, "kind": names.KIND}]
     return raw
 
 

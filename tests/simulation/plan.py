@@ -19,9 +19,13 @@ FAULTS = {
 
 LATER_FAULTS = {"neighbour": 2}
 """That long schedules of the first seeds do not know."""
+LAST_FAULTS = {"rot": 2}
+"""That only the newest seeds know: what is about to be uploaded, copied or restored is hit while that is still to come."""
 
 FIRST_SHORT = 20_000
 """Seeds below this one stand for long schedules, drawn as they were when some of them were kept. From it on most are short."""
+FIRST_OF_ALL_FAULTS = 30_000
+"""Seeds before this one do not know the last of the faults."""
 _LONG = 0.15
 """How many of those are long."""
 
@@ -91,6 +95,7 @@ def plan_of(seed: int) -> Plan:
         rehearse_every=None,
     )
     known = FAULTS if seed < FIRST_SHORT else FAULTS | LATER_FAULTS
+    known = known if seed < FIRST_OF_ALL_FAULTS else known | LAST_FAULTS
     names, weights = list(known), list(known.values())
     if seed < FIRST_SHORT or rng.random() < _LONG:
         seconds, count = rng.choice((25.0, 35.0, 50.0)), rng.choice((0, 1, 2, 3, 4, 6))

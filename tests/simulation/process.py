@@ -153,7 +153,7 @@ class Process:
         self.replicator = Replicator(self.board, self.vault, None, 0)  # type: ignore[arg-type]
         self.tiers = TierClient(self.board, self.vault, self.replicator.acknowledged, self.offloader)
         self.reporter = Reporter(self.board, self.vault)
-        self.reporter._instance = name
+        self.board.instance = name
         self.reporter.owes = self.replicator.owes
         self.inbox = Inbox(self.vault, clock=lambda: world.now)
         self._lanes: list[_Lane] = []
@@ -546,4 +546,5 @@ def in_simulation(world: Simulation) -> Iterator[None]:
         numbers = itertools.count()
         named = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):032x}"))
         stack.enter_context(mock.patch.object(transfers, "uuid", named))
+        stack.enter_context(mock.patch.object(preflight, "uuid", named))
         yield

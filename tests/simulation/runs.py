@@ -16,6 +16,7 @@ from tests.simulation.mutations import MUTATIONS, Mutation
 from tests.simulation.plan import plan_of
 from tests.simulation.whole import Entry, Simulation
 
+RAISES = "nothing raises"
 KEPT = Path(__file__).with_name("seeds.txt")
 """Every seed that ever failed, with a line why."""
 
@@ -35,9 +36,11 @@ def history_of(seed: int) -> list[Entry]:
     quiet, _ = logging.root.manager.disable, logging.disable(logging.CRITICAL)
     collecting, _ = gc.isenabled(), gc.disable()  # a schedule is small, and what it leaves behind goes at once
     try:
+        gc.freeze()  # of what is there already nothing goes
         return Simulation(plan_of(seed)).play()
     finally:
         gc.collect()
+        gc.unfreeze()
         if collecting:
             gc.enable()
         logging.disable(quiet)
@@ -57,7 +60,7 @@ def run(seed: int) -> Outcome:
         history = history_of(seed)
         broken = tuple(check(history))
     except Exception as error:
-        crash = Broken("nothing raises", f"{type(error).__name__}: {error}", 0.0)
+        crash = Broken(RAISES, f"{type(error).__name__}: {error}", 0.0)
         return Outcome(seed, str(plan_of(seed)), (crash,), 0.0, 0)
     return Outcome(seed, str(plan_of(seed)), broken, history[-1][0], len(history))
 
@@ -116,15 +119,17 @@ class Found:
 
 
 def find(mutation: Mutation, most: int, first: int = 0) -> Found:
-    """Schedules until the bug shows, at most so many. A seed that breaks a promise without the bug shows nothing."""
+    """Schedules until the bug shows, at most so many. A seed that breaks a promise without the bug shows nothing, and nor does an exception:
+    that may be of the patch, which no longer fits what it patches.
+    """
     began, tried, seed = time.process_time(), 0, first
     while tried < most:
         if mutation.focus(plan_of(seed)):
             tried += 1
             with mutation.made():
                 outcome = run(seed)
-            if outcome.broken and not run(seed).broken:
-                promise = outcome.broken[0].promise
+            promise = next((each.promise for each in outcome.broken), RAISES)
+            if promise != RAISES and not run(seed).broken:
                 return Found(mutation, seed, tried, promise, time.process_time() - began)
         seed += 1
     return Found(mutation, None, tried, "", time.process_time() - began)

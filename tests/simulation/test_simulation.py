@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples import examples
-from tests.simulation.mutations import MUTATIONS
+from tests.simulation.mutations import MUTATIONS, Mutation
 from tests.simulation.plan import FIRST_SHORT
 from tests.simulation.runs import digest_of, find, history_of, kept_seeds, run, tell
 
@@ -37,8 +37,9 @@ def test_what_once_failed_does_not_fail_again(seed: int, why: str) -> None:
     assert not run(seed).broken, f"{why}\n{tell(seed)}"
 
 
-def test_same_seed_gives_the_same_history_in_every_process() -> None:
-    seed = 3
+@pytest.mark.parametrize("seed", [3, 20100])
+def test_same_seed_gives_the_same_history_in_every_process(seed: int) -> None:
+    """The first has no bucket, the second has one."""
     code = (
         "import sys; sys.path.insert(0, 'tests/operator'); "
         f"from tests.simulation.runs import digest_of, history_of; print(digest_of(history_of({seed})))"
@@ -50,6 +51,12 @@ def test_same_seed_gives_the_same_history_in_every_process() -> None:
     )
     assert other.stdout.strip() == here == digest_of(history_of(seed))
     assert here != digest_of(history_of(seed + 1))
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.name)
+def test_deliberate_bug_still_fits_what_it_patches(mutation: Mutation) -> None:
+    with mutation.made():
+        pass
 
 
 @pytest.mark.parametrize("mutation", [each for each in MUTATIONS if each.name in OFTEN], ids=lambda each: each.name)

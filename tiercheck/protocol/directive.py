@@ -1,7 +1,8 @@
 """Directive: what the controller tells one sidecar. It is a wanted state, not an event: the same one may be sent
 any number of times, and the sidecar converges to it.
 
-Order is kept by two numbers. An older attempt is refused. Within an attempt the phase only moves forward.
+Order is kept by three numbers. An older attempt is refused. Within an attempt the phase only moves forward. And each directive says
+how many the sidecar had followed when it was decided upon: what arrives after a later one is refused.
 """
 
 from __future__ import annotations
@@ -199,3 +200,7 @@ class Directive:
     counts no more."""
     revision: str = ""
     """Digest of the above, chosen by the controller; the sidecar echoes it in its report."""
+    instance: str = ""
+    """`Report.instance` of the process that is meant: one that is started again counts anew."""
+    number: int = 0
+    """One more than `Report.followed` was when this was decided upon. 0: an older operator does not say."""

@@ -35,11 +35,14 @@ def to_builtins(value: Any) -> Any:
     if type(value) in _SCALARS:
         return value
     if (names := field_names(type(value))) is not None:
-        return {name: to_builtins(getattr(value, name)) for name in names}
+        return {
+            name: content if type(content := getattr(value, name)) in _SCALARS else to_builtins(content)
+            for name in names
+        }
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, (list, tuple)):
-        return [to_builtins(item) for item in value]
+        return [item if type(item) in _SCALARS else to_builtins(item) for item in value]
     if isinstance(value, dict):
         return {str(key): to_builtins(item) for key, item in value.items()}
     return value

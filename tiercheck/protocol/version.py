@@ -76,8 +76,10 @@ class History:
 
     def continues(self, version: Version) -> bool:
         """Whether it is of this line, and of as many ranks as the newest attempt has, so that these can go on from it slot by slot."""
-        made = self.ranks_of(version)
-        return self.accepts(version) and (not made or not self.ranks or made == self.ranks)
+        if not self.accepts(version):
+            return False
+        ranks = self.ranks
+        return not ranks or version.attempt == self.attempt or self.ranks_of(version) in (0, ranks)
 
     @property
     def ranks(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tiercheck.protocol.directive import Directive, Phase, Source, Tier
+from tiercheck.protocol.directive import Phase, Source, Tier
 from tiercheck.protocol.report import Report, RestoreState, TrainerState
 from tiercheck_operator.controller.actions import Push
 from tiercheck_operator.controller.causes import Cause
@@ -96,16 +96,15 @@ def pushes(
     """A directive for every sidecar that has answered and follows another one. `exit_code`: with Finish, of the launchers."""
     sources = _sources(obs, status, members, placement, phase)
     directives = build_directives(obs, status, members, placement, phase=phase, sources=sources, exit_code=exit_code)
-    return [
-        Push(members[worker].uid, directive)
-        for worker, directive in directives.items()
-        if _due(obs, members[worker], directive)
-    ]
-
-
-def _due(obs: Observation, pod: PodView, directive: Directive) -> bool:
-    report = obs.report(pod)
-    return report is not None and report.revision != directive.revision and report.attempt <= directive.attempt
+    due = []
+    for worker, directive in directives.items():
+        report = obs.report(members[worker])
+        if report is None or report.revision == directive.revision or report.attempt > directive.attempt:
+            continue
+        # The sidecar refuses it if it has followed something else by then: nothing that is under way for long undoes what came later.
+        ordered = replace(directive, instance=report.instance, number=report.followed + 1)
+        due.append(Push(members[worker].uid, ordered))
+    return due
 
 
 def _sources(

@@ -74,7 +74,7 @@ class Vault:
         """Every verified artifact and parity block, oldest first."""
         with self._lock:
             seals = [slot.seal for slot in self._slots.values() if _readable(slot) and slot.seal]
-        return tuple(sorted(seals, key=lambda seal: (seal.version, seal.rank, seal.kind, seal.share is not None)))
+        return tuple(sorted(seals, key=_age))
 
     def find(self, rank: int, version: Version, tier: Tier | None = None, kind: Kind = Kind.SNAPSHOT) -> Seal | None:
         """A whole artifact; never a parity block."""
@@ -481,6 +481,11 @@ class Vault:
     def _useless(self, slot: Slot, count: int) -> bool:
         capacity = self._demand.capacity(slot.pool)
         return capacity is None or capacity not in (0, slot.size) or count > self._demand.cap(slot.pool)
+
+
+def _age(seal: Seal) -> tuple[int, int, int, str, bool]:
+    version = seal.version
+    return version.step, version.attempt, seal.rank, seal.kind, seal.share is not None
 
 
 def _readable(slot: Slot) -> bool:
