@@ -52,6 +52,19 @@ def test_crashed_trainer_is_restarted_in_place_from_own_memory() -> None:
     assert summary["lostSteps"] <= 2
 
 
+def test_what_lies_behind_the_step_that_a_new_attempt_goes_back_to_is_no_longer_told_to_be_complete() -> None:
+    world = running_world()
+    ahead = {name: replace(tier, step=tier.step + 100) for name, tier in world.status.tiers.items()}
+    assert {"local", "peer"} <= set(ahead)
+    world.job = replace(world.job, status=replace(world.status, tiers=ahead))
+    assert world.crash(2)
+    while world.status.attempt == 1:
+        world.job = replace(world.job, status=replace(world.status, tiers=ahead))
+        world.tick()
+    assert world.status.recovery is not None
+    assert all(tier.step <= world.status.recovery.step for tier in world.status.tiers.values())
+
+
 @pytest.mark.parametrize("reason", ["TerminationByKubelet", "Evicted", "Terminated", "DeletionByPodGC"])
 def test_pod_that_the_kubelet_fails_for_lack_of_memory_counts_as_evicted(reason: str) -> None:
     world = running_world()

@@ -199,8 +199,9 @@ def _next_status(
         disruptions=status.disruptions + (not verdict.counts and not cause.planned),
         step=None if isinstance(outcome, StartFresh) else status.step or step or None,
         placement=found_again(status.placement, placed.record) if in_place else placed.record,
-        # With pods lost, what memory held is no longer complete; the coordinator will say when it is again.
-        tiers=status.tiers if in_place else {name: tier for name, tier in status.tiers.items() if name == "remote"},
+        # With pods lost, what memory held is no longer complete; the coordinator will say when it is again. What lies behind the
+        # step that all go back to is given up, wherever it was complete.
+        tiers={name: t for name, t in status.tiers.items() if t.step <= step and (in_place or name == "remote")},
         recovery=replace(
             recovery,
             attempt=number,
