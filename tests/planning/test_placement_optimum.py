@@ -101,6 +101,14 @@ def test_suspect_nodes_cost_no_protection_that_the_others_could_give(
     assert protected(cluster, placement, "rack", 1) == most_protected(cluster, "rack", 1, suspects)
 
 
+def test_nobody_takes_the_only_far_holder_from_one_who_has_no_other() -> None:
+    cluster = uneven([[1], [1], [1, 2, 2], [1, 1, 1]])
+    suspects = {"r0h0", "r2h0", "r3h0", "r3h1", "r3h2"}
+    placement = place(cluster.sites, cluster.topology, PlacementPolicy(1, "rack", required=False), suspects=suspects)
+    assert isinstance(placement, Placement)
+    assert protected(cluster, placement, "rack", 1) == most_protected(cluster, "rack", 1, suspects) == 7
+
+
 @given(layouts, st.integers(1, 3))
 @settings(deadline=None, max_examples=examples(60))
 def test_required_fails_only_where_it_is_impossible(seats: list[list[int]], copies: int) -> None:

@@ -19,6 +19,7 @@ from tiercheck_operator.planning.goals import cost
 from tiercheck_operator.planning.ground import Ground, WorkerSite
 from tiercheck_operator.planning.tolerance import tolerated
 from tiercheck_operator.planning.topology import Topology
+from tiercheck_operator.planning.trade import trade
 
 __all__ = ["Placement", "PlacementPolicy", "Unplaceable", "WorkerSite", "place"]
 
@@ -132,6 +133,7 @@ def _best(ground: Ground, start: int, before: Mapping[int, tuple[int, ...]]) -> 
         drafts += [build(ground, start, earlier, fill_first=True) for earlier in ([before, {}] if before else [{}])]
         if _usable(ground, before):
             drafts.append([before[worker] for worker in range(ground.workers)])
+        drafts += [trade(ground, start, holders) for holders in drafts]
     drafts = [cover_bare(ground, start, holders) for holders in drafts]
     costs = [cost(ground, start, holders, before) for holders in drafts]
     return tuple(drafts[costs.index(min(costs))])
