@@ -35,9 +35,9 @@ class LifeChecker(Checker):
         self._say("it goes on", f["why"])
 
     def _verdict(self, f: Mapping[str, Any]) -> None:
-        if not all(f[name] for name in TIERS if name in self.announced):
-            # The status is silent of a tier while nobody answers for it. What it says next must not be less than what it said before.
-            f = {**f, **{name: f[name] or _as_mark(self.announced.get(name)) for name in TIERS}}
+        # The status is silent of a tier while nobody answers for it. What it says next must not be less than what it said before.
+        known = self.marks.get((f["by"], f["attempt"], f["placement"]), {})
+        f = {**f, **{name: f[name] or _as_mark(known.get(name)) for name in TIERS}}
         super()._verdict(f)
         for name in TIERS:
             if f["attempt"] == self.attempt and name in self.announced:

@@ -20,6 +20,22 @@ _SETTLED = 1.0
 """Seconds after which everything that happened by then has been heard of."""
 
 
+class Said:
+    """What an attempt has itself said to be complete: its status begins with what the attempt before had said last."""
+
+    def __init__(self) -> None:
+        self._attempt = 0
+        self._last: dict[str, tuple[int, str]] = {}
+        self._carried: dict[str, tuple[int, str]] = {}
+
+    def of(self, attempt: int, tiers: Mapping[str, Any]) -> dict[str, int]:
+        """Steps by tier. What it says again exactly as it was cannot be told from what was carried on, and is left out."""
+        if attempt != self._attempt:
+            self._attempt, self._carried = attempt, self._last
+        self._last = {name: (tier["step"], tier["time"]) for name, tier in tiers.items()}
+        return {name: mark[0] for name, mark in self._last.items() if mark != self._carried.get(name)}
+
+
 class Recorder:
     """Thread-safe. Times are Unix seconds."""
 
@@ -31,6 +47,7 @@ class Recorder:
         self._attempt = 0
         self._told: tuple[Any, ...] = ()
         self._marks: tuple[Any, ...] = ()
+        self._said = Said()
         self._nodes: dict[str, str] = {}
         self.status: Mapping[str, Any] = {}
         """The newest."""
@@ -157,7 +174,8 @@ class Recorder:
 
     def _see_marks(self, status: Mapping[str, Any], attempt: int, history: History) -> None:
         placement = str((status.get("placement") or {}).get("hash"))
-        steps = {name: (status.get("tiers") or {}).get(name, {}).get("step") for name in ("local", "peer", "remote")}
+        said = self._said.of(attempt, status.get("tiers") or {})
+        steps = {name: said.get(name) for name in ("local", "peer", "remote")}
         marks = (attempt, placement, *steps.values())
         if marks == self._marks:
             return

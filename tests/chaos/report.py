@@ -127,6 +127,7 @@ def draw(course: Course, folder: Path) -> None:
             )
         axes.axvline(course.plan.pace, color=LIMIT, linewidth=0.8)
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.set_yticks(range(len(names)), list(reversed(names)))
         axes.set_xlabel("longest pause between two new steps, seconds; line: the usual one")
         axes.set_title("Dots: must not end training. Crosses: end it", loc="left")

@@ -1,0 +1,39 @@
+"""What counts as a broken promise when only the status is seen."""
+
+from __future__ import annotations
+
+from tests.chaos.promises import LifeChecker, Mark
+from tests.chaos.record import Said
+
+
+def test_what_the_attempt_before_had_said_is_not_held_against_the_next_one() -> None:
+    said = Said()
+    assert said.of(1, {"peer": {"step": 12, "time": "a"}}) == {"peer": 12}
+    assert said.of(2, {"peer": {"step": 12, "time": "a"}}) == {}
+    assert said.of(2, {"peer": {"step": 11, "time": "b"}}) == {"peer": 11}
+
+
+def test_mark_that_falls_within_an_attempt_is_a_broken_promise_and_silence_is_none() -> None:
+    def verdict(step: int | None) -> dict[str, object]:
+        mark = None if step is None else Mark(step, 1)
+        return {
+            "by": "status",
+            "attempt": 1,
+            "placement": "p",
+            "snapshot": None,
+            "local": mark,
+            "peer": mark,
+            "remote": None,
+        }
+
+    checker = LifeChecker()
+    checker.read(
+        [
+            (0.0, "begins", {"workers": 1, "copies": 1, "keep": 3}),
+            (1.0, "attempt", {"number": 1, "version": None, "heard": ()}),
+        ]
+    )
+    checker.read([(2.0, "verdict", verdict(7)), (3.0, "verdict", verdict(None)), (4.0, "verdict", verdict(7))])
+    assert not checker.broken
+    checker.read([(5.0, "verdict", verdict(6))])
+    assert [each.promise for each in checker.broken] == ["watermarks never fall"] * 2
