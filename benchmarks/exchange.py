@@ -9,7 +9,8 @@ Python, and says so. Each round measures the limit and then ours, because other 
 the best of the rounds. GB/s are 10^9 bytes per second.
 
 Each round also goes over plain connections (no tags, `plain_wire`) and over encrypted ones. Beside the rates stand the bytes for each second
-of processor time of both ends together: what a core can do, whatever else the machine does. "seal" is the pass over an artifact before it
+of processor time of both ends together: what a core can do, whatever else the machine does; medians, and the median
+of each round's ratio to plain. "seal" is the pass over an artifact before it
 is sent, with and without tags.
 """
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import operator
 import os
 import secrets
 import shutil
@@ -106,7 +108,7 @@ def run(mebibytes: int = 512, rounds: int = 5, deltas: int = 50) -> dict[str, An
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     best = {name: max(values) for name, values in rates.items()}
-    core = {name: max(values) for name, values in per_core.items()}
+    core = {name: statistics.median(values) for name, values in per_core.items()}
     return {
         "mebibytes": mebibytes,
         "cores": len(os.sched_getaffinity(0)),
@@ -116,7 +118,9 @@ def run(mebibytes: int = 512, rounds: int = 5, deltas: int = 50) -> dict[str, An
         **{f"{name} / limit": rate / best["limit"] for name, rate in best.items() if name != "limit"},
         **{f"{name}, GB for a core-second": rate for name, rate in core.items()},
         **{
-            f"{way}{name} / plain, for a core-second": core[f"{way}{name}"] / core[f"plain {name}"]
+            f"{way}{name} / plain, for a core-second": statistics.median(
+                map(operator.truediv, per_core[f"{way}{name}"], per_core[f"plain {name}"])
+            )
             for way in ("", "encrypted ")
             for name in ("push", "fetch", "seal")
             if f"{way}{name}" in core
