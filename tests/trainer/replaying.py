@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,6 +96,18 @@ def train(script: Script, checkpointer: Checkpointer, steps: int) -> list[str]:
         checkpointer.step(loss)
         losses.append(loss.hex())
     return losses
+
+
+def survives_from_a_snapshot(build: Build, folder: Path) -> None:
+    """Restores step 5 of nine from its snapshot alone."""
+    whole, checkpointer = started(build, folder=folder, every=5)
+    with checkpointer:
+        checkpointer.restore()
+        losses = train(whole, checkpointer, STEP)
+    again, checkpointer = started(build, seed=77, folder=folder, every=100)
+    with checkpointer:
+        assert checkpointer.restore() == 5
+        assert train(again, checkpointer, STEP - 5) == losses[5:]
 
 
 def survives(sidecar: ScriptedSidecar, build: Build, missing: int = 0) -> None:

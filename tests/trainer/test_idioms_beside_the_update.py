@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from replaying import BASE, EQUAL, TOLD, Script, outcome, started, train
+from replaying import BASE, EQUAL, TOLD, Script, outcome, started, survives_from_a_snapshot, train
 from scripted_sidecar import DEADLINE, ScriptedSidecar
 from test_idioms import WIDTH, adam, loss_of, momentum, net
 from torch import Tensor, nn
@@ -475,14 +475,7 @@ def test_idiom_comes_back_equal_from_deltas_or_is_told(delta_sidecar: ScriptedSi
 @pytest.mark.parametrize("name", IDIOMS)
 def test_idiom_comes_back_equal_from_a_snapshot(tmp_path: Path, name: str) -> None:
     build, _ = IDIOMS[name]
-    whole, checkpointer = started(build, folder=tmp_path, every=5)
-    with checkpointer:
-        checkpointer.restore()
-        losses = train(whole, checkpointer, 9)
-    again, checkpointer = started(build, seed=77, folder=tmp_path, every=100)
-    with checkpointer:
-        assert checkpointer.restore() == 5
-        assert train(again, checkpointer, 4) == losses[5:]
+    survives_from_a_snapshot(build, tmp_path)
 
 
 def test_fingerprint_of_a_state_that_the_script_has_changed_by_then_is_none(

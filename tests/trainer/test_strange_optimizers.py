@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from replaying import Script, started, train
+from replaying import Script, started, survives_from_a_snapshot, train
 from scripted_sidecar import DEADLINE, ScriptedSidecar, until
 from test_idioms import IDIOMS, Bound, Multiplies, Slow, adam, net, simple
 from torch import Tensor
@@ -88,14 +88,7 @@ def test_probe_changes_nothing_that_a_strangers_class_keeps(
 )
 def test_idiom_comes_back_equal_from_a_snapshot(tmp_path: Path, name: str) -> None:
     build, _ = IDIOMS[name]
-    whole, checkpointer = started(build, folder=tmp_path, every=5)
-    with checkpointer:
-        checkpointer.restore()
-        losses = train(whole, checkpointer, 9)
-    again, checkpointer = started(build, seed=77, folder=tmp_path, every=100)
-    with checkpointer:
-        assert checkpointer.restore() == 5
-        assert train(again, checkpointer, 4) == losses[5:]
+    survives_from_a_snapshot(build, tmp_path)
 
 
 @pytest.mark.parametrize(
