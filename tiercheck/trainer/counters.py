@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from torch import Tensor
 
-from tiercheck.trainer.leaves import PLAIN
+from tiercheck.trainer.leaves import PLAIN, read_each
 
 _version, _shard_version = attrgetter("_version"), attrgetter("_local_tensor._version")
 
@@ -24,7 +24,7 @@ class Counters:
     def read(self) -> list[int]:
         """Two readings are equal if nothing was written in place between them."""
         try:
-            return [*map(_version, self._tensors), *map(_shard_version, self._shards)]
+            return read_each(_version, self._tensors) + read_each(_shard_version, self._shards)
         except (AttributeError, RuntimeError):  # a subclass without a shard, or one made for inference
             return [*map(_own, self._tensors), *map(_of_shard, self._shards)]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from tiercheck.trainer.leaves import NotCapturable, local_shard
+from tiercheck.trainer.leaves import NotCapturable, local_shard, read_each
 
 _FRESH_STEPS = 4
 """A gradient inside of larger memory is copied at once until it was seen in fresh memory this many times in a row.
@@ -164,7 +164,7 @@ class Recorder:
             if isinstance(value := getattr(optimizer, name, None), Tensor)
         }
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        given: list[Tensor | None] = list(map(_grad, parameters))
+        given: list[Tensor | None] = read_each(_grad, parameters)
         gradients = _shards(given, parameters)
         at_once = self._used_again(index, given, gradients)
         if "grad_scale" in scaling:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from tiercheck.trainer.buffers import Passing
 from tiercheck.trainer.capture import BESIDE, Inventory, take_inventory
 from tiercheck.trainer.kept import attributes_of, odd_attributes
-from tiercheck.trainer.leaves import PLAIN, Entry
+from tiercheck.trainer.leaves import PLAIN, Entry, read_each
 from tiercheck.trainer.live import refuse_copies
 
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state", "named_parameters")
@@ -160,8 +160,8 @@ class Inventories:
             list(map(id, _all(dict.values, children))),
             list(map(id, held)),
             list(map(Tensor.data_ptr, map(_shard, found))),
-            list(map(_look, found)),
-            list(map(_trained, found)),
+            read_each(_look, found),
+            read_each(_trained, found),
             [self.evaluating, *map(_training, modules)],
             [name for name, _ in passing],
             self.passing.cleared(),
@@ -179,7 +179,7 @@ class Inventories:
                 raise _NotPlain
             marks += [list(map(id, trained)), list(map(len, states)), list(_all(dict.keys, states))]
             marks.append([len(group["params"]) for group in optimizer.param_groups])
-            marks.append(list(map(_where, kept)))
+            marks.append(read_each(_where, kept))
             if odd_attributes(optimizer):  # any of them may hold a tensor by now
                 raise _NotPlain
             tensors += kept
