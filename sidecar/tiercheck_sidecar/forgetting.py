@@ -8,6 +8,7 @@ may be the only way to versions that are.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from tiercheck.protocol.artifact import Kind
@@ -31,7 +32,9 @@ class Place:
     slots: int = 0
     """For snapshots; 0: as many as there are when memory is not short."""
     crowded: bool = False
-    """Its room for deltas is nearly used up, and nothing is coded with them: before there is a gap it gives up what it can do without."""
+    """Its room for deltas is nearly used up, or it has no slot for the snapshot that is named, and nothing is coded with what is here: it
+    gives up what it can do without, before there is a gap, or nothing comes any more.
+    """
     came_from: Chain | None = None
     """What the attempt came back from, if other ranks made it."""
 
@@ -39,6 +42,12 @@ class Place:
     def to_keep(self) -> int:
         """Snapshots that leave a slot for the next one."""
         return (self.slots or (OWN_SLOTS if self.tier is Tier.LOCAL else HOSTED_SLOTS)) - 1
+
+
+def lacks_slot(snapshots: Collection[Version], verdict: Verdict | None) -> bool:
+    """Whether a holder of these cannot take the one that is to be copied."""
+    named = verdict.copy if verdict is not None else None
+    return named is not None and named not in snapshots and len(snapshots) >= HOSTED_SLOTS
 
 
 def expendable(
@@ -111,7 +120,7 @@ def _guarded(place: Place, verdict: Verdict) -> list[Version]:
     a slot is left for the next one.
     """
     if place.tier is Tier.LOCAL:
-        marks = {verdict.floor, verdict.watermarks.local}
+        marks = {verdict.floor, None if verdict.lost else verdict.watermarks.local}
     else:
         marks = {verdict.floor, verdict.watermarks.peer, verdict.backed}
     return sorted(mark for mark in marks if mark is not None)

@@ -149,8 +149,7 @@ class Offloader:
         versions = tuple(store.versions())
         self._board.learn(store.newest_attempt(self._board.config.job_uid))
         self._listed_at, self._listed_for = now, mark
-        self._publish(True, "", versions, self._ranks_of(store, versions))
-        self._coordinator.stored(versions)
+        self._tell_stored(store, versions)
         if self._board.config.worker == 0 and self._examinations < _EXAMINATIONS:
             self._examine(store)
 
@@ -230,14 +229,17 @@ class Offloader:
     def _commit(self, store: RemoteStore, directive: Directive, manifest: Manifest) -> None:
         if not store.commit(manifest):
             log.error("%s is in the remote tier already, with other content", manifest.version)
-        versions = tuple(store.versions())
-        self._publish(True, "", versions, self._ranks_of(store, versions))
-        self._coordinator.stored(versions)
+        self._tell_stored(store, tuple(store.versions()))
         self._board.bump()
         policy = directive.policy
         if not self._is_ours(store, directive):
             return
-        store.retain(policy.remote_keep, {manifest.version}, policy.remote_keep_seconds, directive.history)
+        left = store.retain(policy.remote_keep, {manifest.version}, policy.remote_keep_seconds, directive.history)
+        self._tell_stored(store, left)
+
+    def _tell_stored(self, store: RemoteStore, versions: tuple[Version, ...]) -> None:
+        self._publish(True, "", versions, self._ranks_of(store, versions))
+        self._coordinator.stored(versions)
 
     def listed(self, rank: int, version: Version) -> dict[Artifact, int]:
         """The newest snapshots of `rank` in the remote tier up to `version` that the history accepts, with bytes. Raises SourceFailed."""

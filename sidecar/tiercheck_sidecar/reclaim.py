@@ -15,7 +15,7 @@ from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.sizing import OWN_SLOTS, SPARE_DELTAS, Room, Sizing
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
-from tiercheck_sidecar.forgetting import Place, expendable
+from tiercheck_sidecar.forgetting import Place, expendable, lacks_slot
 from tiercheck_sidecar.lending import lent_chain
 from tiercheck_sidecar.stock import Stock, Where, hosted_lanes, hosted_ranks, stocks, where
 from tiercheck_sidecar.vault import Vault
@@ -88,7 +88,7 @@ class Reclaimer:
         for name, stock in stocks(self._vault.held()).items():
             mine = name.tier is Tier.LOCAL and (verdict is None or name.rank not in verdict.received)
             doomed = expendable(
-                replace(_place(name, stock, directive, plan), came_from=came_from),
+                replace(_place(name, stock, directive, verdict, plan), came_from=came_from),
                 directive.history,
                 verdict,
                 owed if mine else None,
@@ -132,11 +132,12 @@ def _came_from(directive: Directive, plan: Sizing) -> Chain | None:
     return Chain(base, () if plan.lacks_deltas and not lent else tuple(deltas))
 
 
-def _place(name: Where, stock: Stock, directive: Directive, plan: Sizing) -> Place:
+def _place(name: Where, stock: Stock, directive: Directive, verdict: Verdict | None, plan: Sizing) -> Place:
     snapshots, deltas = frozenset(stock.snapshots), frozenset(stock.deltas)
     if name.tier is Tier.LOCAL:
         crowded = directive.parity is None and len(deltas) >= plan.delta_slots - SPARE_DELTAS
         return Place(Tier.LOCAL, snapshots, deltas, slots=plan.own_slots, crowded=crowded)
     if name.share is not None:
         return Place(Tier.PEER, snapshots, deltas, name.share not in hosted_lanes(directive))
-    return Place(Tier.PEER, snapshots, deltas, name.rank not in hosted_ranks(directive))
+    stranded = name.rank not in hosted_ranks(directive)
+    return Place(Tier.PEER, snapshots, deltas, stranded, crowded=lacks_slot(snapshots, verdict))

@@ -2,7 +2,8 @@
 
 Two threads per holder, one for the snapshot that the coordinator names and one for deltas, so that no delta waits behind a
 snapshot, a slow holder delays nobody else, and no holder ever delays a trainer. What a holder has is asked again in each
-attempt: after a recovery what exists is offered to the new holders at once, without waiting for a snapshot.
+attempt: after a recovery what exists is offered to the new holders at once, without waiting for a snapshot. And now and then
+within one: a holder that was started anew, or found that a copy had rotted, has less than it once said.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +22,8 @@ from tiercheck.protocol.version import History
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.exchange.agenda import due, first_of_each_rank
 from tiercheck_sidecar.exchange.backoff import Backoff
-from tiercheck_sidecar.exchange.frames import WireBroken
+from tiercheck_sidecar.exchange.fetch import list_held
+from tiercheck_sidecar.exchange.frames import Listed, WireBroken
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
 from tiercheck_sidecar.exchange.line import Line
 from tiercheck_sidecar.exchange.sender import Pushed, PushRefused, push
@@ -33,6 +36,8 @@ from tiercheck_sidecar.watermark import Verdict
 
 log = logging.getLogger(__name__)
 
+_REVIEW_EVERY = 5.0
+"""Seconds after which a holder is asked again what it has."""
 _PATIENCE = 3
 """Tries in vain before a person is told."""
 _PORTIONS = {Kind.SNAPSHOT: 0.1, Kind.DELTA: 2.0}
@@ -106,11 +111,14 @@ class Replicator:
 
     def _serve(self, holder: Peer, kind: Kind, era: _Era) -> None:
         """One lane."""
-        seen = -1
+        seen, reviewed_at = -1, time.monotonic()
         waits: Backoff[int | None] = Backoff()
         with Line(lambda: dial(self._identity, era.attempt, holder, self._port)) as line:
             while not self._board.stopping and self._era == era:
                 now = time.monotonic()
+                if kind is Kind.SNAPSHOT and now - reviewed_at >= _REVIEW_EVERY:
+                    self._review(holder, lambda rank: list_held(line.wires(1)[0], rank), line.drop, era)
+                    reviewed_at = time.monotonic()
                 candidates = first_of_each_rank(self._due(holder, kind, era))
                 seal = next(
                     (each for each in candidates if waits.ready(each.rank, now) and waits.ready(None, now)), None
@@ -163,6 +171,27 @@ class Replicator:
                 self._acknowledge(holder, seal, era)
             else:
                 waits.failed(seal.rank, time.monotonic())
+
+    def _review(
+        self, holder: Peer, ask: Callable[[int], Iterable[Listed]], hang_up: Callable[[], None], era: _Era
+    ) -> None:
+        """What the holder has no more counts no more, and is due again."""
+        with self._lock:
+            has = self._acknowledged.get(holder, frozenset()) if self._era == era else frozenset()
+        try:
+            listed = {each.artifact for rank in {artifact.rank for artifact in has} for each in ask(rank)}
+        except (WireBroken, PeerRefused, OSError) as error:
+            log.info("what worker %d holds: %s", holder.worker, error)
+            hang_up()
+            self._board.peers.doubt(holder)
+            return
+        with self._lock:
+            gone = has - listed
+            if not gone or self._era != era:
+                return
+            self._acknowledged[holder] -= gone
+        log.warning("worker %d no longer holds %s", holder.worker, ", ".join(map(str, sorted(gone))))
+        self._board.bump()
 
     def _acknowledge(self, holder: Peer, seal: Seal, era: _Era) -> None:
         with self._lock:

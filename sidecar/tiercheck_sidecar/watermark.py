@@ -9,7 +9,7 @@ rebuilt from what every rank has. What may be forgotten for it is decided in `fo
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import Watermarks
@@ -90,6 +90,8 @@ class Verdict:
     """As long as there is no peer watermark in this attempt: the newest version that some holder of every rank can rebuild."""
     abandoned: tuple[Version, ...] = ()
     """Snapshots that may be freed although they are not older: they can not become complete, or nobody needs them to."""
+    lost: Version | None = None
+    """The local watermark, if some rank's memory has rotted so that nobody comes back to it: nothing needs to be kept for it."""
     copy: Version | None = None
     """The snapshot that every rank should now bring to its holders."""
     upload: Version | None = None
@@ -132,7 +134,7 @@ def judge(
     Until every rank has been heard, what was found before stands. `copies` are all that any holder keeps.
     """
     if any(rank not in ranks for rank in range(world_size)):
-        return before, _verdict(history, before, ranks, None, ())
+        return before, _verdict(history, before, ranks)
     guarded = [tiers for tiers in ranks.values() if tiers.holders]
     snapshot = _later(before.snapshot, _newest(_shared(tiers.snapshots for tiers in ranks.values()), history))
     copied = _newest(_shared(tiers.copied_snapshots for tiers in guarded), history) if guarded else snapshot
@@ -144,22 +146,21 @@ def judge(
         anchor=anchor,
         copy=_next_copy(before.copy, snapshot, anchor, guarded),
     )
-    backed = _backed(guarded, history, copies) if standing.peer is None else None
-    return standing, _verdict(history, standing, ranks, backed, _abandoned(ranks, history, standing, copies))
+    verdict = replace(
+        _verdict(history, standing, ranks),
+        backed=_backed(guarded, history, copies) if standing.peer is None else None,
+        abandoned=_abandoned(ranks, history, standing, copies),
+        lost=standing.local if _is_lost(standing.local, ranks, copies) else None,
+    )
+    return standing, verdict
 
 
-def _verdict(
-    history: History,
-    standing: Standing,
-    ranks: Mapping[int, RankTiers],
-    backed: Version | None,
-    abandoned: tuple[Version, ...],
-) -> Verdict:
+def _verdict(history: History, standing: Standing, ranks: Mapping[int, RankTiers]) -> Verdict:
     floor = standing.local
     if any(tiers.holders for tiers in ranks.values()):
         floor = min(standing.local, standing.peer) if standing.local and standing.peer else None
     marks = Watermarks(standing.local, standing.peer, snapshot=standing.snapshot)
-    return Verdict(history.attempt, marks, floor, standing.anchor, backed, abandoned, standing.copy)
+    return Verdict(history.attempt, marks, floor, standing.anchor, copy=standing.copy)
 
 
 def _next_copy(
@@ -182,13 +183,19 @@ def _abandoned(
 ) -> tuple[Version, ...]:
     """Snapshots that some rank passed by without keeping, and those that a newer complete one overtook before their turn.
 
-    Never what was once found complete: a rank that lost its own memory of that is what the other tiers are for. Copies count
+    Never what was once found complete: a rank that lost its own memory of that is what the other tiers are for. Unless none of
+    them has it either: then nobody can be brought to it, and it would only keep a slot from the next one. Copies count
     as known: their owner may have freed the snapshot long ago, and a holder that missed that word would otherwise keep them,
     and refuse newer ones, for ever.
     """
     known = {version for tiers in ranks.values() for version in (*tiers.snapshots, *tiers.unfinished)}
     known |= {version for copy in copies for version in copy.snapshots}
-    kept = {standing.snapshot, standing.anchor}
+    whole = all(
+        standing.snapshot in (*tiers.snapshots, *tiers.copied_snapshots)
+        or any(tiers.rank in copy.ranks and standing.snapshot in copy.snapshots for copy in copies)
+        for tiers in ranks.values()
+    )
+    kept = {standing.snapshot if whole else None, standing.anchor}
     return tuple(
         version
         for version in sorted(known - kept)
@@ -212,6 +219,21 @@ def _backed(guarded: list[RankTiers], history: History, copies: Collection[Copy]
     return newest(common(map(united, found.values())), history)
 
 
+def _is_lost(version: Version | None, ranks: Mapping[int, RankTiers], copies: Collection[Copy]) -> bool:
+    """Whether some rank can be brought to it neither by its own memory nor by anybody's copy."""
+    return version is not None and any(
+        not tiers.leaving  # what it may keep after all is left out of what it says
+        and not _leads((*tiers.local, *tiers.copied), version)
+        and not any(tiers.rank in copy.ranks and _leads(copy.versions, version) for copy in copies)
+        for tiers in ranks.values()
+    )
+
+
+def _leads(runs: Iterable[Span], version: Version) -> bool:
+    """Whether one of these runs of versions has it."""
+    return any(run.attempt == version.attempt and run.first <= version.step <= run.last for run in runs)
+
+
 def _passed(tiers: RankTiers, version: Version, complete: Version | None) -> bool:
     """Whether the snapshot cannot become common any more, nor the version complete by this rank's deltas: or it would be
     announced at the moment when a rank that rests on the snapshot frees it.
@@ -220,9 +242,11 @@ def _passed(tiers: RankTiers, version: Version, complete: Version | None) -> boo
         return False
     if complete is not None and version <= complete:
         return tiers.reached >= version
-    if any(run.attempt == version.attempt and run.first <= version.step <= run.last for run in tiers.local):
+    if _leads(tiers.local, version) or any(each <= version for each in tiers.unfinished_deltas):
         return False
-    return tiers.reached > version and all(each > version for each in tiers.unfinished_deltas)
+    if any(run.last == version.step - 1 for run in tiers.local):
+        return tiers.reached > version  # the delta of that very step may be yet to come
+    return tiers.reached >= version
 
 
 def next_upload(

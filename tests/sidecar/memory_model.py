@@ -13,7 +13,7 @@ from tiercheck.protocol.chain import chain_to, rebuildable
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.sizing import SPARE_DELTAS
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar.forgetting import Place, expendable
+from tiercheck_sidecar.forgetting import Place, expendable, lacks_slot
 from tiercheck_sidecar.span import common, spans
 from tiercheck_sidecar.watermark import Copy, RankTiers, Standing, Verdict, judge
 
@@ -65,6 +65,8 @@ class Model:
         """Per block holder: members whose chunks are in, of what is not complete yet."""
         self.blocks = [Memory(2, 2 * self.cadence) for _ in range(self.parity)]
         self.step = [0] * self.world
+        self.rotten_until = 0
+        """Up to this step what is announced as complete may rest on own memory that has rotted."""
         self.standing, self.verdict = Standing(), None
         self._begin_attempt()
 
@@ -163,7 +165,7 @@ class Model:
             self.acks[member].setdefault(holder, set()).add(key)
 
     def tell(self, rank: int) -> None:
-        """The rank's sidecar reports to the coordinator, which judges."""
+        """The rank's sidecar reports to the coordinator, which judges and answers."""
         own, accepts = self.own[rank], self.history.accepts
         leaving = self.left_out[rank] = set(self.leaving[rank])
         staying = Memory(9, 99, own.has - {(Kind.SNAPSHOT, each) for each in leaving})
@@ -195,6 +197,7 @@ class Model:
         )
         copies = [copy for each in self.heard.values() for copy in each]
         self.standing, self.verdict = judge(self.world, self.ranks, self.history, self.standing, copies)
+        self.verdicts[rank] = self.verdict
 
     def listen(self, rank: int) -> None:
         self.verdicts[rank] = self.verdict
@@ -211,7 +214,8 @@ class Model:
         for (holder, owner), memory in self.hosted.items():
             if holder == rank:
                 stranded = holder not in self.holders[owner]
-                self._free(memory, memory.place(Tier.PEER, stranded=stranded), word)
+                crowded = lacks_slot(memory.of(Kind.SNAPSHOT), word)
+                self._free(memory, memory.place(Tier.PEER, stranded=stranded, crowded=crowded), word)
         if rank == 0:
             for block, open_ in zip(self.blocks, self.folded, strict=True):
                 self._free(block, block.place(Tier.PEER), word)
@@ -237,6 +241,12 @@ class Model:
         """Its memory stays, but for what was being written; what it was told is gone."""
         self.writing[rank], self.acks[rank], self.reached[rank], self.verdicts[rank] = set(), {}, None, None
         self.leaving[rank], self.left_out[rank] = set(), set()
+
+    def rot(self, rank: int) -> None:
+        """Something in its own memory is found to have rotted, and given up."""
+        if self.own[rank].has:
+            self.own[rank].has.discard(self.rng.choice(sorted(self.own[rank].has, key=str)))
+            self.rotten_until = max(self.step)
 
     def lose(self, *lost: int) -> Version | None:
         """Workers go with all their memory. The job goes back to the newest version that the others can give, in a new attempt."""
@@ -303,10 +313,11 @@ class Model:
     def check(self) -> None:
         """Committed is kept: what was announced as complete in a tier, or something newer, is complete there."""
         local = set.intersection(*(set(own.rebuildable(self.history)) for own in self.own))
-        self._stands(self.standing.local, local, "local")
+        if self._sound(self.standing.local):
+            self._stands(self.standing.local, local, "local")
         if self.parity:
             self._stands(self.standing.peer, self.from_parity(), "parity")
-        elif self.world > 1:
+        elif self.world > 1 and self._sound(self.standing.peer):
             places = [self._memory(holder, rank) for rank in range(self.world) for holder in self.holders[rank]]
             self._stands(
                 self.standing.peer, set.intersection(*(set(each.rebuildable(self.history)) for each in places)), "peer"
@@ -319,6 +330,9 @@ class Model:
         for memory in (*self.own, *self.hosted.values(), *self.blocks):
             assert len(memory.of(Kind.SNAPSHOT)) <= memory.snapshot_slots
             assert len(memory.of(Kind.DELTA)) <= memory.delta_slots
+
+    def _sound(self, mark: Version | None) -> bool:
+        return mark is None or mark.step > self.rotten_until
 
     def _stands(self, mark: Version | None, complete: set[Version], tier: str) -> None:
         newest = max(complete, default=None)

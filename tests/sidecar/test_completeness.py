@@ -81,6 +81,21 @@ def test_sidecars_that_restart_make_nobody_throw_away_what_is_committed(seed: in
     advances(model)
 
 
+@settings(max_examples=examples(30), deadline=None)
+@given(seed=seeds, world=st.integers(1, 4), cadence=st.sampled_from([2, 4]), skips=st.sampled_from([0.0, 0.05]))
+def test_memory_that_rots_keeps_nothing_from_becoming_complete_for_ever(
+    seed: int, world: int, cadence: int, skips: float
+) -> None:
+    """Of what can no longer be complete nobody keeps so much that no slot is left for what can."""
+    rng = random.Random(seed)
+    model = Model(world, rng, cadence=cadence, skips=skips)
+    for _ in range(4):
+        play(model, rng.randrange(ACTIONS // 2))
+        model.rot(rng.randrange(world))
+    model.skips = 0.0
+    advances(model)
+
+
 @settings(max_examples=examples(15), deadline=None)
 @given(seed=seeds, world=st.integers(2, 4), parity=st.integers(0, 1))
 def test_lost_worker_costs_nothing_that_was_announced_and_its_attempt_protects_again(

@@ -9,7 +9,7 @@ from tiercheck.protocol.chain import Chain
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar.forgetting import Place, expendable
+from tiercheck_sidecar.forgetting import Place, expendable, lacks_slot
 from tiercheck_sidecar.watermark import Verdict
 
 HISTORY = History((Branch(1, 0),))
@@ -105,6 +105,24 @@ def test_nothing_is_given_up_for_a_snapshot_that_some_holder_lacks() -> None:
     assert gone(here, verdict(9, anchor=8)) == ([4], [5, 6, 7, 8])
     assert gone(here, verdict(9, anchor=None)) == ([], [])
     assert gone(replace(here, crowded=True), verdict(9, anchor=4)) == ([4], [5, 6, 7, 8]), "before there is a gap"
+
+
+def test_holder_without_a_slot_for_the_next_snapshot_gives_up_what_leads_nowhere() -> None:
+    """From 2 there are no deltas to what is complete; all the same nobody else has 6, so nothing stood in for 2."""
+    here, word = place([2, 6], [7, 8]), replace(verdict(8, abandoned=(6,), anchor=2), copy=v(12))
+    assert gone(here, word) == ([], [])
+    assert lacks_slot(here.snapshots, word)
+    assert gone(replace(here, crowded=True), word) == ([2], [])
+    assert not lacks_slot(here.snapshots, replace(word, copy=v(6)))
+    assert not lacks_slot(frozenset({v(6)}), word)
+    assert not lacks_slot(here.snapshots, replace(word, copy=None))
+
+
+def test_what_is_complete_no_more_keeps_no_slot() -> None:
+    here = place([4, 8, 12], [], Tier.LOCAL)
+    word = Verdict(1, Watermarks(v(8), v(4)), v(4), anchor=v(4), abandoned=(v(8),))
+    assert gone(here, word) == ([], [])
+    assert gone(here, replace(word, lost=v(8))) == ([8], [])
 
 
 def test_what_an_earlier_attempt_completed_is_guarded_by_the_coordinators_word() -> None:

@@ -16,6 +16,7 @@ from tiercheck.protocol.directive import Peer, Policy, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import Branch, History, Version
+from tiercheck_sidecar import replicate
 from tiercheck_sidecar.exchange import handshake, sender
 from tiercheck_sidecar.exchange.agenda import due, first_of_each_rank
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire
@@ -167,6 +168,24 @@ def test_copies_are_offered_again_in_the_next_attempt_and_not_sent_again(station
     job[0].name(V(1, 1))
     until(lambda: acknowledged(job) == {snapshot(1), delta(2)}, "acknowledged at once")
     assert job[1].vault.held() == held
+
+
+def test_copy_that_a_holder_has_no_more_does_not_count_and_is_brought_again(
+    stations: MakeStations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It found that the copy had rotted, or was started anew and found it then."""
+    monkeypatch.setattr(replicate, "_REVIEW_EVERY", 0.0)
+    job = stations(procs=2)
+    for rank in (0, 1):
+        job[0].save(V(1, 1), MIB, rank=rank)
+    job[0].replicate()
+    job[0].name(V(1, 1))
+    until(lambda: acknowledged(job) == {snapshot(1), snapshot(1, 1)}, "copied")
+    counted = job[0].board.counters.replicated
+    job[1].vault.free(lambda seal: seal.rank == 0)
+    until(lambda: job[0].board.counters.replicated > counted and job[1].holds(snapshot(1)), "brought again")
+    until(lambda: acknowledged(job) == {snapshot(1), snapshot(1, 1)}, "it counts again")
+    assert job[0].board.counters.replicated == counted + 1, "the other one was there all the time"
 
 
 def test_holder_that_cannot_be_reached_is_told_to_a_person_and_withdrawn(stations: MakeStations) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tiercheck.protocol.manifest import Digests, RankArtifact
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_sidecar.span import spans
@@ -70,6 +72,37 @@ def test_rank_that_lost_a_complete_version_does_not_make_the_others_throw_it_awa
     _, verdict = judge(2, ranks, HISTORY, standing)
     assert verdict.abandoned == ()
     assert verdict.floor == v(10)
+
+
+def test_version_that_some_rank_has_nowhere_any_more_is_given_up_by_all() -> None:
+    """The one that was to be copied: kept, it leaves the others one slot less, and they may miss each other for ever."""
+    whole = {rank: tiers(rank, [4, 8], [4], reached=v(8)) for rank in (0, 1)}
+    standing, _ = judge(2, whole, HISTORY, Standing())
+    rotten = {0: tiers(0, [4, 8], [4], reached=v(9)), 1: tiers(1, [4], [4], reached=v(9))}
+    _, verdict = judge(2, rotten, HISTORY, standing)
+    assert (verdict.abandoned, verdict.lost) == ((v(8),), v(8))
+    for had in (Copy((1,), (v(8),), spans({v(8)})), None):
+        _, verdict = judge(2, rotten, HISTORY, standing, copies=[had] if had else [])
+        assert (verdict.lost is None) == (had is not None), "a holder's copy of it is as good"
+
+
+def test_what_a_rank_leaves_out_of_its_report_for_now_is_not_lost() -> None:
+    whole = {rank: tiers(rank, [4, 8], [4], reached=v(8)) for rank in (0, 1)}
+    standing, _ = judge(2, whole, HISTORY, Standing())
+    leaving = tiers(1, [4, 8], [4], reached=v(8), leaving=(v(8),))
+    whole[1] = replace(leaving, local=spans({v(4)}))
+    _, verdict = judge(2, whole, HISTORY, standing)
+    assert verdict.lost is None
+
+
+def test_snapshot_that_a_rank_skipped_is_abandoned_at_once_where_no_delta_can_make_up_for_it() -> None:
+    """A snapshot later the others have no slot again when that rank has one."""
+    ranks = {0: tiers(0, [4, 8], []), 1: tiers(1, [4], [], reached=v(8))}
+    _, verdict = judge(2, ranks, HISTORY, Standing())
+    assert verdict.abandoned == (v(8),)
+    ranks[1] = tiers(1, [4], [], steps=[5, 6, 7], reached=v(8))
+    _, verdict = judge(2, ranks, HISTORY, Standing())
+    assert verdict.abandoned == (), "its delta of step 8 may be yet to come"
 
 
 def test_copy_of_a_version_that_its_owner_gave_up_is_abandoned_too() -> None:

@@ -225,10 +225,11 @@ def _retention_of_unfinished() -> list[Patch]:
 def _objects_before_their_manifest() -> list[Patch]:
     real = remote_store.RemoteStore._delete_artifacts
 
-    def retain(self: Any, keep: int, protect: Any = frozenset(), seconds: Any = None, history: Any = None) -> None:
+    def retain(self: Any, keep: int, protect: Any = frozenset(), seconds: Any = None, history: Any = None) -> Any:
         committed = self._committed()
         for version in retention.to_delete(committed, keep, protect, seconds, history):
             real(self, version)
+        return self.versions()
 
     return [(remote_store.RemoteStore, "retain", retain)]
 

@@ -30,7 +30,7 @@ from tiercheck_sidecar.decoding import decode
 from tiercheck_sidecar.digest import first_mismatch
 from tiercheck_sidecar.exchange.agenda import first_of_each_rank
 from tiercheck_sidecar.exchange.backoff import Backoff
-from tiercheck_sidecar.exchange.frames import Ask, PeerSilent, WireBroken
+from tiercheck_sidecar.exchange.frames import Ask, Listed, PeerSilent, WireBroken
 from tiercheck_sidecar.exchange.handshake import Claim
 from tiercheck_sidecar.exchange.pulse import neighbours
 from tiercheck_sidecar.exchange.sender import Pushed, PushRefused
@@ -357,12 +357,20 @@ class _Lane:
         self._process, self._holder, self._kind, self._era = process, holder, kind, era
         self._waits: Backoff[int | None] = Backoff()
         self._name = f"lane {holder.worker} {kind.value}"
+        self._reviewed_at = process.world.now
+
+    def _list(self, rank: int) -> tuple[Listed, ...]:
+        mine = self._process.board
+        return self._process.dial(self._holder).session(mine.config.worker, mine.attempt)._list(rank).listed
 
     def turn(self) -> None:
         process, waits = self._process, self._waits
         replicator, world = process.replicator, process.world
         if self._name in process._busy or replicator._era != self._era:
             return
+        if self._kind is Kind.SNAPSHOT and world.now - self._reviewed_at >= replicate._REVIEW_EVERY:
+            self._reviewed_at = world.now
+            replicator._review(self._holder, self._list, lambda: None, self._era)
         candidates = first_of_each_rank(replicator._due(self._holder, self._kind, self._era))
         ready = (each for each in candidates if waits.ready(each.rank, world.now) and waits.ready(None, world.now))
         seal = next(ready, None)

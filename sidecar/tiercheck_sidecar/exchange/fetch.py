@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Tier
 from tiercheck_sidecar.exchange.collection import Collection
-from tiercheck_sidecar.exchange.frames import Ask, Listed, Say, WireBroken
+from tiercheck_sidecar.exchange.frames import Ask, Listed, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.sources import BadCopy, Dial, Opening, Senseless, open_copy
 from tiercheck_sidecar.vault import Seal, Vault
@@ -46,8 +46,13 @@ class FetchFailed(Exception):
 def holdings(dial: Dial, rank: int) -> tuple[Listed, ...]:
     """The whole artifacts of `rank` that a peer holds. Raises WireBroken, PeerRefused."""
     with contextlib.closing(dial.connect()) as wire:
-        wire.send(Ask("list", rank))
-        return wire.receive(Say).listed
+        return list_held(wire, rank)
+
+
+def list_held(wire: Wire, rank: int) -> tuple[Listed, ...]:
+    """As `holdings`, on a connection that is there already. Raises WireBroken."""
+    wire.send(Ask("list", rank))
+    return wire.receive(Say).listed
 
 
 def fetch(vault: Vault, artifact: Artifact, sources: Sequence[Dial], tier: Tier = Tier.LOCAL) -> Fetched:

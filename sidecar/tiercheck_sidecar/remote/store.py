@@ -235,11 +235,11 @@ class RemoteStore:
         protect: AbstractSet[Version] = frozenset(),
         keep_seconds: float | None = None,
         history: History | None = None,
-    ) -> None:
+    ) -> tuple[Version, ...]:
         """Delete all but the newest `keep` versions, those that `history` accepts before all others, and, if given, those committed in the
         last `keep_seconds`; and what interrupted uploads left behind.
 
-        Never the newest complete version, and nothing of `protect` (complete or still being uploaded).
+        Never the newest complete version, and nothing of `protect` (complete or still being uploaded). Returns the versions that are left.
         """
         self._ownership.claim()
         committed = self._committed()
@@ -259,6 +259,7 @@ class RemoteStore:
 
         self._objects.delete([each.key for each in self._objects.list(keys.ARTIFACTS) if abandoned(each.key)])
         self._objects.forget_unfinished(abandoned)
+        return tuple(sorted(kept))
 
     def close(self) -> None:
         """Interrupt paced uploads and release connections."""
