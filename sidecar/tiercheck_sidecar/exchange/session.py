@@ -40,8 +40,8 @@ class Session:
         self._wire, self._claim = wire, claim
 
     def serve(self) -> None:
-        """Until the caller hangs up. Raises WireBroken, OSError."""
-        while True:
+        """Until the caller hangs up, or this sidecar ends. Raises WireBroken, OSError."""
+        while not self._board.stopping:
             self._wire.patience(IDLE_TIMEOUT)
             ask = self._wire.receive(Ask)
             self._wire.patience(IO_TIMEOUT)

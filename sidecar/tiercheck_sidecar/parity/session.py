@@ -28,7 +28,7 @@ def serving(board: Board, vault: Vault, holder: ParityHolder) -> Callable[[Wire,
 
 
 class ParitySession:
-    """`serve` ends when the caller hangs up. Raises WireBroken."""
+    """`serve` ends when the caller hangs up, or this sidecar ends. Raises WireBroken."""
 
     def __init__(self, board: Board, vault: Vault, holder: ParityHolder, wire: Wire, claim: Claim) -> None:
         self._board, self._vault, self._holder = board, vault, holder
@@ -36,7 +36,7 @@ class ParitySession:
         self._said: ParitySay | None = None
 
     def serve(self) -> None:
-        while True:
+        while not self._board.stopping:
             self._wire.patience(IDLE_TIMEOUT)
             ask = self._wire.receive(ParityAsk)
             self._wire.patience(IO_TIMEOUT)

@@ -36,6 +36,17 @@ def test_holder_that_does_not_answer_is_told_and_taken_back_when_it_does(make_jo
     until(lambda: not problems(job, 0), "the member takes it back")
 
 
+def test_holder_that_ends_is_left_for_the_one_that_takes_its_place(make_job: MakeJob) -> None:
+    """Or its last word, that it has everything, would be asked for again and again."""
+    job = make_job(data=2, parity=1)
+    job.begin()
+    job.protect(V, 100_000)
+    job.lose(2)
+    job.stations[2].follow(job.directive(2))
+    job.name(V)
+    until(job.stations[2].blocks, "the members bring it anew")
+
+
 def test_one_holder_in_trouble_does_not_hide_behind_the_other(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=2)
     job.begin()
