@@ -327,7 +327,9 @@ class Simulation(World):
         now = self.status
         if now.attempt != before.attempt:
             # What a kubelet no longer answers for may end at any moment, and is not relied on.
-            ready = {uid for uid, pod in self.sidecars.items() if pod.node in self.nodes and not self.nodes[pod.node].lost}
+            ready = {
+                uid for uid, pod in self.sidecars.items() if pod.node in self.nodes and not self.nodes[pod.node].lost
+            }
             heard = tuple(uid for uid, since in self._heard_since.items() if self.now - since >= 3.0 and uid in ready)
             self.record("attempt", number=now.attempt, version=now.restored_version, heard=heard)
         protected = now.condition(conditions.PROTECTED)
