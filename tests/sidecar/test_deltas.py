@@ -305,6 +305,7 @@ def test_holdings_and_steps_wake_nobody(make_world: MakeWorld) -> None:
         until(lambda: world.report(1).watermarks.peer == Version(1, 1), "protected")
         for rank in ranks:
             first_delta(rank, 2)
+        until(lambda: world.holds(1, 0, Version(2, 1), kind=Kind.DELTA), "how much room copies of deltas take is known")
         until(lambda: world.report(1).watermarks.peer is not None and world.report(1).snapshot_every, "all is told")
         serial = world.report(1).serial
         for step in range(3, 6):
