@@ -10,6 +10,9 @@ from kubelet_words import ended as has_ended
 from kubelet_words import held_back, node, starting, trainer_view, up
 from world_in_memory import World, make_spec
 
+from tiercheck_operator.controller.lost_nodes import why_lost
+from tiercheck_operator.controller.observation import Observation, PodView
+
 
 def trained(**changes: object) -> World:
     """Four workers on four nodes in two racks; Kubernetes calls a node unreachable after 40 s."""
@@ -317,6 +320,38 @@ def test_node_whose_kubelet_has_stopped_for_good_is_told_avoided_and_left_when_k
     world.until("Running", attempt=3)
     assert world.home(3) != node_3
     assert [action for action in world.deleted if action.force] == [], "its kubelet ends it when it is back"
+
+
+def silent_without_a_kubelet(world: World, seconds: float) -> tuple[Observation, PodView]:
+    """What is seen when the sidecar of worker 3 has died so long ago, and the last step was made just before."""
+    uid = world.member(3)
+    world.stop_kubelet(world.home(3))
+    world.train(60)
+    seen = world.observe()
+    reports = {each: replace(known, stepped_at=seen.now - seconds) for each, known in seen.reports.items()}
+    reports[uid] = replace(reports[uid], silent_since=seen.now - seconds)
+    return replace(seen, reports=reports), world.pods[uid]
+
+
+def test_sidecar_that_dies_where_a_kubelet_has_stopped_costs_nothing_however_long_a_step_takes() -> None:
+    seen, pod = silent_without_a_kubelet(trained(), 4.0)
+    assert why_lost(seen, pod), "steps that took a second stopped four seconds ago"
+    slow = replace(seen, job=replace(seen.job, status=replace(seen.job.status, step_seconds=3.0)))
+    assert why_lost(slow, pod) == ""
+    assert why_lost(replace(slow, now=slow.now + 30.0), pod), "it has stopped"
+
+
+def test_sidecars_that_were_just_started_do_not_vouch_that_training_has_stopped() -> None:
+    """All had died at once: those that are back first have not heard from their trainers yet."""
+    seen, pod = silent_without_a_kubelet(trained(), 6.0)
+    others = [
+        replace(each, sidecar=replace(each.sidecar, since=seen.now - 1.0)) if each.uid != pod.uid else each
+        for each in seen.pods
+    ]
+    back = replace(seen, pods=tuple(others))
+    assert why_lost(seen, pod)
+    assert why_lost(back, pod) == ""
+    assert why_lost(replace(back, now=back.now + 5.0), pod)
 
 
 def test_node_that_is_not_ready_and_silent_is_lost_without_waiting_for_an_eviction() -> None:
