@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from world_in_memory import make_spec
 
@@ -26,6 +26,8 @@ FIRST_SHORT = 20_000
 """Seeds below this one stand for long schedules, drawn as they were when some of them were kept. From it on most are short."""
 FIRST_OF_ALL_FAULTS = 30_000
 """Seeds before this one do not know the last of the faults."""
+FIRST_WITH_SPARES = 1_000_000
+"""From this seed on jobs may keep spare pods."""
 _LONG = 0.15
 """How many of those are long."""
 
@@ -108,7 +110,7 @@ def plan_of(seed: int) -> Plan:
         Fault(round(rng.uniform(4.0, seconds - 1), 2), name, rng.randrange(8), rng.random())
         for name in rng.choices(names, weights, k=count)
     ]
-    return Plan(
+    plan = Plan(
         seed=seed,
         spec=spec,
         nodes_per_rack=2 if workers < 4 else 3,
@@ -124,3 +126,6 @@ def plan_of(seed: int) -> Plan:
         faults=tuple(sorted(faults, key=lambda each: each.at)),
         operator_kills={rng.randrange(int(seconds)): rng.randrange(6) for _ in range(rng.choice((0, 0, 2)))},
     )
+    if seed < FIRST_WITH_SPARES:
+        return plan
+    return replace(plan, spec=replace(plan.spec, spares=rng.choice((0, 1, 1, 2))), nodes_per_rack=plan.nodes_per_rack + 1)

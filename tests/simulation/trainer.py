@@ -16,6 +16,7 @@ from tests.simulation import pages
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import DeltaMode, Phase
 from tiercheck.protocol.local import Hello, LauncherEvent, Order, Request, Welcome
+from tiercheck.protocol.report import SPARE
 from tiercheck.protocol.slot import NotASlot
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.rank_session import RankSession
@@ -55,6 +56,8 @@ class Launcher:
 
     def connect(self, process: Process) -> None:
         process.board.trainer.launcher_connected()
+        if self.said is None and self.pod.born_as == SPARE:
+            self.said = LauncherEvent("idle", 0)
         if self.said is not None:
             process.board.trainer.event(self.said, process.board.clock())
 

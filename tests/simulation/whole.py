@@ -326,11 +326,7 @@ class Simulation(World):
     def _note_status(self, before: JobRecord) -> None:
         now = self.status
         if now.attempt != before.attempt:
-            # What a kubelet no longer answers for may end at any moment, and is not relied on.
-            ready = {
-                uid for uid, pod in self.sidecars.items() if pod.node in self.nodes and not self.nodes[pod.node].lost
-            }
-            heard = tuple(uid for uid, since in self._heard_since.items() if self.now - since >= 3.0 and uid in ready)
+            heard = tuple(uid for uid, since in self._heard_since.items() if self.now - since >= 3.0 and self._stays(uid))
             self.record("attempt", number=now.attempt, version=now.restored_version, heard=heard)
         protected = now.condition(conditions.PROTECTED)
         bare = now.placement.unprotected_workers if now.placement else 0
@@ -338,6 +334,11 @@ class Simulation(World):
         if told != self._told:
             self._told = told
             self.record("told", phase=told[0], protected=told[1], reason=told[2], bare=bare)
+
+    def _stays(self, uid: str) -> bool:
+        """What its kubelet ends, or no longer answers for, may be gone at any moment, and is not relied on."""
+        pod = self.pods[uid]
+        return not pod.deleting and pod.node in self.nodes and not self.nodes[pod.node].lost
 
     def record_verdict(self, process: Process, verdict: Any) -> None:
         """What a coordinator says, whenever that changes."""
