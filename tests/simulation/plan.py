@@ -128,4 +128,6 @@ def plan_of(seed: int) -> Plan:
     )
     if seed < FIRST_WITH_SPARES:
         return plan
-    return replace(plan, spec=replace(plan.spec, spares=rng.choice((0, 1, 1, 2))), nodes_per_rack=plan.nodes_per_rack + 1)
+    return replace(
+        plan, spec=replace(plan.spec, spares=rng.choice((0, 1, 1, 2))), nodes_per_rack=plan.nodes_per_rack + 1
+    )

@@ -326,7 +326,9 @@ class Simulation(World):
     def _note_status(self, before: JobRecord) -> None:
         now = self.status
         if now.attempt != before.attempt:
-            heard = tuple(uid for uid, since in self._heard_since.items() if self.now - since >= 3.0 and self._stays(uid))
+            heard = tuple(
+                uid for uid, since in self._heard_since.items() if self.now - since >= 3.0 and self._stays(uid)
+            )
             self.record("attempt", number=now.attempt, version=now.restored_version, heard=heard)
         protected = now.condition(conditions.PROTECTED)
         bare = now.placement.unprotected_workers if now.placement else 0

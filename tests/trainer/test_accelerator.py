@@ -10,14 +10,14 @@ from typing import Any, cast
 import pytest
 import torch
 from lazy_device import LazyDevice
-from replaying import Script, started, survives, train
+from replaying import EQUAL, TOLD, Script, outcome, started, survives, train
 from safetensors.torch import load_file
 from scripted_sidecar import DEADLINE, ScriptedSidecar
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiercheck.protocol.artifact import Kind
-from tiercheck.trainer import accelerator, flight, slot_file, stored
+from tiercheck.trainer import accelerator, buffers, flight, slot_file, stored, watch
 from tiercheck.trainer.accelerator import accelerator_of
 from tiercheck.trainer.encoding import same_bits
 from tiercheck.trainer.leaves import NotCapturable
@@ -252,6 +252,50 @@ def test_slot_is_never_given_back_while_a_device_may_write_to_it(
         assert checkpointer.wait(DEADLINE)
         assert (checkpointer.captured, checkpointer.skipped) == (0, 1)
         assert device.done == device.given
+
+
+def beside(moved: Callable[[nn.Module], Tensor], when: Callable[[int], bool]) -> Callable[[], Script]:
+    """A part of the model that no optimizer has, and that follows the rest through `.data`, which no counter of torch's tells of."""
+
+    def build() -> Script:
+        model = nn.ModuleDict({"online": nn.Linear(WIDTH, WIDTH), "target": nn.Linear(WIDTH, WIDTH)})
+        model["target"].register_buffer("codes", torch.zeros(WIDTH, WIDTH))
+        optimizer = torch.optim.AdamW(model["online"].parameters(), lr=1e-2)
+
+        def update() -> Tensor:
+            optimizer.zero_grad()
+            batch = torch.randn(4, WIDTH)
+            wanted = model["target"](batch) + batch @ model["target"].codes
+            loss: Tensor = (model["online"](batch) - wanted.detach()).square().mean()
+            loss.backward()
+            optimizer.step()
+            if when(int(optimizer.state[model["online"].weight]["step"])):
+                moved(model["target"]).data.add_(model["online"].weight.data, alpha=0.1)
+            return loss
+
+        return Script(model, [optimizer], update)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    "moved", [lambda target: target.weight, lambda target: target.codes], ids=["parameter", "buffer"]
+)
+@pytest.mark.parametrize(
+    "when", [lambda _: True, lambda step: step == 6, lambda step: step == 8], ids=["always", "once", "last"]
+)
+def test_what_no_optimizer_has_is_not_silently_otherwise_after_deltas(
+    delta_sidecar: ScriptedSidecar,
+    monkeypatch: pytest.MonkeyPatch,
+    moved: Callable[[nn.Module], Tensor],
+    when: Callable[[int], bool],
+) -> None:
+    # As on a device: the training thread looks at no bytes.
+    monkeypatch.setattr(watch.Watch, "bytes", lambda _: 0)
+    monkeypatch.setattr(buffers.Buffers, "_written", lambda *_: set())
+    monkeypatch.setattr(accelerator, "_HOST", {"meta"})
+    assert outcome(delta_sidecar, beside(moved, when)) in ((EQUAL, TOLD) if when(1) else (EQUAL,))
+    assert bool(delta_sidecar.asked("no-deltas")) is when(1), "no delta would ever be right"
 
 
 def test_state_on_several_devices_is_refused() -> None:

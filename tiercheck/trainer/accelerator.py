@@ -108,9 +108,14 @@ class Accelerator:
         return found
 
 
+def on_host(device: torch.device) -> bool:
+    """Whether looking at what lies there costs no wait for a device."""
+    return device.type in _HOST
+
+
 def accelerator_of(tensors: Iterable[Tensor]) -> Accelerator | None:
     """The one that some of the tensors lie on; None: all are in host memory. Raises NotCapturable if there are several."""
-    devices = {device for device in {*map(_device, tensors)} if device.type not in _HOST}
+    devices = {device for device in {*map(_device, tensors)} if not on_host(device)}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise NotCapturable(f"the state lies on several devices ({names}); TierCheck saves one for each process")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,9 @@ from tiercheck.trainer.delta import REPLAY_BLOB, REPLAY_BYTES, Delta, Item, Plan
 from tiercheck.trainer.desk import Cancelled, Desk
 from tiercheck.trainer.flight import Flight
 from tiercheck.trainer.leaves import NotCapturable
+from tiercheck.trainer.samples import Sample
 from tiercheck.trainer.slot_file import USER_BLOB, USER_BYTES, bytes_into
+from tiercheck.trainer.untold import Untold
 
 _UNIT = 64 * 1024
 _BLANK = "0" * 32  # a fingerprint not yet known has the length of one
@@ -34,6 +36,7 @@ class Script:
     """Told which gradients of an optimizer were overwritten while they were read."""
     is_still: Callable[[list[int]], bool]
     """`Watch.elsewhere`."""
+    untold: Untold
 
 
 class Measured(Exception):
@@ -54,6 +57,7 @@ class DeltaJob:
         self._by_name: dict[str, Item] = {}
         self._hashes: state_hash.Folded
         self._flight: Flight | None = None
+        self._looked: tuple[Mapping[str, Tensor], Sample] | None = None
         self.seconds = 0.0
         """What it took this thread so far, without what it waited for a device to come to the end of the step."""
 
@@ -118,6 +122,7 @@ class DeltaJob:
         if not self._script.is_still(delta.seen):
             raise Skipped("Inexact", "something else than an update changed the state before its fingerprint was taken")
         if delta.device is not None:
+            self._looked = self._script.untold.look()
             self._flight = Flight(delta.device)
             must = frozenset(item.name for item in plan.items if item.must_be_finite)
             items = (item.hand_over() for item in plan.items)
@@ -157,8 +162,16 @@ class DeltaJob:
         if torn:
             raise Skipped("GradientReused", "one was overwritten while it was copied; it is copied at once from now on")
 
+    def _refuse_untold(self) -> None:
+        """Raises Skipped if something was changed that the delta does not tell of."""
+        if self._looked is not None:
+            told = {f"model/{name}" for name, _ in self._delta.buffers}
+            if name := self._script.untold.delta(self._delta.step, self._looked, told):
+                raise Skipped("Inexact", f"{name}, which no optimizer updates, was changed behind torch's counters")
+
     def _finish(self) -> None:
         delta = self._delta
+        self._refuse_untold()
         blob = replay_blob(self._plan, self._hashes.texts(), delta.threads)
         bytes_into(self._views[PIECES], self._plan.pieces)
         bytes_into(self._views[REPLAY_BLOB], blob)

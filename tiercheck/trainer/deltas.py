@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from tiercheck.protocol.directive import DeltaMode
 from tiercheck.trainer import user_state
 from tiercheck.trainer.accelerator import accelerator_of
 from tiercheck.trainer.backend import Backend
-from tiercheck.trainer.buffers import Buffers
+from tiercheck.trainer.buffers import ALWAYS, Buffers
 from tiercheck.trainer.capture import named_parameters_of
 from tiercheck.trainer.delta import Delta, Planner
 from tiercheck.trainer.delta_job import Script
@@ -151,6 +152,8 @@ class Deltas:
         events, inexact = self._recorder.take()
         self._depth = [0] * len(self._optimizers)  # an update that raised did not end
         self._look_at_the_clock()
+        if moved := self._saver.untold.hopeless:
+            self.give_up(f"{moved}, which no optimizer updates, is changed behind torch's counters")
         if not self.active or not self._sizes:
             return None
         if self._shares.whole:
@@ -323,5 +326,16 @@ class Deltas:
             [self._shares.shard(f"model/{name}", parameter) for name, parameter in named] for named in self._named
         ]
         self._saver.script = Script(
-            self._optimizers, Planner(names, replicas, shards), self._recorder.copy_at_once, self._watch.elsewhere()
+            self._optimizers,
+            Planner(names, replicas, shards),
+            self._recorder.copy_at_once,
+            self._watch.elsewhere(),
+            self._saver.untold,
         )
+        self._saver.untold.watch(self._never_told())
+
+    def _never_told(self) -> dict[str, Tensor]:
+        """What no delta has: parameters that nobody updates, and buffers too large to be carried each time."""
+        updated = {*chain.from_iterable(self._identities), *map(id, self._partitions.sent)}
+        found = {f"model/{name}": p for name, p in self._model.named_parameters() if id(p) not in updated}
+        return found | {f"model/{name}": b for name, b in self._buffers.named() if b.nbytes > ALWAYS}

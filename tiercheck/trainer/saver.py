@@ -25,6 +25,7 @@ from tiercheck.trainer.pace import Pace
 from tiercheck.trainer.sanity import Sanity
 from tiercheck.trainer.snapshot_job import SnapshotJob
 from tiercheck.trainer.unbroken import Unbroken
+from tiercheck.trainer.untold import Untold
 
 _TICK = 0.05  # seconds between attempts to deliver progress that is owed
 _UNFINISHED = 2  # artifacts copied but not handed over, before the next copy has to wait
@@ -80,6 +81,7 @@ class Saver:
         self.deltas = self.deltas_skipped = 0
         self.mutating: set[str] = set()
         """Tensors found to change outside the optimizer: from then on they are copied at once."""
+        self.untold = Untold()
         self._count_lock = threading.Lock()
         self._current: list[Pending] = []
         self._held: list[tuple[Accelerator, Mark]] = []
@@ -292,7 +294,7 @@ class Saver:
         job: Job
         try:
             if isinstance(pending, Snapshot):
-                job = SnapshotJob(self._desk, pending, self.mutating)
+                job = SnapshotJob(self._desk, pending, self.mutating, self.untold)
             else:
                 assert isinstance(pending, Delta)
                 assert self.script is not None

@@ -18,16 +18,18 @@ from tiercheck.trainer.flight import Flight
 from tiercheck.trainer.layouts import Planned
 from tiercheck.trainer.leaves import NotCapturable
 from tiercheck.trainer.slot_file import DELTA_ROOM, USER_BLOB, USER_BYTES, bytes_into
+from tiercheck.trainer.untold import Untold
 
 
 class SnapshotJob:
     kind = Kind.SNAPSHOT
 
-    def __init__(self, desk: Desk, snapshot: Snapshot, mutating: set[str]) -> None:
-        """`mutating` receives the names of tensors that turn out to change outside the optimizer."""
+    def __init__(self, desk: Desk, snapshot: Snapshot, mutating: set[str], untold: Untold) -> None:
+        """`mutating` receives the names of tensors that turn out to change outside the optimizer, `untold` what the snapshot has."""
         self.pending = self._snapshot = snapshot
         self._desk = desk
         self._mutating = mutating
+        self._untold = untold
         self._path = ""
         self._planned: Planned
         self._views: dict[str, torch.Tensor] = {}
@@ -135,6 +137,7 @@ class SnapshotJob:
             torn = [other]
         if torn:
             raise self._torn(torn)
+        self._untold.snapshot(snapshot.step, dict(zip(snapshot.proof.names, snapshot.proof.sample.sums, strict=False)))
 
     def _torn(self, names: list[str]) -> Skipped:
         # Nothing counts such writes, so nothing tells which others there were.
