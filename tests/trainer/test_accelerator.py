@@ -21,6 +21,7 @@ from tiercheck.trainer import accelerator, buffers, flight, slot_file, stored, w
 from tiercheck.trainer.accelerator import accelerator_of
 from tiercheck.trainer.encoding import same_bits
 from tiercheck.trainer.leaves import NotCapturable
+from tiercheck.trainer.untold import PATIENCE
 
 WIDTH = 160
 """A weight of 100 KiB, which travels alone, beside biases that are packed."""
@@ -254,6 +255,12 @@ def test_slot_is_never_given_back_while_a_device_may_write_to_it(
         assert device.done == device.given
 
 
+def look_at_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the training thread does where all lies on a device."""
+    monkeypatch.setattr(watch.Watch, "bytes", lambda _: 0)
+    monkeypatch.setattr(buffers.Buffers, "_written", lambda *_: set())
+
+
 def beside(moved: Callable[[nn.Module], Tensor], when: Callable[[int], bool]) -> Callable[[], Script]:
     """A part of the model that no optimizer has, and that follows the rest through `.data`, which no counter of torch's tells of."""
 
@@ -290,12 +297,22 @@ def test_what_no_optimizer_has_is_not_silently_otherwise_after_deltas(
     moved: Callable[[nn.Module], Tensor],
     when: Callable[[int], bool],
 ) -> None:
-    # As on a device: the training thread looks at no bytes.
-    monkeypatch.setattr(watch.Watch, "bytes", lambda _: 0)
-    monkeypatch.setattr(buffers.Buffers, "_written", lambda *_: set())
-    monkeypatch.setattr(accelerator, "_HOST", {"meta"})
+    look_at_no_bytes(monkeypatch)
     assert outcome(delta_sidecar, beside(moved, when)) in ((EQUAL, TOLD) if when(1) else (EQUAL,))
-    assert bool(delta_sidecar.asked("no-deltas")) is when(1), "no delta would ever be right"
+
+
+def test_deltas_end_where_they_would_never_tell_all(
+    delta_sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_at_no_bytes(monkeypatch)
+    script, checkpointer = started(beside(lambda target: target.weight, lambda _: True), every=2)
+    with checkpointer:
+        checkpointer.restore()
+        for _ in range(2 * PATIENCE + 4):
+            train(script, checkpointer, 1)
+            assert checkpointer.wait(DEADLINE)
+        (told,) = delta_sidecar.asked("no-deltas")
+        assert "model/target.weight, which no optimizer updates, is changed behind torch's counters" in told.message
 
 
 def test_state_on_several_devices_is_refused() -> None:

@@ -92,6 +92,10 @@ class Buffers:
         """All of them, by name in the model."""
         return [(name, buffer) for name, owner, key in self._places if (buffer := owner.get(key)) is not None]
 
+    def large(self) -> list[tuple[str, Tensor]]:
+        """Those that are not carried without asking."""
+        return [(name, b) for name, b in self.named() if b.layout is torch.strided and b.nbytes > ALWAYS]
+
     def extra(self) -> dict[str, Any]:
         """What modules add to the state_dict by `get_extra_state`, by its key there."""
         return {name: module.get_extra_state() for name, module in self._extra.items()}

@@ -19,7 +19,7 @@ from tiercheck.protocol.directive import DeltaMode
 from tiercheck.trainer import user_state
 from tiercheck.trainer.accelerator import accelerator_of
 from tiercheck.trainer.backend import Backend
-from tiercheck.trainer.buffers import ALWAYS, Buffers
+from tiercheck.trainer.buffers import Buffers
 from tiercheck.trainer.capture import named_parameters_of
 from tiercheck.trainer.delta import Delta, Planner
 from tiercheck.trainer.delta_job import Script
@@ -86,6 +86,7 @@ class Deltas:
         """Training begins now. `restored`: the version's step if there is one; `room`: bytes its largest delta had."""
         self._look_around()
         self._mark = self._watch.read()
+        self._saver.untold.begin()
         self._saver.pace.begins()
         if restored is not None:
             self._saver.unbroken.restored(restored)
@@ -338,4 +339,4 @@ class Deltas:
         """What no delta has: parameters that nobody updates, and buffers too large to be carried each time."""
         updated = {*chain.from_iterable(self._identities), *map(id, self._partitions.sent)}
         found = {f"model/{name}": p for name, p in self._model.named_parameters() if id(p) not in updated}
-        return found | {f"model/{name}": b for name, b in self._buffers.named() if b.nbytes > ALWAYS}
+        return found | {f"model/{name}": b for name, b in self._buffers.large()}

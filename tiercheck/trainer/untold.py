@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+import torch
 from torch import Tensor
 
 from tiercheck.trainer.accelerator import on_host
@@ -20,7 +21,7 @@ PATIENCE = 3
 
 
 class Untold:
-    """Of one model. But for `watch` and `hopeless`, of the saver's thread."""
+    """Of one model. But for `watch`, `begin` and `hopeless`, of the saver's thread."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
@@ -36,8 +37,15 @@ class Untold:
         """These from now on, by their names in a snapshot. Those in host memory are left out."""
         shards = {name: getattr(tensor, "_local_tensor", tensor) for name, tensor in tensors.items()}
         self._tensors = {
-            name: shard for name, shard in shards.items() if type(shard) in PLAIN and not on_host(shard.device)
+            name: shard
+            for name, shard in shards.items()
+            if type(shard) in PLAIN and shard.layout is torch.strided and not on_host(shard.device)
         }
+
+    def begin(self) -> None:
+        """Training begins: the first delta goes on from what is there now. Waits for the device."""
+        if looked := self.look():
+            self._known = dict(zip(looked[0], looked[1].sums, strict=True))
 
     def look(self) -> tuple[Mapping[str, Tensor], Sample] | None:
         """Of what the device has when it comes to this; None: there is nothing to look at."""
