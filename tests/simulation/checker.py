@@ -21,6 +21,8 @@ BOUND = 900.0
 FRESH = bytes(8)
 _HEALTHY = 2.5
 """Seconds since its last step in which a rank counts as training."""
+_HEARD_OF = 2.0
+"""Seconds until a loss is known to everybody."""
 _TOLD = 15.0
 """Seconds in which a job that lost its protection must say so."""
 _WORTH = {"memory": 9, "everything": 119}
@@ -72,6 +74,8 @@ class Checker:
     faults: list[tuple[float, str]] = field(default_factory=list)
     neighbours: set[str] = field(default_factory=set)
     """Pods of others that look like the job's."""
+    lost: dict[str, tuple[float, set[Any]]] = field(default_factory=dict)
+    """When a pod was gone, and what its memory held."""
     flipped: bool = False
     told: tuple[bool | None, str] = (None, "")
     bare: int = 0
@@ -158,7 +162,7 @@ class Checker:
         self.memory[f["pod"]] = set()
 
     def _gone(self, f: Mapping[str, Any]) -> None:
-        self.memory.pop(f["pod"], None)
+        self.lost[f["pod"]] = self.now, self.memory.pop(f["pod"], set())
         self.ended |= {attempt for attempt, crew in self.crews.items() if f["pod"] in crew}
 
     def _inventory(self, f: Mapping[str, Any]) -> None:
@@ -182,6 +186,9 @@ class Checker:
         ]
         before = [max(self._common(self.memory, tiers, self.attempt), default=(0, 0)) for _, _, tiers in watched]
         held -= set(f["what"])
+        known = self.memory
+        # Whoever gives something up for what a pod has cannot know yet that the pod is gone.
+        self.memory = known | {pod: lost for pod, (at, lost) in self.lost.items() if self.now - at < _HEARD_OF}
         for (name, mark, tiers), had in zip(watched, before, strict=True):
             left = max(self._common(self.memory, tiers, self.attempt), default=(0, 0))
             if had >= mark > left:
@@ -189,6 +196,7 @@ class Checker:
                     "committed is kept",
                     f"{f['pod']} freed {_names(f['what'])}; {name} {mark} was complete, {left} is left",
                 )
+        self.memory = known
 
     def _step(self, f: Mapping[str, Any]) -> None:
         rank, version = f["rank"], (f["step"], f["attempt"])
