@@ -200,12 +200,12 @@ class Offloader:
     def _upload(self, store: RemoteStore, directive: Directive, version: Version) -> None:
         from tiercheck_sidecar.remote import RemoteCorrupt
 
-        for rank in self._vault.ranks:
-            done = self._uploaded.get(rank)
-            if done is not None and done.version == version:
-                continue
-            if not self._is_ours(store, directive):
-                return
+        done = {rank for rank, artifact in self._uploaded.items() if artifact.version == version}
+        due = [rank for rank in self._vault.ranks if rank not in done]
+        # Once for all ranks: what an attempt that is over uploads is seen by nobody before there is a manifest.
+        if not due or not self._is_ours(store, directive):
+            return
+        for rank in due:
             seal = self._vault.find(rank, version, Tier.LOCAL)
             if seal is None:
                 continue  # the coordinator learns that from our next report, and names another version

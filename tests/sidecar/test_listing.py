@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from stations import Stations
 
+from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
@@ -61,6 +64,21 @@ def test_worker_lists_when_it_starts_and_then_hears_from_the_coordinator(board: 
     for _ in range(3):
         offloader._list_when_due(store, verdict(FIRST, SECOND))  # type: ignore[arg-type]
     assert (board.remote.versions, store.listed) == ((FIRST, SECOND), 1)
+
+
+def test_worker_asks_once_per_version_whether_its_attempt_is_over_however_many_ranks_it_has(
+    stations: Callable[..., Stations], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = stations(procs=4)
+    for rank in range(4):
+        job[0].save(FIRST, 10_000, rank=rank)
+    board, store, asked, put = job[0].board, Store(), list[str](), list[int]()
+    monkeypatch.setattr(store, "newest_attempt", lambda uid: asked.append(uid) or 0)
+    store.put_artifact = lambda rank, version, *_, **more: put.append(rank) or RankArtifact(rank, version, "")  # type: ignore[attr-defined]
+    offloader = Offloader(board, job[0].vault, Coordinator(board))
+    for _ in range(2):
+        offloader._upload(store, board.directive, FIRST)  # type: ignore[arg-type]
+    assert (put, len(asked)) == ([0, 1, 2, 3], 1)
 
 
 def test_worker_that_had_trouble_looks_for_itself_again(board: Board) -> None:
