@@ -55,6 +55,8 @@ class Offloader:
         self._uploaded: dict[int, RankArtifact] = {}
         self._listed_at: float | None = None
         self._listed_for: Version | None = None
+        self._listed_as: int | None = None
+        """Which worker this was then."""
         self._manifests: dict[Version, Manifest] = {}
         self._worlds: dict[Version, int] = {}
         """By how many ranks each stored version was made, 0 if that cannot be read."""
@@ -141,14 +143,15 @@ class Offloader:
             if store.weakness:
                 self._board.problem(_NOT_SAFE, store.weakness)
         elif self._board.config.worker != 0:
+            self._listed_as = self._board.config.worker
             if verdict is not None and verdict.stored is not None:
                 self._publish(True, "", verdict.stored)
             return
-        elif mark == self._listed_for and now - self._listed_at <= _LIST_EVERY:
+        elif self._listed_as == 0 and mark == self._listed_for and now - self._listed_at <= _LIST_EVERY:
             return
         versions = tuple(store.versions())
         self._board.learn(store.newest_attempt(self._board.config.job_uid))
-        self._listed_at, self._listed_for = now, mark
+        self._listed_at, self._listed_for, self._listed_as = now, mark, self._board.config.worker
         self._tell_stored(store, versions)
         if self._board.config.worker == 0 and self._examinations < _EXAMINATIONS:
             self._examine(store)
@@ -239,7 +242,8 @@ class Offloader:
 
     def _tell_stored(self, store: RemoteStore, versions: tuple[Version, ...]) -> None:
         self._publish(True, "", versions, self._ranks_of(store, versions))
-        self._coordinator.stored(versions)
+        if self._board.config.worker == 0:  # what another one found long ago is no more true when it takes that place
+            self._coordinator.stored(versions)
 
     def listed(self, rank: int, version: Version) -> dict[Artifact, int]:
         """The newest snapshots of `rank` in the remote tier up to `version` that the history accepts, with bytes. Raises SourceFailed."""

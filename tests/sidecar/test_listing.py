@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,23 @@ def test_worker_asks_once_per_version_whether_its_attempt_is_over_however_many_r
     for _ in range(2):
         offloader._upload(store, board.directive, FIRST)  # type: ignore[arg-type]
     assert (put, len(asked)) == ([0, 1, 2, 3], 1)
+
+
+def test_whoever_becomes_worker_0_lists_at_once_and_tells_nothing_that_it_found_before(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a spare found when it was started may have been deleted long ago."""
+    store, coordinator, told = Store(), Coordinator(board), list[tuple[Version, ...]]()
+    monkeypatch.setattr(coordinator, "stored", told.append)
+    offloader = Offloader(board, None, coordinator)  # type: ignore[arg-type]
+    offloader._list_when_due(store, None)  # type: ignore[arg-type]
+    assert (store.listed, told) == (1, [])
+    board.config = replace(board.config, worker=0)
+    monkeypatch.setattr(offloader, "_ranks_of", lambda *_: ())
+    monkeypatch.setattr(offloader, "_examine", lambda _: None)
+    for _ in range(2):
+        offloader._list_when_due(store, None)  # type: ignore[arg-type]
+    assert (store.listed, told) == (2, [(FIRST, SECOND)])
 
 
 def test_worker_that_had_trouble_looks_for_itself_again(board: Board) -> None:

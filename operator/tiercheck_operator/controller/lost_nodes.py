@@ -59,7 +59,7 @@ def told(obs: Observation, members: Mapping[int, PodView]) -> tuple[str, str] | 
 
 def _silent_too(obs: Observation, pod: PodView) -> bool:
     """For long enough, without a step of training, and while others answer: otherwise it is we who are cut
-    off. Others that were just started have not heard yet whether their trainers make steps."""
+    off."""
     known, patience = obs.reports.get(pod.uid), obs.patience
     if known is None:
         return True  # it never had an address
@@ -70,10 +70,10 @@ def _silent_too(obs: Observation, pod: PodView) -> bool:
     if pod.uid not in obs.attempt_pods:  # it holds nothing
         return seconds > (patience.accused if any(answers(obs, other) for other in living) else patience.silent)
     members = [other for other in living if other.uid in obs.attempt_pods]
-    up = [obs.now - (other.sidecar.since or 0.0) for other in members if answers(obs, other)]
-    limit = patience.silent if 2 * len(up) < len(members) else patience.accused
+    answering = sum(answers(obs, other) for other in members)
+    limit = patience.silent if 2 * answering < len(members) else patience.accused
     job = training(obs)
-    return min(seconds, max(up, default=0.0)) > limit and job.stepped > max(limit, _PACES * job.pace)
+    return answering > 0 and seconds > limit and job.stepped > max(limit, _PACES * job.pace)
 
 
 def _wants_a_kubelet(obs: Observation, pod: PodView) -> bool:

@@ -66,6 +66,8 @@ def training(obs: Observation) -> Training:
         for known in obs.reports.values()
         if known.stepped_at is not None and known.report is not None and known.report.attempt == status.attempt
     ]
-    stepped = obs.now - max(steps) if steps else math.inf
+    # Sidecars that were just started have not heard yet whether their trainers make steps.
+    told = [obs.now - (pod.sidecar.since or 0.0) for pod in obs.pods if answers(obs, pod)]
+    stepped = min(obs.now - max(steps, default=-math.inf), max(told, default=math.inf))
     waits = status.recovery is not None and status.recovery.released_at is None
     return Training(stepped, status.step_seconds or 0.0, waits)

@@ -85,7 +85,7 @@ class Training:
     """How the job as a whole gets on, in seconds."""
 
     stepped: float = math.inf
-    """Since it was last heard to have made a step in this attempt."""
+    """Since it was last heard to have made a step in this attempt, or somebody is there who could tell."""
     pace: float = 0.0
     """Of a step; 0: not known."""
     waits: bool = False
