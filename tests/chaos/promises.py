@@ -44,7 +44,9 @@ class LifeChecker(Checker):
                 self.complete[name] = self.announced[name]
 
     def _look_at_mark(self, name: str, version: Step) -> None:
-        if name == "remote":
+        # An operator that was stopped tells what was so before: retention may have put newer ones in the place of it.
+        newer = any(each >= version and self._on_line(each, self.attempt) for each in self._stored())
+        if name == "remote" and not newer:
             super()._look_at_mark(name, version)
 
     def _look_at_protection(self) -> None:

@@ -37,3 +37,15 @@ def test_mark_that_falls_within_an_attempt_is_a_broken_promise_and_silence_is_no
     assert not checker.broken
     checker.read([(5.0, "verdict", verdict(6))])
     assert [each.promise for each in checker.broken] == ["watermarks never fall"] * 2
+
+
+def test_version_that_newer_ones_have_taken_the_place_of_may_be_told_by_an_operator_that_was_stopped() -> None:
+    checker = LifeChecker()
+    begin = {"workers": 1, "copies": 1, "keep": 1}
+    checker.read([(0.0, "begins", begin), (1.0, "attempt", {"number": 1, "version": None, "heard": ()})])
+    checker.manifests["manifests/000000000009-1.json"] = []
+    told = {"by": "status", "attempt": 1, "placement": "p", "snapshot": None, "local": None, "peer": None}
+    checker.read([(2.0, "verdict", {**told, "remote": Mark(6, 1)})])
+    assert not checker.broken
+    checker.read([(3.0, "verdict", {**told, "remote": Mark(12, 1)})])
+    assert [each.promise for each in checker.broken] == ["complete is complete"]
