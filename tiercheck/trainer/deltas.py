@@ -86,7 +86,7 @@ class Deltas:
         """Training begins now. `restored`: the version's step if there is one; `room`: bytes its largest delta had."""
         self._look_around()
         self._mark = self._watch.read()
-        self._saver.untold.begin()
+        self._harmless(self._saver.untold.begin)
         self._saver.pace.begins()
         if restored is not None:
             self._saver.unbroken.restored(restored)
