@@ -244,6 +244,8 @@ def _passed(tiers: RankTiers, version: Version, complete: Version | None) -> boo
         return tiers.reached >= version
     if _leads(tiers.local, version) or any(each <= version for each in tiers.unfinished_deltas):
         return False
+    if any(each <= version for each in tiers.leaving):
+        return False  # what rests on these is left out of what it says, and it may keep them after all
     if any(run.last == version.step - 1 for run in tiers.local):
         return tiers.reached > version  # the delta of that very step may be yet to come
     return tiers.reached >= version

@@ -105,6 +105,17 @@ def test_snapshot_that_a_rank_skipped_is_abandoned_at_once_where_no_delta_can_ma
     assert verdict.abandoned == (), "its delta of step 8 may be yet to come"
 
 
+def test_what_may_rest_on_a_snapshot_that_a_rank_leaves_out_for_now_is_not_abandoned() -> None:
+    """It may keep it after all, and then the version is complete by its deltas."""
+    ranks = {0: tiers(0, [4, 16], []), 1: tiers(1, [4, 14], [], reached=v(18), leaving=(v(14),))}
+    ranks[1] = replace(ranks[1], local=spans({v(4)}))
+    _, verdict = judge(2, ranks, HISTORY, Standing())
+    assert v(16) not in verdict.abandoned
+    ranks[1] = replace(ranks[1], leaving=(v(17),))
+    _, verdict = judge(2, ranks, HISTORY, Standing())
+    assert v(16) in verdict.abandoned
+
+
 def test_copy_of_a_version_that_its_owner_gave_up_is_abandoned_too() -> None:
     """Or a holder that missed the word would keep it, and refuse newer ones, for ever."""
     ranks = {rank: tiers(rank, [10, 50], [10], reached=v(50)) for rank in (0, 1)}
