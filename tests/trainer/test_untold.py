@@ -71,3 +71,16 @@ def test_host_memory_is_left_to_the_training_thread() -> None:
     untold.watch({"model/target": torch.zeros(8)})
     untold.begin()
     assert untold.look() is None
+
+
+def test_what_a_delta_tells_of_may_change_although_the_snapshot_was_looked_at_first(tensors: dict[str, Tensor]) -> None:
+    untold = watching(tensors)
+    for step in range(1, PATIENCE + 2):
+        tensors["model/codes"].data.add_(1)
+        snapshot(untold, step, tensors)
+        assert delta(untold, step, "model/codes") == ""
+    tensors["model/codes"].data.add_(1)
+    tensors["model/target"].data.add_(1)
+    snapshot(untold, PATIENCE + 2, tensors)
+    assert delta(untold, PATIENCE + 2, "model/codes") == "model/target"
+    assert untold.hopeless == ""

@@ -27,8 +27,8 @@ class Untold:
         self._tensors: dict[str, Tensor] = {}
         self._sampler = Sampler()
         self._known: dict[str, int] = {}
-        self._moved = 0, ""
-        """The newest snapshot that had something otherwise than what came before it, and what."""
+        self._moved: tuple[int, set[str]] = 0, set()
+        """The newest snapshot, and what it had otherwise than what came before it."""
         self._count = 0
         self.hopeless = ""
         """What keeps changing."""
@@ -55,8 +55,7 @@ class Untold:
     def snapshot(self, step: int, sums: Mapping[str, int]) -> None:
         """A snapshot of that step has these, by name."""
         seen = {name: sums[name] for name in self._tensors if name in sums}
-        if moved := self._differs(seen):
-            self._moved = step, moved
+        self._moved = step, self._changed(seen)
         self._known |= seen
 
     def delta(self, step: int, looked: tuple[Mapping[str, Tensor], Sample], told: Collection[str]) -> str:
@@ -66,15 +65,14 @@ class Untold:
         """
         tensors, sample = looked
         seen = dict(zip(tensors, sample.sums, strict=True))
-        moved = self._differs({name: found for name, found in seen.items() if name not in told})
+        changed = self._changed(seen) | (self._moved[1] if self._moved[0] == step else set())
         self._known |= seen
-        if not moved and self._moved[0] == step:
-            moved = self._moved[1]
+        moved = min(changed.difference(told), default="")
         if moved:
             self._count += 1
             if self._count >= PATIENCE:
                 self.hopeless = moved
         return moved
 
-    def _differs(self, seen: Mapping[str, int]) -> str:
-        return next((name for name, found in seen.items() if self._known.get(name, found) != found), "")
+    def _changed(self, seen: Mapping[str, int]) -> set[str]:
+        return {name for name, found in seen.items() if self._known.get(name, found) != found}
