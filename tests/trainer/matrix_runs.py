@@ -343,7 +343,10 @@ class Runs:
             store = dist.FileStore(str(self._folder / f"store-{number}"), run["world"])
             dist.init_process_group("gloo", store=store, rank=rank, world_size=run["world"])
             said = train(run, self._folder / run["folder"])
-            self._answer(number, rank).write_text(json.dumps(said))
+            whole = self._answer(number, rank)
+            part = whole.with_suffix(".part")  # an end while it is written leaves no answer, never half of one
+            part.write_text(json.dumps(said))
+            part.rename(whole)
             dist.barrier()  # nobody leaves while others still need it
             status = 0
         except BaseException:
