@@ -39,7 +39,7 @@ def install(python: Path, *arguments: str) -> None:
 
 
 def main(folder: Path, extra: str) -> None:
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - runs with whatever Python is here
         sys.exit("TierCheck needs Python 3.11 or newer; set PYTHON=, as in `make demo PYTHON=python3.12`")
     print(f"Installs into {folder}: {NEEDS[extra]}. This takes some minutes, once.", flush=True)
     python = folder / "bin" / "python"
