@@ -44,9 +44,6 @@ class Offer:
     """Ranks that saved it."""
     borrow: Callable[[int, Ranges], str] | None = None
     """How to get at the slots of all of them (`resharding.OtherRanks`); None: only the own one can be read."""
-    borrow_deltas: tuple[tuple[int, Callable[[int, Ranges], str]], ...] = ()
-    """If other ranks saved it: the deltas that lead from the snapshot behind `borrow` to the version, in order: the step of each, and
-    how to get at those of all ranks."""
 
 
 class Backend(Protocol):
@@ -56,8 +53,6 @@ class Backend(Protocol):
     place: str
     """Where artifacts go, for people: one Checkpointer of a process has it."""
     patience: float | None
-    elementwise: bool
-    """Set by the trainer: whether its optimizers treat each element on its own, so that its deltas can be replayed on other ranks."""
     numa: int
     """Set by the trainer: the NUMA node of its device; -1: none is known."""
 

@@ -58,9 +58,7 @@ from tiercheck.trainer.partitioned import Partitions
 from tiercheck.trainer.proof import Proof, first_difference
 from tiercheck.trainer.ranks import anywhere, everyones, rank_and_world
 from tiercheck.trainer.replay import Mismatch, Replay
-from tiercheck.trainer.replayable import inseparable
 from tiercheck.trainer.replicas import Shares
-from tiercheck.trainer.resharded_replay import CannotReplay, replay_resharded
 from tiercheck.trainer.resharding import Here, OtherRanks, load_resharded
 from tiercheck.trainer.samples import Sampler
 from tiercheck.trainer.saver import Saver
@@ -151,7 +149,6 @@ class Checkpointer:
         """This process among the ranks of the job."""
         self._found = found
         self._backend = _backend(folder, keep) if found is None else found.backend
-        self._backend.elementwise = not any(map(inseparable, self._optimizers))
         self._last_words: LastWords | None = None
         if os.environ.get(ENV_RUN_DIR):
             stacks.answer_with_stacks()
@@ -499,12 +496,6 @@ class Checkpointer:
             here = Here(self._model, self._optimizers, self._shares, self.rank, self.world_size)
             content, proof = load_resharded(here, others, beside=self._beside)
             self._refuse_other_state(others.beginnings[0].header.version, proof)
-            if offer.borrow_deltas:
-                content = replay_resharded(here, others, offer.borrow_deltas)
-        except CannotReplay as error:
-            message = f"the steps after the snapshot cannot be made again on other ranks: {error}"
-            self._backend.mismatch(offer.version.step, message)
-            raise RestoreError(message) from error
         except (OSError, NotASlot, KeyError, TypeError, NotCapturable) as error:
             raise RestoreError(f"{offer.version} cannot be read: {error}") from error
         self._partitions.loaded()
