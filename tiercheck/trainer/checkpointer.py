@@ -49,6 +49,7 @@ from tiercheck.trainer.hooks import innermost
 from tiercheck.trainer.inventories import Inventories
 from tiercheck.trainer.kept import refuse_inner
 from tiercheck.trainer.last_words import LastWords
+from tiercheck.trainer.layouts import DeltaRoom, UnknownRoom
 from tiercheck.trainer.leaves import PLAIN, Entry, NotCapturable
 from tiercheck.trainer.live import is_final, refuse_fsdp1
 from tiercheck.trainer.load import fits, load_all, more_groups
@@ -265,7 +266,7 @@ class Checkpointer:
         self._deltas.started(None if offer is None else self.step_number, room)
         if offer is not None:
             # So that slots are made ready during the first steps. To reserve none would tell the job that this rank takes no deltas.
-            self._prepare(0 if not self._deltas.active else room or -1)
+            self._prepare(0 if not self._deltas.active else room or UnknownRoom.KNOWN_SOON)
         self._last_step_at = time.monotonic()
         return self.step_number
 
@@ -297,7 +298,7 @@ class Checkpointer:
         delta = self._deltas.end_step(self.step_number, self._state, poisoned)
         due = self._deltas.needs_snapshot() or self.step_number % self.every == 0
         if not due and not self._saver.layouts.known:
-            self._prepare(-1 if delta is not None else None)
+            self._prepare(UnknownRoom.KNOWN_SOON if delta is not None else UnknownRoom.AS_BEFORE)
         snapshot = self._snapshot(loss, poisoned) if due else None
         if delta is None and not due and loss is not None and not poisoned:
             self._saver.sanity.good(self.step_number)
@@ -579,7 +580,7 @@ class Checkpointer:
             return entry
         return entry._replace(tensor=entry.tensor.clone(), lazy=False)
 
-    def _prepare(self, delta_room: int | None) -> None:
+    def _prepare(self, delta_room: DeltaRoom) -> None:
         """Find out the size of a slot before the first snapshot is due, and have slots made (`Saver.reserve`)."""
         try:
             inventory = self._inventories.take()
