@@ -6,6 +6,7 @@ Both are one small interface. Its methods are called by the saver's thread, exce
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +16,9 @@ from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.version import Version
 
 log = logging.getLogger("tiercheck")
+
+_held: set[tuple[int, str]] = set()
+"""Process and place of each `Claim`."""
 
 Ranges = Sequence[tuple[int, int]]
 """Of bytes in a slot: from the first to before the second."""
@@ -131,6 +135,26 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Claim:
+    """Of a `Backend.place`, until it is released: two Checkpointers of one process, as for the two models of a GAN, would write over
+    each other's versions.
+    """
+
+    def __init__(self, place: str) -> None:
+        """Raises ValueError if another one of this process has it. A forked one begins anew."""
+        self._key = os.getpid(), place
+        if self._key in _held:
+            raise ValueError(
+                f"another Checkpointer of this process saves to {place}: close it first, or give all models and optimizers to"
+                " one (torch.nn.ModuleDict, a list of optimizers)"
+            )
+        _held.add(self._key)
+
+    def release(self) -> None:
+        """May be called twice."""
+        _held.discard(self._key)
 
 
 class WarnOnce:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from tiercheck.protocol.names import ENV_RUN_DIR
 from tiercheck.trainer import gloo_threads, stacks, user_state
-from tiercheck.trainer.claim import Claim
+from tiercheck.trainer.backend import Claim
 from tiercheck.trainer.copying import Pending
 from tiercheck.trainer.deltas import Deltas
 from tiercheck.trainer.equality import Equality
