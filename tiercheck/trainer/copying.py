@@ -15,10 +15,10 @@ from torch import Tensor
 
 from tiercheck.failpoints import failpoint
 from tiercheck.trainer.accelerator import Accelerator, Mark
-from tiercheck.trainer.counters import Counters
 from tiercheck.trainer.leaves import Entry
 from tiercheck.trainer.proof import Proof
 from tiercheck.trainer.user_state import Packed
+from tiercheck.trainer.watch import Counters
 
 CHUNK = 16 * 1024 * 1024
 """Bytes per copy call: long enough to be efficient, short enough that other threads get the interpreter in between."""
