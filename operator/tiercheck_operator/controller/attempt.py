@@ -17,7 +17,6 @@ from tiercheck_operator.controller.hang import find_hang, remembered
 from tiercheck_operator.controller.identities import reports_of
 from tiercheck_operator.controller.inventories import (
     bad_everywhere,
-    elementwise,
     inventories,
     remote_inventory,
     without_versions,
@@ -145,7 +144,6 @@ def _situation(
         target_step=spec.restore_step if first else None,
         bad=bad_everywhere(reports),
         groups=placed.groups,
-        elementwise=elementwise(reports),
     )
 
 
@@ -177,13 +175,7 @@ def _next_status(
     step = outcome.version.step if isinstance(outcome, Recover) else 0
     cause = Cause.parse(recovery.cause)
     before = newest_step(obs)
-    replayed_from = outcome.snapshot if isinstance(outcome, Recover) and outcome.snapshot != outcome.version else None
-    accepted = history.after(
-        number,
-        step,
-        obs.job.spec.workers * obs.job.spec.procs_per_worker,
-        replayed_from.step if replayed_from is not None else 0,
-    )
+    accepted = history.after(number, step, obs.job.spec.workers * obs.job.spec.procs_per_worker)
     members = members_digest(membership.members)
     in_place = cause.in_place and members == status.members
     return replace(

@@ -12,7 +12,7 @@ from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.adoption import with_ranks
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.identities import reports_of
-from tiercheck_operator.controller.inventories import bad_everywhere, elementwise, inventories, remote_inventory
+from tiercheck_operator.controller.inventories import bad_everywhere, inventories, remote_inventory
 from tiercheck_operator.controller.membership import Membership
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.record import rfc3339
@@ -108,7 +108,6 @@ def _leads_back(obs: Observation, membership: Membership, size: int) -> bool:
         inventories(reports),
         remote,
         bad=bad_everywhere(reports),
-        elementwise=elementwise(reports),
     )
     return any(stock.farthest_tier(version) is not None for version in stock.versions)
 

@@ -21,12 +21,9 @@ from tiercheck_operator.controller.barrier import attempt_reports
 from tiercheck_operator.controller.capacity import overdue, possible_size, told
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
-from tiercheck_operator.controller.identities import reports_of
-from tiercheck_operator.controller.inventories import elementwise
 from tiercheck_operator.controller.membership import Membership, find_members
 from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.record import JobRecord, Recovery, SizeRecord, TierRecord
-from tiercheck_operator.controller.saving import EVERY_STEP
 from tiercheck_operator.controller.spares import Upkeep, find_spares
 from tiercheck_operator.controller.status import Finding, Findings
 from tiercheck_operator.controller.suspend import resumed
@@ -128,7 +125,7 @@ def _planned(obs: Observation, membership: Membership) -> Resized | None:
     if size.room_since is None:
         return Resized(replace(status, size=SizeRecord(size.workers, obs.now)), Findings())
     waited = obs.now - size.room_since
-    if waited < obs.patience.grow or not _own_version(obs):
+    if waited < obs.patience.grow or not _own_version(obs, membership):
         return None
     if not _little_lost(obs, membership) and waited < _PATIENT_TIMES * obs.patience.grow:
         return None
@@ -168,19 +165,23 @@ def _room(obs: Observation, membership: Membership) -> bool:
     return len(ready) - vacant >= (obs.job.spec.wanted_workers or 0) - obs.job.spec.workers
 
 
-def _own_version(obs: Observation) -> bool:
-    """Whether something that these workers made is complete as it would be after a loss: growing does not throw away what they did."""
+def _own_version(obs: Observation, membership: Membership) -> bool:
+    """Whether something that these workers made is complete as it would be after a loss, and a snapshot of theirs, from which alone
+    more of them can start: growing does not throw away what they did."""
     status, branches, placement = obs.job.status, obs.job.status.history.branches, obs.placement
     elsewhere = placement is not None and (bool(placement.groups) or any(placement.holders().values()))
     kept = status.tiers.get("peer" if elsewhere else "local")
-    return isinstance(kept, TierRecord) and bool(branches) and kept.step > branches[-1].base_step
+    pod = membership.members.get(0)
+    report = obs.report(pod) if pod is not None else None
+    snapshot = report.watermarks.snapshot if report is not None else None
+    if not branches or not isinstance(kept, TierRecord) or snapshot is None:
+        return False
+    return min(kept.step, snapshot.step) > branches[-1].base_step
 
 
 def _little_lost(obs: Observation, membership: Membership) -> bool:
-    """Whether few steps would be trained again: each step is a delta that other ranks can replay, or a snapshot is fresh."""
+    """Whether few steps would be trained again, because a snapshot is fresh."""
     checkpoint = obs.job.status.checkpoint
-    if checkpoint is not None and checkpoint.deltas == EVERY_STEP and elementwise(reports_of(obs, membership.members)):
-        return True
     pod, pace = membership.members.get(0), obs.job.status.step_seconds
     report, known = (obs.report(pod), obs.reports.get(pod.uid)) if pod is not None else (None, None)
     if report is None or known is None or pace is None or report.watermarks.snapshot is None:
