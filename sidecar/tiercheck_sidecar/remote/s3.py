@@ -1,5 +1,6 @@
-"""A bucket as remote tier: our own connections move the bytes (for a fraction of boto3's CPU: `benchmarks/remote.py`), boto3 finds the
-credentials, lists, and creates the manifest with `If-None-Match: *`.
+"""A bucket as remote tier: obstore moves the bytes of artifacts, boto3 does the rest.
+
+boto3 finds credentials, lists, deletes, and creates the manifest with `If-None-Match: *`.
 
 Payloads are not signed (SHA-256 of every byte would cost more than sending it); where the server takes it, CRC64NVME
 guards them on the way, and our own digests guard them for good.
@@ -12,15 +13,18 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from tiercheck_sidecar.remote import keys as layout
 from tiercheck_sidecar.remote import s3_errors
 from tiercheck_sidecar.remote.config import S3Settings
 from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteError
 from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored, bounded
-from tiercheck_sidecar.remote.s3_clients import Clients
-from tiercheck_sidecar.remote.s3_multipart import Multipart, part_size
+from tiercheck_sidecar.remote.s3_multipart import Leftover, part_size
 from tiercheck_sidecar.remote.verify import nothing_arrived
+
+if TYPE_CHECKING:
+    from tiercheck_sidecar.remote.s3_clients import Clients
 
 CONFLICT_TRIES = 6
 SETTLE_SECONDS = 1.0
@@ -50,14 +54,14 @@ class S3Objects(Objects):
         clients = self._clients()
         self._probe(clients)
         part = part_size(len(source), chunk)
-        if len(source) > part:
-            with self._boto():
-                Multipart(clients, self._key(key), source, part, self.location).run(gate)
+        name = self._key(key)
+        if len(source) <= part:
+            gate(0, source)
+            clients.transfers.send(name, source[:])  # obstore may hold the view for a moment after a close
             return
-        headers = clients.guarding(gate, 0, source)
-        answer = clients.lines.request("PUT", clients.url(self._key(key)), headers, source)
-        if answer.status != 200:
-            raise s3_errors.from_body(answer.status, answer.body, self.location)
+        with self._boto():
+            if not Leftover(clients, name, source, part, self._closed).complete(gate):
+                clients.transfers.send_parts(name, source, part, gate)
 
     def write(self, key: str, body: bytes) -> None:
         clients = self._clients()
@@ -100,7 +104,8 @@ class S3Objects(Objects):
         return self.read(key) == body
 
     def _probe(self, clients: Clients) -> None:
-        clients.probe(self._key(layout.PROBE), self.location)
+        with self._boto():
+            clients.probe(self._key(layout.PROBE))
         if not clients.conditional:
             self.weakness = (
                 f"{self.location} takes If-None-Match and does not mind it, so two writers may both believe that theirs is the "
@@ -126,13 +131,7 @@ class S3Objects(Objects):
         if not into:
             return 0
         clients = self._clients()
-        headers = {"Range": f"bytes={offset}-{offset + len(into) - 1}"}
-        answer = clients.lines.request("GET", clients.url(self._key(key)), headers, into=into, arrived=arrived)
-        if answer.status == 416 or s3_errors.code_of(answer.body) == "NoSuchKey":
-            return 0
-        if answer.status != 206 and not (answer.status == 200 and offset == 0):
-            raise s3_errors.from_body(answer.status, answer.body, self.location)
-        return answer.received
+        return clients.transfers.receive(self._key(key), offset, into, arrived)
 
     def list(self, prefix: str) -> list[Stored]:
         clients = self._clients()
@@ -186,6 +185,8 @@ class S3Objects(Objects):
         return f"{self._folder}/{key}"
 
     def _clients(self) -> Clients:
+        from tiercheck_sidecar.remote.s3_clients import Clients  # late: it loads obstore
+
         with self._connecting:
             if self._closed.is_set():
                 raise RemoteClosed

@@ -1,29 +1,31 @@
-"""One set of credentials, timeouts, trust and addressing for both ways to a bucket: boto3 for control, our own connections for bytes.
+"""One set of credentials, trust and addressing for both ways to a bucket: boto3's and obstore's.
 
-boto3 decides all of it: the chain of credentials (environment, profiles, web identity, instance), the endpoint, path or virtual-host
-addressing, the region and the authorities. Our own connections ask it.
+boto3 decides all of it: the chain of credentials (environment, profiles, web identity, instance), endpoint,
+path or virtual-host addressing, region, authorities and proxies. obstore is told.
 """
 
 from __future__ import annotations
 
 import os
-import ssl
 import threading
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tiercheck_sidecar.remote import crc64nvme, s3_errors
+from tiercheck_sidecar.remote import s3_errors
 from tiercheck_sidecar.remote.config import S3Settings
 from tiercheck_sidecar.remote.credentials import clean_credentials, mend_credentials
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
-from tiercheck_sidecar.remote.objects import Gate, bounded
-from tiercheck_sidecar.remote.s3_lines import CONNECT_SECONDS, Lines
+from tiercheck_sidecar.remote.objects import bounded
+from tiercheck_sidecar.remote.s3_transfers import Transfers
 
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, S3Config
+
+CONNECT_SECONDS = 5
 READ_SECONDS = 10
 TRIES = 3
-UNSIGNED = "UNSIGNED-PAYLOAD"
-CHECKSUM = "x-amz-checksum-crc64nvme"
 
 
 @dataclass
@@ -31,10 +33,9 @@ class Clients:
     """Both ways to one bucket."""
 
     boto: Any
-    lines: Lines
+    transfers: Transfers
     bucket: str
-    checksums: bool = True
-    """Whether bytes travel with a CRC64NVME."""
+    location: str
     conditional: bool = True
     """Whether the server honours `If-None-Match: *`, as far as is known: the probe tells."""
     _trust: int | None = None
@@ -47,7 +48,6 @@ class Clients:
         """Contacts no bucket, but may ask the cloud for credentials. Raises RemoteError and botocore's errors."""
         import boto3
         from botocore.config import Config
-        from botocore.utils import get_environ_proxies
 
         clean_credentials(os.environ)
         session = boto3.Session(region_name=settings.region)
@@ -78,84 +78,75 @@ class Clients:
         except ValueError as error:
             raise RemoteError(Reason.OTHER, _no_client(settings, location), retriable=False) from error
         boto._endpoint.http_session = _BoundedAnswers(boto._endpoint.http_session, location)
-        lines = Lines(
-            _signer(credentials, boto.meta.region_name, location),
-            location,
-            lambda: _tls(authorities),
-            get_environ_proxies(boto.meta.endpoint_url),
-            closed,
+        transfers = Transfers(
+            _address(boto, settings.bucket), _connections(boto, authorities), credentials, location, closed
         )
-        return Clients(boto, lines, settings.bucket, crc64nvme.available(), _trust=trust)
+        return Clients(boto, transfers, settings.bucket, location, _trust=trust)
 
-    def url(self, key: str) -> str:
-        """Of an object, as boto3 addresses it."""
-        signed: str = self.boto.generate_presigned_url("get_object", Params={"Bucket": self.bucket, "Key": key})
-        return signed.partition("?")[0]
+    def probe(self, key: str) -> None:
+        """Once: learn by one tiny object whether writing is allowed, whether the server takes CRC64NVME, and
+        whether it refuses to overwrite if asked to. Raises RemoteError and botocore's errors."""
+        from botocore.exceptions import ClientError
 
-    def guarded(self, body: memoryview | bytes) -> dict[str, str]:
-        """The headers that let the server check `body` on arrival."""
-        return {CHECKSUM: crc64nvme.header_value(body)} if self.checksums else {}
-
-    def guarding(self, gate: Gate, offset: int, piece: memoryview) -> dict[str, str]:
-        """The same headers, made while `gate` reads the piece."""
-        if not self.checksums:
-            gate(offset, piece)
-            return {}
-        running = crc64nvme.Running()
-        gate(offset, piece, running.update)
-        return {CHECKSUM: running.header_value()}
-
-    def probe(self, key: str, location: str) -> None:
-        """Once: learn whether writing is allowed, whether the server takes CRC64NVME, and whether it refuses to write what is there already
-        if asked to, with one tiny object."""
         with self._probing:
             if self._probed:
                 return
-            body, url = b"tiercheck\n", self.url(key)
-            answer = self.lines.request("PUT", url, self.guarded(body), body)
-            if answer.status != 200 and self.checksums:
-                refusal = s3_errors.from_body(answer.status, answer.body, location)
+            body = b"tiercheck\n"
+            try:
+                self.transfers.send(key, body)
+            except RemoteError as refusal:
                 if refusal.reason is not Reason.OTHER:
-                    raise refusal
-                self.checksums = False
-                answer = self.lines.request("PUT", url, {}, body)
-            if answer.status != 200:
-                raise s3_errors.from_body(answer.status, answer.body, location)
-            again = self.lines.request("PUT", url, {**self.guarded(body), "If-None-Match": "*"}, body)
-            # 409: another probe is under way. A server that has never heard of it ignores it, or says that it cannot.
-            self.conditional = again.status in (409, 412)
-            if not self.conditional and again.status not in (200, 400, 501):
-                raise s3_errors.from_body(again.status, again.body, location)
+                    raise
+                self.transfers.send_checksums(False)
+                self.transfers.send(key, body)
+            try:
+                self.boto.put_object(Bucket=self.bucket, Key=key, Body=body, IfNoneMatch="*")
+                self.conditional = False
+            except ClientError as error:
+                status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+                # 409: another probe is under way. Old servers ignore the condition, or say that they cannot.
+                self.conditional = status in (409, 412)
+                if not self.conditional and status not in (400, 501):
+                    raise
             self._probed = True
 
     def close(self) -> None:
         """Release connections."""
+        self.transfers.close()
         self.boto.close()
-        self.lines.close()
         if self._trust is not None:
             os.close(self._trust)
             self._trust = None
 
 
-def _signer(credentials: Any, region: str, location: str) -> Any:
-    from botocore.auth import S3SigV4Auth
-    from botocore.awsrequest import AWSRequest
-    from botocore.exceptions import BotoCoreError
+def _address(boto: Any, bucket: str) -> S3Config:
+    """Where and how boto3 finds the bucket."""
+    url: str = boto.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": "k"})
+    return {
+        "bucket": bucket,
+        "region": boto.meta.region_name,
+        # obstore takes it as it is: whether the bucket is in the host or in the path, boto3 has decided.
+        "aws_endpoint_url_s3": url.partition("?")[0].removesuffix("/k"),
+        "virtual_hosted_style_request": True,
+        "skip_signature": False,
+        "unsigned_payload": True,  # SHA-256 of every byte would cost more than sending it
+    }
 
-    class Unsigned(S3SigV4Auth):  # type: ignore[misc]
-        def payload(self, request: Any) -> str:
-            return UNSIGNED  # SHA-256 of every byte would cost more than sending it
 
-    def sign(method: str, url: str, headers: dict[str, str]) -> dict[str, str]:
-        request = AWSRequest(method, url, headers=headers)
-        try:
-            Unsigned(credentials.get_frozen_credentials(), "s3", region).add_auth(request)  # renewed when they expire
-        except BotoCoreError as error:
-            raise s3_errors.from_boto(error, location) from error
-        host = url.partition("://")[2].partition("/")[0]
-        return {"Host": host, **dict(request.headers.items())}
+def _connections(boto: Any, authorities: bytes | None) -> ClientConfig:
+    from botocore.httpsession import get_cert_path
+    from botocore.utils import get_environ_proxies
 
-    return sign
+    url: str = boto.meta.endpoint_url
+    options: ClientConfig = {
+        "allow_http": True,
+        "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
+        "root_certificate": authorities or Path(get_cert_path(True)).read_bytes(),
+    }
+    proxy = get_environ_proxies(url).get(url.partition("://")[0])
+    if proxy:
+        options["proxy_url"] = proxy if "://" in proxy else f"http://{proxy}"
+    return options
 
 
 class _BoundedAnswers:
@@ -190,16 +181,6 @@ def _no_client(settings: S3Settings, location: str) -> str:
         f"{location} cannot be reached: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or another AWS_ setting has no valid value; "
         f"{mend_credentials()}."
     )
-
-
-def _tls(authorities: bytes | None) -> ssl.SSLContext:
-    from botocore.httpsession import get_cert_path
-
-    if authorities:
-        return ssl.create_default_context(cadata=authorities.decode())
-    context = ssl.create_default_context()
-    context.load_verify_locations(get_cert_path(True))
-    return context
 
 
 def _authorities(settings: S3Settings, session: Any, location: str) -> bytes | None:

@@ -1,12 +1,12 @@
-"""boto3 and our own connections meet the same trouble in different words; this turns either into one sentence and reason.
+"""boto3 and obstore meet the same trouble in different words; this turns either into one sentence and reason.
 
-boto3 raises typed errors with a code. Our connections see an HTTP status and the server's XML, or an error of a socket.
+boto3 raises typed errors with a code. obstore's hold the HTTP status and the server's XML, or the causes of a
+broken connection, in their text alone.
 """
 
 from __future__ import annotations
 
 import re
-import ssl
 
 from tiercheck_sidecar.remote.credentials import give_credentials, mend_credentials
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
@@ -22,7 +22,10 @@ _FULL = {
     "XMinioStorageFull",
     "XMinioAdminBucketQuotaExceeded",
 }
-_CODE = re.compile(rb"<Code>(\w+)</Code>")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_STATUS = re.compile(r"status code: (\d{3})")
+_CAUSE = re.compile(r'(?:message|error): "([^"]+)"')
+_OF_CREDENTIALS = "External AWS credential provider: "
 
 
 def from_boto(error: Exception, location: str) -> RemoteError:
@@ -41,29 +44,34 @@ def from_boto(error: Exception, location: str) -> RemoteError:
     return _other(location, f"{type(error).__name__}: {error}")
 
 
-def from_socket(error: Exception, location: str) -> RemoteError:
-    """For what our own connections raise: OSError and http.client.HTTPException."""
-    if isinstance(error, (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError)):
-        return _unreachable(location, "no progress in time")
-    if isinstance(error, ssl.SSLError):
-        return _tls(location, str(error))
-    return _unreachable(location, str(error) or type(error).__name__)
+def from_obstore(error: Exception, location: str) -> RemoteError:
+    """For what obstore raises: BaseError, and FileNotFoundError for any 404."""
+    said, _, causes = str(error).partition("\n\nDebug source")
+    status, code = _answer_in(said)
+    if code or status:
+        return of_answer(status, code, location)
+    if "redirect without LOCATION" in said:
+        return of_answer(301, "", location)
+    if _OF_CREDENTIALS in said:
+        return credentials_missing(location, _first_line(said.partition(_OF_CREDENTIALS)[2]))
+    if "InvalidCertificate" in causes:
+        return _tls(location, " ".join(causes.partition("InvalidCertificate")[2].split())[:80].strip("( ),"))
+    if "HTTP error: " in said:
+        cause = _CAUSE.search(causes)
+        broken = "no progress in time" if "TimedOut" in causes else "the connection broke"
+        return _unreachable(location, cause[1] if cause else broken)
+    return _other(location, _first_line(said))
 
 
-def from_body(status: int, body: bytes, location: str) -> RemoteError:
-    """For an error that one of our own connections got as an answer."""
-    return of_answer(status, code_of(body), location)
+def is_absent(error: Exception) -> bool:
+    """Whether the object that obstore was to read does not exist, or ends before the range."""
+    status, code = _answer_in(str(error))
+    return status == 416 or code == "NoSuchKey"
 
 
-def code_of(body: bytes) -> str:
-    """The S3 error code in an answer; empty if it has none."""
-    code = _CODE.search(body)
-    return code[1].decode() if code else ""
-
-
-def is_passing(status: int, body: bytes) -> bool:
-    """Whether the same request may succeed in a moment."""
-    return status in (429, 500, 502, 503, 504) or code_of(body) in _BUSY
+def _answer_in(text: str) -> tuple[int, str]:
+    status, code = _STATUS.search(text), _CODE.search(text)
+    return int(status[1]) if status else 0, code[1] if code else ""
 
 
 def of_answer(status: int, code: str, location: str) -> RemoteError:

@@ -1,22 +1,25 @@
-"""One large object as a multipart upload of our own, so that it can be gone on with after a broken connection or a restart.
+"""Goes on with a multipart upload that a killed sidecar left, so that its parts are not sent again.
 
-The state is the store's: which parts it has, it says itself. A part counts only if it is what we would send: by the CRC64NVME that
-the server keeps of it, or else by its ETag where that is the MD5. A part of which neither can be told is sent again.
+The state is the store's: which parts it has, it says itself. A part counts only if it is what we would send:
+by the CRC64NVME that the server keeps of it, else by its ETag where that is the MD5. obstore cannot go on with
+an upload, so boto3 sends the parts that are missing, at several times the CPU.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-from urllib.parse import quote
+from threading import Event
+from typing import TYPE_CHECKING, Any
 
 from tiercheck_sidecar.remote import crc64nvme, s3_errors
-from tiercheck_sidecar.remote.errors import Reason, RemoteCorrupt
+from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteCorrupt
 from tiercheck_sidecar.remote.objects import Gate
-from tiercheck_sidecar.remote.s3_clients import Clients
+
+if TYPE_CHECKING:
+    from tiercheck_sidecar.remote.s3_clients import Clients
 
 log = logging.getLogger(__name__)
 
@@ -30,117 +33,80 @@ def part_size(size: int, chunk: int) -> int:
     return -(-max(PART, -(-size // MAX_PARTS)) // chunk) * chunk
 
 
-class Multipart:
-    """The upload of `source` to the full `key`. Raises RemoteError and botocore's errors; then what is stored stays, to go on from,
-    unless `source` itself was bad.
-    """
+class Leftover:
+    """What an earlier upload of `source` to the full `key`, in parts of `part` bytes, left in the store."""
 
-    def __init__(self, clients: Clients, key: str, source: memoryview, part: int, location: str) -> None:
-        self._clients, self._key, self._source, self._part, self._location = clients, key, source, part, location
-        self._url = clients.url(key)
+    def __init__(self, clients: Clients, key: str, source: memoryview, part: int, closed: Event) -> None:
+        self._boto, self._place = clients.boto, {"Bucket": clients.bucket, "Key": key}
+        self._location = clients.location
+        self._checksums = clients.transfers.checksums and crc64nvme.available()
+        self._source, self._part, self._closed = source, part, closed
         self._count = -(-len(source) // part)
 
-    def run(self, gate: Gate) -> None:
-        upload, parts = self._unfinished()
-        if parts:
-            log.info("%s goes on: %d of %d parts are stored already", self._key, len(parts), self._count)
-        upload = upload or self._begin()
+    def complete(self, gate: Gate) -> bool:
+        """Send what is missing; False if nothing was left. Raises RemoteError and botocore's errors."""
+        name, parts = self._find()
+        if not parts:
+            return False
+        log.info("%s goes on: %d of %d parts are stored already", self._place["Key"], len(parts), self._count)
         missing = [number for number in range(1, self._count + 1) if number not in parts]
         try:
             with ThreadPoolExecutor(PARALLEL_PARTS, thread_name_prefix="remote-part") as pool:
-                sending = {number: pool.submit(self._send, upload, number, gate) for number in missing}
+                sending = {number: pool.submit(self._send, name, number, gate) for number in missing}
                 try:
                     parts |= {number: sent.result() for number, sent in sending.items()}
-                except BaseException:
+                finally:
                     pool.shutdown(wait=True, cancel_futures=True)
-                    raise
-            self._complete(upload, parts)
         except RemoteCorrupt:
-            self._abort(upload)
+            self._boto.abort_multipart_upload(**name)
             raise
+        listed = [{"PartNumber": number, "ETag": parts[number]} for number in sorted(parts)]
+        self._boto.complete_multipart_upload(**name, MultipartUpload={"Parts": listed})
+        return True
+
+    def _send(self, name: dict[str, str], number: int, gate: Gate) -> str:
+        if self._closed.is_set():
+            raise RemoteClosed
+        piece = self._piece(number)
+        gate((number - 1) * self._part, piece)
+        more = {"ChecksumCRC64NVME": crc64nvme.header_value(piece)} if self._checksums else {}
+        answer = self._boto.upload_part(**name, PartNumber=number, Body=io.BytesIO(piece), **more)
+        return str(answer["ETag"])
+
+    def _find(self) -> tuple[dict[str, str], dict[int, str]]:
+        """The unfinished upload with the most good parts, and their ETags by number."""
+        from botocore.exceptions import ClientError
+
+        found: list[tuple[dict[str, str], dict[int, str]]] = [({}, {})]
+        try:
+            uploads = self._boto.get_paginator("list_multipart_uploads").paginate(
+                Bucket=self._place["Bucket"], Prefix=self._place["Key"]
+            )
+            for entry in [entry for page in uploads for entry in page.get("Uploads", ())]:
+                if entry["Key"] == self._place["Key"]:
+                    name = {**self._place, "UploadId": entry["UploadId"]}
+                    pages = self._boto.get_paginator("list_parts").paginate(**name)
+                    stored = [part for page in pages for part in page.get("Parts", ())]
+                    good = {one["PartNumber"]: one["ETag"] for one in stored if self._is_ours(one)}
+                    found.append((name, good))
+        except ClientError as error:
+            # Not every server or policy lets us; then all of it is sent.
+            told = s3_errors.from_boto(error, self._location)
+            if told.reason not in (Reason.FORBIDDEN, Reason.OTHER):
+                raise
+            log.info("cannot list what is left of %s: %s", self._place["Key"], told)
+        return max(found, key=lambda each: len(each[1]))
+
+    def _is_ours(self, stored: Any) -> bool:
+        number = int(stored["PartNumber"])
+        piece = self._piece(number)
+        if not 1 <= number <= self._count or stored["Size"] != len(piece):
+            return False
+        checksum = stored.get("ChecksumCRC64NVME")
+        if checksum and crc64nvme.available():
+            return bool(checksum == crc64nvme.header_value(piece))
+        return str(stored["ETag"]).strip('"') == hashlib.md5(piece, usedforsecurity=False).hexdigest()
 
     def _piece(self, number: int) -> memoryview:
         begin = (number - 1) * self._part
         return self._source[begin : begin + self._part]
-
-    def _send(self, upload: str, number: int, gate: Gate) -> str:
-        with self._piece(number) as piece:
-            headers = self._clients.guarding(gate, (number - 1) * self._part, piece)
-            url = f"{self._url}?partNumber={number}&uploadId={quote(upload, safe='-_.~')}"
-            answer = self._clients.lines.request("PUT", url, headers, piece)
-        etag = answer.headers.get("etag", "")
-        if answer.status != 200 or not etag:
-            raise s3_errors.from_body(answer.status, answer.body, self._location)
-        return etag
-
-    def _begin(self) -> str:
-        more = {"ChecksumAlgorithm": "CRC64NVME"} if self._clients.checksums else {}
-        answer = self._clients.boto.create_multipart_upload(Bucket=self._clients.bucket, Key=self._key, **more)
-        return str(answer["UploadId"])
-
-    def _complete(self, upload: str, parts: dict[int, str]) -> None:
-        listed = [{"PartNumber": number, "ETag": parts[number]} for number in sorted(parts)]
-        self._clients.boto.complete_multipart_upload(
-            Bucket=self._clients.bucket, Key=self._key, UploadId=upload, MultipartUpload={"Parts": listed}
-        )
-
-    def _abort(self, upload: str) -> None:
-        self._control("abort", lambda boto: boto.abort_multipart_upload(**self._name(upload)))
-
-    # What an earlier try left
-
-    def _unfinished(self) -> tuple[str, dict[int, str]]:
-        """An unfinished upload of this key, and the parts of it that are as they should be; ("", {}) if there is none."""
-        found: list[Any] = []
-
-        def look(boto: Any) -> None:
-            pages = boto.get_paginator("list_multipart_uploads").paginate(Bucket=self._clients.bucket, Prefix=self._key)
-            found.extend(entry for page in pages for entry in page.get("Uploads", ()) if entry["Key"] == self._key)
-
-        self._control("list uploads", look)
-        best: tuple[str, dict[int, str]] = ("", {})
-        for entry in found:
-            parts = self._parts_of(entry["UploadId"])
-            if not best[0] or len(parts) > len(best[1]):
-                best = entry["UploadId"], parts
-        return best
-
-    def _parts_of(self, upload: str) -> dict[int, str]:
-        stored: list[Any] = []
-
-        def look(boto: Any) -> None:
-            pages = boto.get_paginator("list_parts").paginate(**self._name(upload))
-            stored.extend(entry for page in pages for entry in page.get("Parts", ()))
-
-        self._control("list parts", look)
-        with ThreadPoolExecutor(PARALLEL_PARTS, thread_name_prefix="remote-part") as pool:
-            good = pool.map(self._is_ours, stored)
-            return {entry["PartNumber"]: entry["ETag"] for entry, fits in zip(stored, good, strict=True) if fits}
-
-    def _is_ours(self, entry: Any) -> bool:
-        number = int(entry["PartNumber"])
-        if not 1 <= number <= self._count:
-            return False
-        with self._piece(number) as piece:
-            if entry["Size"] != len(piece):
-                return False
-            checksum = entry.get("ChecksumCRC64NVME")
-            if checksum and crc64nvme.available():
-                return bool(checksum == crc64nvme.header_value(piece))
-            etag = str(entry["ETag"]).strip('"')
-            return etag == hashlib.md5(piece, usedforsecurity=False).hexdigest()
-
-    def _control(self, what: str, call: Callable[[Any], object]) -> None:
-        """A call that not every server knows, or every policy allows; the upload does not need it."""
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        try:
-            call(self._clients.boto)
-        except (BotoCoreError, ClientError) as error:
-            translated = s3_errors.from_boto(error, self._location)
-            if translated.reason not in (Reason.FORBIDDEN, Reason.OTHER):
-                raise
-            log.info("cannot %s of %s: %s", what, self._key, translated)
-
-    def _name(self, upload: str) -> dict[str, str]:
-        return {"Bucket": self._clients.bucket, "Key": self._key, "UploadId": upload}

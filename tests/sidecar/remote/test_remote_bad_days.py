@@ -15,7 +15,7 @@ from remote_places import S3Place
 from test_remote_conformance import JOB, Slots, fetched, save
 
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.remote import Reason, RemoteError, open_store, s3_lines, s3_multipart
+from tiercheck_sidecar.remote import Reason, RemoteClosed, RemoteError, open_store, s3_multipart, s3_transfers
 from tiercheck_sidecar.remote.store import RemoteStore
 
 PART = 5 * 1024 * 1024  # the least that S3 allows
@@ -43,7 +43,7 @@ def slots(tmp_path: Path) -> Slots:
 @pytest.fixture(autouse=True)
 def small_parts_and_short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_multipart, "PART", PART)
-    monkeypatch.setattr(s3_lines, "_BACKOFF", (0.01, 0.01))
+    monkeypatch.setattr(s3_transfers, "_BACKOFF", (0.01, 0.01))
 
 
 class Now:
@@ -104,3 +104,28 @@ def test_slow_store_delays_its_own_upload_and_no_other_call(store: RemoteStore, 
         assert not upload.done()
         answer.set()
         assert upload.result(timeout=60).bytes == 4
+
+
+@pytest.mark.parametrize("size", [1000, 2 * PART], ids=["small", "large"])
+def test_upload_to_a_silent_store_ends_when_it_is_closed(
+    store: RemoteStore, proxy: Proxy, slots: Slots, size: int
+) -> None:
+    asked, answer = threading.Event(), threading.Event()
+
+    def silent(seen: Seen) -> Fault | None:
+        if seen.method != "PUT" or not seen.key.endswith(".safetensors"):
+            return None
+        asked.set()
+        return Fault(until=answer)
+
+    proxy.rule = silent
+    with ThreadPoolExecutor(1) as pool:
+        upload = pool.submit(store.put_artifact, 0, NEW, *slots.seal(os.urandom(size)), None)
+        try:
+            assert asked.wait(60)
+            store.close()
+            with pytest.raises(RemoteClosed):
+                upload.result(timeout=60)
+            assert not answer.is_set()
+        finally:
+            answer.set()

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_proxy import Proxy, proxying
-from remote_places import S3Place
+from botocore.credentials import ReadOnlyCredentials
+from faulty_proxy import Proxy, Seen, proxying
+from odd_servers import EMPTY_LIST, Answer, refusal, serving
+from remote_places import BUCKET, S3Place
 from test_remote_conformance import JOB, Slots, fetched, save
 
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.remote import open_store
+from tiercheck_sidecar.remote.s3_transfers import Transfers
+from tiercheck_sidecar.remote.verify import nothing_arrived
 
 
 @pytest.fixture
@@ -29,9 +35,13 @@ def used_by_everything(proxy: Proxy, client: Any, folder: Path) -> set[str]:
     manifest = save(store, Slots(folder), Version(1, 1), b"state")
     assert fetched(store, manifest.artifacts[0]) == b"state"
     store.close()
-    signed = [each.headers["authorization"] for each in proxy.seen]
     assert any(each.method == "PUT" and each.key.endswith(".safetensors") for each in proxy.seen)
-    return {line.partition("Credential=")[2].partition("/")[0] for line in signed}
+    return {key_of(each) for each in proxy.seen}
+
+
+def key_of(seen: Seen) -> str:
+    """The access key that a request was signed with."""
+    return seen.headers["authorization"].partition("Credential=")[2].partition("/")[0]
 
 
 def test_profile_of_the_shared_files_is_used(
@@ -70,3 +80,45 @@ def test_endpoint_and_keys_of_the_environment_are_used_by_both_ways(
     assert fetched(store, manifest.artifacts[0]) == b"state"
     store.close()
     assert all("Credential=of-the-secret/" in each.headers["authorization"] for each in proxy.seen)
+
+
+def test_temporary_keys_that_boto3_renewed_are_used_from_then_on(proxy: Proxy, s3_client: Any) -> None:
+    current = ["first"]
+
+    class Renewing:
+        def get_frozen_credentials(self) -> ReadOnlyCredentials:
+            return ReadOnlyCredentials(current[0], "secret", None)
+
+    config = {
+        "bucket": BUCKET,
+        "region": "us-east-1",
+        "aws_endpoint_url_s3": f"{proxy.url}/{BUCKET}",
+        "virtual_hosted_style_request": True,
+    }
+    transfers = Transfers(config, {"allow_http": True}, Renewing(), "s3://here", threading.Event())
+    into = memoryview(bytearray(5))
+    transfers.send("x", b"state")
+    assert transfers.receive("x", 0, into, nothing_arrived) == 5
+    current[0] = "second"
+    transfers.send("x", b"state")
+    assert transfers.receive("x", 0, into, nothing_arrived) == 5
+    assert [key_of(each) for each in proxy.seen] == ["first", "first", "second", "second"]
+
+
+def test_proxy_of_the_environment_carries_both_ways(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def answer(method: str, path: str, headers: dict[str, str]) -> Answer:
+        asked.append((method, path))
+        return (200, EMPTY_LIST) if method == "PUT" or "list-type" in path else refusal("NoSuchKey", 404)
+
+    with serving(answer) as url:
+        monkeypatch.setenv("HTTP_PROXY", url)
+        settings = '{"s3": {"bucket": "checkpoints", "endpoint": "http://store.invalid"}}'
+        with contextlib.closing(open_store(settings, JOB)) as store:
+            store.check()
+            store.put_artifact(0, Version(1, 1), *Slots(tmp_path).seal(b"state"), None)
+            assert store._objects.read_into("artifacts/x", 0, memoryview(bytearray(5))) == 0
+    assert all(path.startswith("http://store.invalid/checkpoints") for _, path in asked)
+    assert [method for method, path in asked if path.endswith(".safetensors")] == ["PUT"]
+    assert [method for method, path in asked if path.endswith("artifacts/x")] == ["GET"]

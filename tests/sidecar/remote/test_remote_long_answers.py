@@ -16,7 +16,7 @@ from remote_places import DirectoryPlace, S3Place
 from test_remote_conformance import JOB, Slots, fetched, save
 
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.remote import RemoteCorrupt, RemoteError, objects, open_store, s3_lines
+from tiercheck_sidecar.remote import RemoteCorrupt, RemoteError, objects, open_store, s3_transfers
 from tiercheck_sidecar.remote.store import RemoteStore
 
 GIB = 2**30
@@ -60,7 +60,7 @@ def pouring(zeros: Zeros) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "LONGEST", LIMIT)
-    monkeypatch.setattr(s3_lines, "_BACKOFF", (0.01, 0.01))
+    monkeypatch.setattr(s3_transfers, "_BACKOFF", (0.01, 0.01))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
 

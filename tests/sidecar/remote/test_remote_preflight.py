@@ -20,7 +20,7 @@ from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.offload import Offloader
-from tiercheck_sidecar.remote import Finding, examine_place, preflight, s3, s3_lines, s3_multipart
+from tiercheck_sidecar.remote import Finding, examine_place, preflight, s3, s3_multipart, s3_transfers
 from tiercheck_sidecar.remote.directory import DirectoryObjects
 from tiercheck_sidecar.remote.objects import Stored
 from tiercheck_sidecar.remote.preflight import CHUNK, examine
@@ -97,7 +97,7 @@ def test_place_that_cannot_be_used_at_all_has_one_finding(proxy: Proxy, s3_clien
 def test_trouble_that_passes_is_told_from_a_broken_promise(
     proxy: Proxy, s3_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_lines, "_BACKOFF", (0.01, 0.01))
+    monkeypatch.setattr(s3_transfers, "_BACKOFF", (0.01, 0.01))
     proxy.rule = lambda seen: BUSY if "partNumber" in seen.path else None
     found = {each.name: each for each in examine_place(S3Place(proxy.url, s3_client).settings())}["upload in parts"]
     assert (found.ok, found.passing) == (False, True)

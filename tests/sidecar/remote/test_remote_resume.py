@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_proxy import BUSY, CUT, FORBIDDEN, Proxy, Seen, proxying
+from faulty_proxy import CUT, FORBIDDEN, Fault, Proxy, Seen, proxying
 from remote_places import BUCKET, S3Place
 from test_remote_conformance import FOLDER, JOB, UPLOAD, Slots, eventually, fetched, manifest_of
 
@@ -25,8 +25,8 @@ from tiercheck_sidecar.remote import (
     crc64nvme,
     keys,
     open_store,
-    s3_lines,
     s3_multipart,
+    s3_transfers,
 )
 from tiercheck_sidecar.remote.store import RemoteStore
 from tiercheck_sidecar.remote.verify import digest_of
@@ -60,8 +60,8 @@ def slots(tmp_path: Path) -> Slots:
 @pytest.fixture(autouse=True)
 def small_parts_and_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_multipart, "PART", PART)
-    monkeypatch.setattr(s3_lines, "TRIES", 2)
-    monkeypatch.setattr(s3_lines, "_BACKOFF", (0.01, 0.01))
+    monkeypatch.setattr(s3_transfers, "TRIES", 2)
+    monkeypatch.setattr(s3_transfers, "_BACKOFF", (0.01, 0.01))
 
 
 def upload(place: S3Place, path: Path, digests: object) -> RemoteStore:
@@ -83,25 +83,42 @@ def complete(place: S3Place, content: bytes, path: Path, digests: object) -> Non
     store.close()
 
 
-def from_part(number: int, fault: object):
-    def rule(seen: Seen):
-        return fault if seen.part >= number else None
+def stored_parts(place: S3Place) -> set[int]:
+    (entry,) = place.client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]
+    listed = place.client.list_parts(Bucket=BUCKET, Key=entry["Key"], UploadId=entry["UploadId"])
+    return {part["PartNumber"] for part in listed.get("Parts", ())}
+
+
+def outage_from_part(number: int, place: S3Place) -> Callable[[Seen], Fault | None]:
+    """The parts before it arrive; then nothing does, not even that the upload is given up."""
+
+    def rule(seen: Seen) -> Fault | None:
+        if seen.part >= number:
+            eventually(lambda: stored_parts(place) == set(range(1, number)))
+        return CUT if seen.part >= number or seen.method == "DELETE" else None
 
     return rule
 
 
-def test_upload_whose_connection_breaks_goes_on_where_it_stopped(place: S3Place, proxy: Proxy, slots: Slots) -> None:
+def test_upload_that_an_outage_ended_goes_on_from_there(place: S3Place, proxy: Proxy, slots: Slots) -> None:
     content = os.urandom(SIZE)
     sealed = slots.seal(content)
-    proxy.rule = from_part(4, CUT)
+    proxy.rule = outage_from_part(4, place)
     with pytest.raises(RemoteError) as caught:
         upload(place, *sealed)
     assert caught.value.reason is Reason.UNREACHABLE
-    before = proxy.parts()
-    assert set(before) <= {1, 2, 3}
+    assert proxy.parts() == [1, 2, 3]
     proxy.rule = lambda seen: None
     complete(place, content, *sealed)
     assert proxy.parts() == [1, 2, 3, 4, 5], "each part reached the store once"
+
+
+def test_upload_that_the_store_refused_leaves_nothing(place: S3Place, proxy: Proxy, slots: Slots) -> None:
+    proxy.rule = lambda seen: FORBIDDEN if seen.part >= 4 else None
+    with pytest.raises(RemoteError) as caught:
+        upload(place, *slots.seal(os.urandom(SIZE)))
+    assert caught.value.reason is Reason.FORBIDDEN
+    assert place.unfinished() == 0
 
 
 def test_upload_of_a_killed_sidecar_goes_on_in_the_next_process(
@@ -133,14 +150,9 @@ def test_store_that_is_closed_in_mid_upload_leaves_what_the_next_one_goes_on_fro
     path, digests = slots.seal(content)
     store = open_store(place.settings(), JOB)
 
-    def stored() -> set[int]:
-        (entry,) = place.client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]
-        listed = place.client.list_parts(Bucket=BUCKET, Key=entry["Key"], UploadId=entry["UploadId"])
-        return {part["PartNumber"] for part in listed.get("Parts", ())}
-
     def close_at_the_third(seen: Seen) -> None:
         if seen.part >= 3:
-            eventually(lambda: stored() >= {1, 2})
+            eventually(lambda: stored_parts(place) >= {1, 2})
             store.close()
 
     proxy.rule = close_at_the_third
@@ -173,7 +185,7 @@ def test_slot_that_rotted_in_mid_upload_is_not_completed_and_nothing_stays(
 ) -> None:
     content = bytearray(os.urandom(SIZE))
     path, digests = slots.seal(bytes(content))
-    proxy.rule = from_part(5, BUSY)
+    proxy.rule = outage_from_part(5, place)
     with pytest.raises(RemoteError):
         upload(place, path, digests)
     content[-1] ^= 1
