@@ -28,6 +28,7 @@ from tiercheck.protocol.report import (
 )
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.config import SidecarConfig
+from tiercheck_sidecar.model.fence import Fence
 from tiercheck_sidecar.peer_watch import PeerWatch
 from tiercheck_sidecar.progress_meter import ProgressMeter
 from tiercheck_sidecar.supervision import Threads
@@ -111,6 +112,7 @@ class Board:
         self.proofs: tuple[Proof, ...] = ()
         """What the rehearsal can show."""
         self.counters = Counters()
+        self.fence = Fence(lambda: self.count(refused_stale=1))
         self._learned = 0
         self._problems: dict[str, Problem] = {}
         self._quarantined: dict[tuple[int, Version, Kind, int], Quarantined] = {}
@@ -218,9 +220,9 @@ class Board:
                 f"this is worker {worker} with {config.procs_per_worker} ranks, "
                 f"not worker {directive.worker} with {directive.procs_per_worker}"
             )
-        if old is not None and directive.attempt < old.attempt:
-            self.count(refused_stale=1)
-            raise StaleRefused(f"attempt {directive.attempt} is older than {old.attempt}")
+        late = self.fence.refuse_past(directive.attempt, old)
+        if late:
+            raise StaleRefused(late)
         if old is not None and directive.attempt == old.attempt and directive.phase.order < old.phase.order:
             raise StaleRefused(f"attempt {old.attempt} is in phase {old.phase.value}, past {directive.phase.value}")
         if directive.number and directive != old:

@@ -102,11 +102,12 @@ class Coordinator:
         directive = self._board.directive
         if self._board.config.worker != 0:
             raise NotNow("this sidecar is not the coordinator")
-        if directive is None or report.attempt > directive.attempt:
-            raise NotNow(f"attempt {report.attempt} is not known here yet")
-        if report.attempt < directive.attempt:
-            self._board.count(refused_stale=1)
-            raise StaleReport(f"attempt {report.attempt} is over, the job is at attempt {directive.attempt}")
+        early = self._board.fence.refuse_future(report.attempt, directive)
+        if early or directive is None:
+            raise NotNow(early)
+        late = self._board.fence.refuse_past(report.attempt, directive)
+        if late:
+            raise StaleReport(late)
         wrong = objection(report, directive)
         with self._lock:
             self._enter(directive)

@@ -129,11 +129,9 @@ class RankSession:
             return "the controller has not told this sidecar yet what to do"
         if hello.rank not in self._vault.ranks:
             return f"rank {hello.rank} does not belong to worker {self._board.config.worker}"
-        if hello.attempt < directive.attempt:
-            self._board.count(refused_stale=1)
-            return f"attempt {hello.attempt} is over, the job is at attempt {directive.attempt}"
-        if hello.attempt > directive.attempt:
-            return f"attempt {hello.attempt} is not known here yet, the job is at attempt {directive.attempt}"
+        other = self._board.fence.refuse_other(hello.attempt, directive)
+        if other:
+            return other
         world = directive.workers * directive.procs_per_worker
         if hello.world_size != world:
             return f"the job has {world} ranks, not {hello.world_size}"
@@ -150,9 +148,10 @@ class RankSession:
             self._progress(request)
             return None
         try:
-            if self._board.attempt != self._hello.attempt and request.op != "abandon":
-                self._board.count(refused_stale=1)
-                return Reply(False, error=f"attempt {self._hello.attempt} is over")
+            if request.op != "abandon":
+                other = self._board.fence.refuse_other(self._hello.attempt, self._board.directive)
+                if other:
+                    return Reply(False, error=other)
             return self._act(request)
         except NoDeltas as reason:
             return Reply(True, skip=str(reason))

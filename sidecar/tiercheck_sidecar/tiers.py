@@ -204,10 +204,9 @@ def _everywhere(at_holders: list[Stock]) -> set[Version]:
 def take(board: Board, verdict: Verdict) -> str:
     """Follow the coordinator's word. Returns a sentence if it is refused."""
     with board.lock:
-        if verdict.attempt != board.attempt:
-            if verdict.attempt < board.attempt:
-                board.count(refused_stale=1)
-            return f"the verdict is of attempt {verdict.attempt}, this sidecar is at {board.attempt}"
+        other = board.fence.refuse_other(verdict.attempt, board.directive)
+        if other:
+            return f"the verdict is refused: {other}"
         if verdict.placement and board.directive is not None and verdict.placement != board.directive.placement:
             return "the verdict is of another placement"
         if board.verdict == verdict:

@@ -138,7 +138,7 @@ def test_older_directive_verdict_and_tier_report_are_refused(make_world: MakeWor
     old = world.directive(0, Phase.HOLD)
     world.begin()
     status, body = world.call(0, "PUT", "/v1/directive", to_json(old))
-    assert (status, error_of(body)) == (409, "attempt 1 is older than 2")
+    assert (status, error_of(body)) == (409, "attempt 1 is over, the job is at attempt 2")
     status, body = world.call(0, "PUT", "/v1/directive", to_json(world.directive(0, Phase.HOLD)))
     assert status == 409
     assert "past Hold" in error_of(body)

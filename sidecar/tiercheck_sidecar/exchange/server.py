@@ -104,11 +104,10 @@ class ExchangeServer:
     def _objection(self, claim: Claim) -> str:
         if claim.job_uid != self._identity.job_uid:
             return f"this sidecar belongs to job {self._identity.job_uid}"
-        if claim.attempt < self._board.attempt:
-            self._board.count(refused_stale=1)
-            return f"attempt {claim.attempt} is over, the job is at attempt {self._board.attempt}"
-        self._board.learn(claim.attempt)
-        return ""
+        late = self._board.fence.refuse_past(claim.attempt, self._board.directive)
+        if not late:
+            self._board.learn(claim.attempt)
+        return late
 
     def _sweep(self) -> None:
         while not self._board.wait_until(lambda: False, _SWEEP_SECONDS) and not self._board.stopping:

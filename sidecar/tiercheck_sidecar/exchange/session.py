@@ -13,9 +13,9 @@ from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import END, IDLE_TIMEOUT, IO_TIMEOUT, Ask, Listed, Say, Wire, WireBroken, bitmap
 from tiercheck_sidecar.exchange.handshake import Claim
+from tiercheck_sidecar.exchange.offers import refuse_offer
 from tiercheck_sidecar.exchange.transfers import Inbox
 from tiercheck_sidecar.plain_files import open_plain
-from tiercheck_sidecar.tags import is_well_described
 from tiercheck_sidecar.vault import NoFreeSlot, NotHeld, Seal, Vault
 
 Language = Callable[[Wire, Claim], None]
@@ -68,11 +68,16 @@ class Session:
     # A copy is brought
 
     def _offer(self, ask: Ask) -> Say:
-        reason = self._unwanted(ask)
-        if reason:
-            return reason
+        directive, worker = self._board.directive, self._claim.worker
+        named = None if ask.version is None or ask.rank < 0 else ask.artifact
+        unwanted = refuse_offer(self._board.fence, directive, self._claim, named, digests=ask.digests, tags=ask.tags)
+        if unwanted:
+            return Say(*unwanted)
+        assert directive is not None
         assert ask.version is not None
         assert ask.digests is not None
+        if worker not in {peer.worker for peer in directive.hosted}:
+            return Say("refused", f"this worker does not keep copies for worker {worker}")
         seal = Seal(ask.rank, ask.version, ask.world_size, Tier.PEER, ask.digests, ask.kind, tags=ask.tags)
         if self._vault.find(ask.rank, ask.version, Tier.PEER, ask.kind) == seal:
             return Say("have")
@@ -81,23 +86,6 @@ class Session:
         except (NoFreeSlot, OSError) as error:
             return Say("busy", str(error))
         return Say("send", transfer=transfer.name, verified=bitmap(transfer.verified))
-
-    def _unwanted(self, ask: Ask) -> Say | None:
-        directive = self._board.directive
-        if directive is None or directive.attempt < self._claim.attempt:
-            return Say("busy", f"attempt {self._claim.attempt} is not known here yet")
-        if directive.attempt > self._claim.attempt:
-            self._board.count(refused_stale=1)
-            return Say("refused", f"attempt {self._claim.attempt} is over")
-        if ask.version is None or not is_well_described(ask.digests, ask.tags):
-            return Say("refused", "the offer is malformed")
-        if self._claim.worker not in {peer.worker for peer in directive.hosted}:
-            return Say("refused", f"this worker does not keep copies for worker {self._claim.worker}")
-        if ask.rank // directive.procs_per_worker != self._claim.worker:
-            return Say("refused", f"rank {ask.rank} is not of worker {self._claim.worker}")
-        if not directive.history.accepts(ask.version):
-            return Say("refused", f"{ask.version} is not of the accepted history")
-        return None
 
     def _join(self, ask: Ask) -> None:
         transfer = self._inbox.find(ask.transfer, self._claim.worker)
@@ -112,9 +100,9 @@ class Session:
         if not transfer.complete:
             missing = len(transfer.seal.digests.values) - len(transfer.verified)
             return Say("again", f"{missing} chunks are missing", verified=bitmap(transfer.verified))
-        if self._board.attempt != self._claim.attempt:
-            self._board.count(refused_stale=1)
-            return Say("refused", f"attempt {self._claim.attempt} is over")
+        other = self._board.fence.refuse_other(self._claim.attempt, self._board.directive)
+        if other:
+            return Say("refused", other)
         try:
             self._inbox.keep(transfer)
         except (NotASlot, OSError) as error:

@@ -16,13 +16,13 @@ from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.exchange.handshake import Claim
+from tiercheck_sidecar.exchange.offers import refuse_offer
 from tiercheck_sidecar.parity import isal
 from tiercheck_sidecar.parity.block import Block, BlockGone
 from tiercheck_sidecar.parity.groups import shares
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.parity.overtaken import overtaken
 from tiercheck_sidecar.parity.scratch import Scratch
-from tiercheck_sidecar.tags import is_well_described
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, Vault
 
 log = logging.getLogger(__name__)
@@ -53,13 +53,15 @@ class ParityHolder:
 
     def offer(self, claim: Claim, ask: ParityAsk) -> ParitySay:
         """A member wants its artifact to be protected."""
-        refusal = self._unwanted(claim, ask)
-        if refusal:
-            return refusal
         directive, artifact, digests = self._board.directive, ask.artifact, ask.digests
+        unwanted = refuse_offer(self._board.fence, directive, claim, artifact, digests=digests, tags=ask.tags)
+        if unwanted:
+            return ParitySay(*unwanted)
         assert directive is not None
         assert artifact is not None
         assert digests is not None
+        if digests.chunk != CHUNK:
+            return ParitySay("refused", "the offer is malformed")
         share = self._share(directive, claim.worker, artifact.rank)
         if share is None:
             return ParitySay("refused", f"this worker keeps no parity for worker {claim.worker}")
@@ -185,22 +187,6 @@ class ParityHolder:
         if block is not None:
             block.discard()
             self._board.bump()
-
-    def _unwanted(self, claim: Claim, ask: ParityAsk) -> ParitySay | None:
-        directive = self._board.directive
-        if directive is None or directive.attempt < claim.attempt:
-            return ParitySay("busy", f"attempt {claim.attempt} is not known here yet")
-        if directive.attempt > claim.attempt:
-            self._board.count(refused_stale=1)
-            return ParitySay("refused", f"attempt {claim.attempt} is over")
-        described = ask.digests is not None and is_well_described(ask.digests, ask.tags)
-        if ask.artifact is None or ask.digests is None or not described or ask.digests.chunk != CHUNK:
-            return ParitySay("refused", "the offer is malformed")
-        if ask.artifact.rank // directive.procs_per_worker != claim.worker:
-            return ParitySay("refused", f"rank {ask.artifact.rank} is not of worker {claim.worker}")
-        if not directive.history.accepts(ask.artifact.version):
-            return ParitySay("refused", f"{ask.artifact.version} is not of the accepted history")
-        return None
 
     def _share(self, directive: Directive, worker: int, rank: int) -> Share | None:
         """Which block the artifacts of a member's rank are folded into here."""

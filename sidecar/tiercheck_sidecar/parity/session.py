@@ -84,9 +84,9 @@ class ParitySession:
 
     def _must_be_current(self) -> None:
         """Raises WireBroken."""
-        if self._board.attempt != self._claim.attempt:
-            self._board.count(refused_stale=1)
-            raise WireBroken(f"attempt {self._claim.attempt} is over")
+        other = self._board.fence.refuse_other(self._claim.attempt, self._board.directive)
+        if other:
+            raise WireBroken(other)
 
     def _status(self) -> ParitySay:
         """Level-based: whatever was missed is in the next answer."""
