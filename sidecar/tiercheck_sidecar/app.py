@@ -19,7 +19,7 @@ from tiercheck.redaction import log_redacted
 from tiercheck.strangers import Strangers
 from tiercheck_sidecar import metrics
 from tiercheck_sidecar.api import ControlApi, server_context
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.config import ConfigError, SidecarConfig
 from tiercheck_sidecar.coordinator import Coordinator
 from tiercheck_sidecar.ending import may_go
@@ -66,7 +66,7 @@ class Sidecar:
 
     def __init__(self, config: SidecarConfig) -> None:
         self.config = config
-        self.board = Board(config)
+        self.board = SidecarState(config)
         self.vault = Vault(config.vault_dir, config.memory_limit, config.ranks, self.board.bump, self.board.tagger)
         self.reporter = Reporter(self.board, self.vault)
         self.reclaimer = Reclaimer(self.board, self.vault)
@@ -89,7 +89,7 @@ class Sidecar:
         self.reporter.settled = self._settled
         self.tiers = TierClient(self.board, self.vault, self._acknowledged, self.offloader)
         self._ports: list[GuardedPort] = []
-        self.board.on_identity = self._identified
+        self.board.when_identified(self._identified)
 
     async def run(self) -> None:
         """Until SIGTERM or SIGINT, or until new credentials ask for a new process. Raises OSError if an address or the memory volume cannot be used."""
@@ -117,8 +117,7 @@ class Sidecar:
         renewal.add_done_callback(lambda _: stop.set())
         await stop.wait()
         renewal.cancel()
-        self.board.ending = True
-        self.board.bump()
+        self.board.begin_ending()
         await asyncio.to_thread(self._hand_over)
         await asyncio.to_thread(self._flush)
         await asyncio.to_thread(self._be_heard, control)

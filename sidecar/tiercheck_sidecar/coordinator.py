@@ -18,7 +18,7 @@ from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Manifest, RankArtifact
 from tiercheck.protocol.version import Version
 from tiercheck.supervised import describe
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.cadence import Needs, decide
 from tiercheck_sidecar.control_client import CallFailed, ControlClient
 from tiercheck_sidecar.ending import is_hopeless, present
@@ -56,7 +56,7 @@ class BadReport(NotNow):
 class Coordinator:
     """Thread-safe. Idle unless this is worker 0."""
 
-    def __init__(self, board: Board, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, board: SidecarState, clock: Callable[[], float] = time.monotonic) -> None:
         self._board, self._clock = board, clock
         self._lock = threading.RLock()
         self._dirty = threading.Condition(self._lock)

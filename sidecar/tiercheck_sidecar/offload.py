@@ -18,7 +18,7 @@ from tiercheck.protocol.directive import Directive, Tier
 from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
 from tiercheck.protocol.report import SPARE, RestoreState
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.own_copy import distrust
 from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
@@ -48,7 +48,7 @@ _LONELY = (
 class Offloader:
     """Thread-safe; `run` is one thread. Does nothing where the job has no remote tier."""
 
-    def __init__(self, board: Board, vault: Vault, coordinator: Coordinator) -> None:
+    def __init__(self, board: SidecarState, vault: Vault, coordinator: Coordinator) -> None:
         self._board, self._vault, self._coordinator = board, vault, coordinator
         self._lock = threading.Lock()
         self._store: RemoteStore | None = None
@@ -80,7 +80,7 @@ class Offloader:
                 self._store = self._store or self._open(self._board.config.remote)
         except RemoteConfigError as error:
             self._board.problem("RemoteMisconfigured", str(error))
-            self._publish(False, str(error))
+            self._board.report_remote(False, str(error))
             return
         seen, failures = -1, 0
         while not self._board.stopping:
@@ -89,7 +89,7 @@ class Offloader:
             except RemoteError as error:
                 failures += 1
                 log.warning("remote tier: %s", error)
-                self._publish(False, f"{error.reason.value}: {error}")
+                self._board.report_remote(False, f"{error.reason.value}: {error}")
                 self._board.problem(f"Remote{error.reason.value}", str(error))
                 self._listed_at = None
                 pause = min(_BACKOFF[1], _BACKOFF[0] * 2 ** min(failures, 8))
@@ -145,7 +145,7 @@ class Offloader:
         elif self._board.config.worker != 0:
             self._listed_as = self._board.config.worker
             if verdict is not None and verdict.stored is not None:
-                self._publish(True, "", verdict.stored)
+                self._found(verdict.stored)
             return
         elif self._listed_as == 0 and mark == self._listed_for and now - self._listed_at <= _LIST_EVERY:
             return
@@ -182,23 +182,9 @@ class Offloader:
         self._worlds = {version: self._worlds[version] for version in versions}
         return tuple(self._worlds.values())
 
-    def _publish(
-        self,
-        reachable: bool,
-        message: str,
-        versions: tuple[Version, ...] | None = None,
-        ranks: tuple[int, ...] = (),
-    ) -> None:
-        with self._board.lock:
-            before = self._board.remote
-            after = dataclasses.replace(before, reachable=reachable, message=message)
-            if versions is not None:
-                after = dataclasses.replace(after, versions=versions, ranks=ranks)
-            self._board.remote = after
-        if reachable:
-            self._board.withdraw("Remote", but=_NOT_SAFE)
-        if after != before:
-            self._board.bump()
+    def _found(self, versions: tuple[Version, ...], ranks: tuple[int, ...] = ()) -> None:
+        self._board.report_remote(True, "", versions, ranks)
+        self._board.withdraw("Remote", but=_NOT_SAFE)
 
     def _upload(self, store: RemoteStore, directive: Directive, version: Version) -> None:
         from tiercheck_sidecar.remote import RemoteCorrupt
@@ -241,7 +227,7 @@ class Offloader:
         self._tell_stored(store, left)
 
     def _tell_stored(self, store: RemoteStore, versions: tuple[Version, ...]) -> None:
-        self._publish(True, "", versions, self._ranks_of(store, versions))
+        self._found(versions, self._ranks_of(store, versions))
         if self._board.config.worker == 0:  # what another one found long ago is no more true when it takes that place
             self._coordinator.stored(versions)
 

@@ -18,7 +18,7 @@ from tiercheck.protocol.directive import Directive, Source, Tier
 from tiercheck.protocol.report import Quarantined, RankRestore
 from tiercheck.protocol.slot import NotASlot
 from tiercheck.supervised import describe
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.restore_plan import Need, OutOfReach, Place, Plan, plan
 from tiercheck_sidecar.restore_sources import Brought, RestoreSources, TriedInVain, name_of
 from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
@@ -37,7 +37,7 @@ class RankRestorer:
 
     def __init__(
         self,
-        board: Board,
+        board: SidecarState,
         vault: Vault,
         reach: RestoreSources,
         verifiers: Executor,

@@ -21,7 +21,7 @@ from tiercheck.protocol.local import Hello, Reply, Request, Welcome
 from tiercheck.protocol.report import Quarantined, RankFailure, RestoreState
 from tiercheck.protocol.slot import NotASlot
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.decoding import decode
 from tiercheck_sidecar.lending import Lender, lent_artifacts, lent_chain
 from tiercheck_sidecar.source_errors import SourceFailed
@@ -38,7 +38,7 @@ class RankSession:
 
     def __init__(
         self,
-        board: Board,
+        board: SidecarState,
         vault: Vault,
         submit: Callable[[Kind, Callable[[], None]], None],
         connection: socket.socket,
@@ -197,8 +197,7 @@ class RankSession:
         path = Path(request.path)
         if request.op == "reserve":
             if request.elementwise is not None:
-                with self._board.lock:
-                    self._board.elementwise[rank] = request.elementwise
+                self._board.tell_elementwise(rank, request.elementwise)
             vault.reserve(rank, request.bytes, request.delta_bytes, request.numa)
             self._board.problem("MemoryTooSmall", "")
             self._board.bump()
@@ -215,8 +214,7 @@ class RankSession:
             vault.abandon(path)
             return Reply(True)
         if request.op == "no-deltas":
-            with self._board.lock:
-                self._board.declined[rank] = request.message
+            self._board.decline_deltas(rank, request.message)
             if request.step:
                 self._distrust_taken(request)
             self._board.bump()
@@ -251,7 +249,7 @@ class RankSession:
         path = self._vault.begin(self._hello.rank, version, request.kind, request.bytes)
         self._writing.add(path)
         if request.kind is Kind.SNAPSHOT:
-            self._reach(version)
+            self._board.reach(self._hello.rank, version)
         return Reply(True, path=str(path))
 
     def _check_delta(self, version: Version) -> None:
@@ -278,14 +276,8 @@ class RankSession:
             self._board.count(deltas_skipped=1)
         else:
             self._board.count(skipped=1)
-            self._reach(Version(request.step, self._hello.attempt))
+            self._board.reach(self._hello.rank, Version(request.step, self._hello.attempt))
         return Reply(True, skip=reason)
-
-    def _reach(self, version: Version) -> None:
-        with self._board.lock:
-            reached = self._board.reached.get(self._hello.rank)
-            self._board.reached[self._hello.rank] = max(version, reached) if reached else version
-        self._board.bump()
 
     def _seal(self, path: Path) -> None:
         seal = self._vault.seal(path)
@@ -310,8 +302,7 @@ class RankSession:
         reason = f"replaying the delta of step {request.step} did not give the state that it was taken from: {request.message}"
         log.error("rank %d: %s", rank, reason)
         board.count(replay_mismatches=1)
-        with board.lock:
-            board.distrusted = reason
+        board.distrust_deltas(reason)
         self._quarantine([Artifact(rank, version, Kind.DELTA) for version in sorted(bad)], reason)
         self._vault.free(
             lambda s: s.kind is Kind.DELTA and s.tier is Tier.LOCAL and s.rank == rank and s.version in bad

@@ -14,7 +14,7 @@ from tiercheck.protocol.directive import Directive, Phase, Tier
 from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.sizing import OWN_SLOTS, SPARE_DELTAS, Room, Sizing
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.forgetting import Place, expendable, lacks_slot
 from tiercheck_sidecar.lending import lent_chain
 from tiercheck_sidecar.stock import Stock, Where, hosted_lanes, hosted_ranks, stocks, where
@@ -28,7 +28,7 @@ Gone = tuple[Where, Kind, Version]
 class Reclaimer:
     """Two threads: `run` and `prepare`."""
 
-    def __init__(self, board: Board, vault: Vault) -> None:
+    def __init__(self, board: SidecarState, vault: Vault) -> None:
         self._board, self._vault = board, vault
         self._hosted: tuple[set[int], set[Share]] = (set(), set())
 
@@ -59,8 +59,7 @@ class Reclaimer:
             named = verdict.cadence
             self._vault.expect(named.chain, Room(named.snapshot, named.delta))
             lack = self._vault.no_deltas() if self._board.wants_deltas else ""
-            self._board.no_room = lack
-            self._board.problem("DeltasOff", lack)
+            self._board.lack_room(lack)
             if named.deltas:
                 self._vault.prepare()
 
@@ -111,12 +110,7 @@ class Reclaimer:
             if name.tier is Tier.LOCAL and name.rank in self._vault.ranks and kind is Kind.SNAPSHOT
             if (mark is None or version > mark) and directive.history.continues(version)
         }
-        with self._board.lock:
-            news = self._board.leaving != doomed.keys()
-            self._board.leaving = frozenset(doomed)
-            left_out = self._board.left_out
-        if news:
-            self._board.bump()
+        left_out = self._board.plan_to_free(frozenset(doomed))
         return {each for artifact, each in doomed.items() if artifact not in left_out}
 
 

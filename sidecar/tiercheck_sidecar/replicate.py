@@ -19,7 +19,7 @@ from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Directive, Peer, Tier
 from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import History
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.exchange.agenda import due, first_of_each_rank
 from tiercheck_sidecar.exchange.backoff import Backoff
 from tiercheck_sidecar.exchange.fetch import list_held
@@ -55,7 +55,7 @@ class _Era:
 class Replicator:
     """Thread-safe. `run` keeps two threads per holder of the current attempt."""
 
-    def __init__(self, board: Board, vault: Vault, identity: Identity, port: int) -> None:
+    def __init__(self, board: SidecarState, vault: Vault, identity: Identity, port: int) -> None:
         self._board, self._vault, self._identity, self._port = board, vault, identity, port
         self._lock = threading.Lock()
         self._era: _Era | None = None

@@ -17,7 +17,7 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Version
 from tiercheck.supervised import describe
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.bounded_calls import BoundedCalls, Call, Stalled
 from tiercheck_sidecar.exchange.fetch import Dial, FetchFailed, fetch, holdings
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
@@ -74,7 +74,7 @@ class TriedInVain(SourceFailed):
 class RestoreSources:
     """Thread-safe."""
 
-    def __init__(self, board: Board, vault: Vault, identity: Identity, port: int, remote: RemoteTier) -> None:
+    def __init__(self, board: SidecarState, vault: Vault, identity: Identity, port: int, remote: RemoteTier) -> None:
         self._board, self._vault, self._identity, self._port, self.remote = board, vault, identity, port, remote
         self._calls = BoundedCalls(self._patience, self._left_behind)
 

@@ -11,7 +11,7 @@ from tiercheck.protocol.directive import DeltaMode, Directive, Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Break
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.cadence import Needs
 from tiercheck_sidecar.control_client import CallFailed, ControlClient
 from tiercheck_sidecar.decoding import Malformed, decode
@@ -42,7 +42,7 @@ def pace(workers: int) -> float:
 class TierClient:
     """One thread."""
 
-    def __init__(self, board: Board, vault: Vault, acknowledged: Acknowledged, offloader: Offloader) -> None:
+    def __init__(self, board: SidecarState, vault: Vault, acknowledged: Acknowledged, offloader: Offloader) -> None:
         self._board, self._vault, self._acknowledged, self._offloader = board, vault, acknowledged, offloader
         self._client: ControlClient | None = None
         self._taken: TierReport | None = None
@@ -87,8 +87,7 @@ class TierClient:
         with self._board.lock:
             reached, verdict = dict(self._board.reached), self._board.verdict
             trainer, ending, stored = self._board.trainer.report.state, self._board.ending, self._board.remote.versions
-            leaving = self._board.leaving
-            self._board.left_out &= leaving
+            leaving = self._board.report_leaving()
         unfinished = self._vault.unfinished()
         here = stocks(self._vault.held())
         history = directive.history
@@ -160,12 +159,8 @@ class TierClient:
             self._saw(directive, error.how if isinstance(error, CallFailed) else None)
             return False
         self._saw(directive, None)
-        take(self._board, verdict)
-        left_out = frozenset(Artifact(tiers.rank, each) for tiers in report.ranks for each in tiers.leaving)
-        if left_out:
-            with self._board.lock:
-                self._board.left_out = left_out
-            self._board.bump()
+        self._board.follow(verdict)
+        self._board.leave_out(frozenset(Artifact(tiers.rank, each) for tiers in report.ranks for each in tiers.leaving))
         return True
 
     def _saw(self, directive: Directive, how: Break | None) -> None:
@@ -199,20 +194,3 @@ def _copied(at_holders: list[Stock], directive: Directive) -> tuple[Span, ...]:
 
 def _everywhere(at_holders: list[Stock]) -> set[Version]:
     return set.intersection(*(stock.snapshots for stock in at_holders)) if at_holders else set()
-
-
-def take(board: Board, verdict: Verdict) -> str:
-    """Follow the coordinator's word. Returns a sentence if it is refused."""
-    with board.lock:
-        other = board.fence.refuse_other(verdict.attempt, board.directive)
-        if other:
-            return f"the verdict is refused: {other}"
-        if verdict.placement and board.directive is not None and verdict.placement != board.directive.placement:
-            return "the verdict is of another placement"
-        if board.verdict == verdict:
-            return ""
-        board.verdict = verdict
-        if verdict.cadence.every:
-            board.snapshot_every = verdict.cadence.every
-    board.bump()
-    return ""

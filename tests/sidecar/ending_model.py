@@ -13,7 +13,7 @@ from tiercheck.protocol.directive import Directive, Peer, Phase, Policy
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import TrainerState
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.coordinator import Coordinator, NotNow
 from tiercheck_sidecar.ending import WorkerEnd, is_final, may_go, owes_nothing
@@ -67,7 +67,7 @@ class Model:
     def __init__(self, plans: list[Plan], rng: random.Random, losses: float = 0.0, commit: float = 0.5) -> None:
         self.now, self.rng, self.losses, self.commit_seconds = 0.0, rng, losses, commit
         self.workers = [Worker(number, plan) for number, plan in enumerate(plans)]
-        self.board = Board(_config(), clock=lambda: self.now)
+        self.board = SidecarState(_config(), clock=lambda: self.now)
         self.coordinator = Coordinator(self.board, clock=lambda: self.now)
         self.board.accept(self._directive(Phase.RELEASE))
         self.remote: list[Version] = []

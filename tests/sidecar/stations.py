@@ -13,7 +13,7 @@ from tiercheck.protocol.report import RestoreReport, RestoreState, Watermarks
 from tiercheck.protocol.slot import SlotLayout
 from tiercheck.protocol.version import History, Version
 from tiercheck_local.addresses import free_ports
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.fetch import Dial
@@ -68,7 +68,7 @@ class Station:
     def __init__(self, job: Stations, worker: int) -> None:
         self.job, self.worker = job, worker
         folder = job.memory / f"worker-{worker}"
-        self.board = Board(
+        self.board = SidecarState(
             SidecarConfig(
                 job="default/gpt",
                 job_uid=JOB,

@@ -12,7 +12,7 @@ from stations import Stations
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.coordinator import Coordinator
 from tiercheck_sidecar.offload import Offloader
@@ -47,18 +47,18 @@ class Store:
 
 
 @pytest.fixture
-def board(tmp_path: Path) -> Board:
+def board(tmp_path: Path) -> SidecarState:
     (tmp_path / "token").write_text("x")
     env = {"JOB": "ns/j", "JOB_UID": "u", "WORKER": "1", "PROCS_PER_WORKER": "1", "POD_UID": "p", "POD_IP": "127.0.0.1"}
     env |= {"MEMORY_LIMIT": "1", "CREDENTIALS_DIR": str(tmp_path), "REMOTE": '{"directory": {"path": "/x"}}'}
-    return Board(SidecarConfig.from_env({f"TIERCHECK_{name}": value for name, value in env.items()}))
+    return SidecarState(SidecarConfig.from_env({f"TIERCHECK_{name}": value for name, value in env.items()}))
 
 
 def verdict(*stored: Version) -> Verdict:
     return Verdict(1, Watermarks(remote=max(stored)), stored=stored)
 
 
-def test_worker_lists_when_it_starts_and_then_hears_from_the_coordinator(board: Board) -> None:
+def test_worker_lists_when_it_starts_and_then_hears_from_the_coordinator(board: SidecarState) -> None:
     store, offloader = Store(), Offloader(board, None, Coordinator(board))  # type: ignore[arg-type]
     offloader._list_when_due(store, None)  # type: ignore[arg-type]
     assert (board.remote.reachable, board.remote.versions, store.listed) == (True, (FIRST,), 1)
@@ -83,7 +83,7 @@ def test_worker_asks_once_per_version_whether_its_attempt_is_over_however_many_r
 
 
 def test_whoever_becomes_worker_0_lists_at_once_and_tells_nothing_that_it_found_before(
-    board: Board, monkeypatch: pytest.MonkeyPatch
+    board: SidecarState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a spare found when it was started may have been deleted long ago."""
     store, coordinator, told = Store(), Coordinator(board), list[tuple[Version, ...]]()
@@ -99,7 +99,7 @@ def test_whoever_becomes_worker_0_lists_at_once_and_tells_nothing_that_it_found_
     assert (store.listed, told) == (2, [(FIRST, SECOND)])
 
 
-def test_worker_that_had_trouble_looks_for_itself_again(board: Board) -> None:
+def test_worker_that_had_trouble_looks_for_itself_again(board: SidecarState) -> None:
     store, offloader = Store(), Offloader(board, None, Coordinator(board))  # type: ignore[arg-type]
     store.failure = RemoteError(Reason.FORBIDDEN, "refused", retriable=False)
     with pytest.raises(RemoteError):

@@ -32,7 +32,7 @@ from tiercheck_sidecar import (
     restore_plan,
     watermark,
 )
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.exchange import backoff
 from tiercheck_sidecar.exchange.frames import Say
 from tiercheck_sidecar.exchange.session import Session
@@ -89,7 +89,7 @@ def _both(*conditions: Callable[[Plan], bool]) -> Callable[[Plan], bool]:
 
 
 def _stale_directives() -> list[Patch]:
-    return [(Board, "_check", lambda self, directive: None)]
+    return [(SidecarState, "_check", lambda self, directive: None)]
 
 
 def _minimum_of_newest() -> list[Patch]:

@@ -1,4 +1,4 @@
-"""One life of a sidecar's process, in one thread: the real board, vault, coordinator, tiers, reclaim, replication, restore and offload.
+"""One life of a sidecar's process, in one thread: the real state, vault, coordinator, tiers, reclaim, replication, restore and offload.
 
 A loop of the sidecar runs turn by turn: it is called as it is, and where it would wait for news it is left again (`OneTurn`).
 What blocks in reality (a call to the store, a transfer, a fetch) lets simulated time pass instead, in which everybody else
@@ -22,7 +22,7 @@ from tiercheck.protocol.directive import Directive, Peer, Source, Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Break, Quarantined, Report
 from tiercheck_sidecar import offload, rank_restore, replicate, restore, tiers
-from tiercheck_sidecar.board import Board, Refused
+from tiercheck_sidecar.board import Refused, SidecarState
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.control_client import CallFailed
 from tiercheck_sidecar.coordinator import Coordinator, NotNow
@@ -46,7 +46,7 @@ from tiercheck_sidecar.restore import Restorer
 from tiercheck_sidecar.restore_plan import Place
 from tiercheck_sidecar.restore_sources import Brought, TriedInVain
 from tiercheck_sidecar.source_errors import SourceFailed
-from tiercheck_sidecar.tiers import TierClient, take
+from tiercheck_sidecar.tiers import TierClient
 from tiercheck_sidecar.trainer_socket import TrainerSocket
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.slots import Slot
@@ -133,7 +133,7 @@ class Process:
             remote="{}" if world.job.spec.remote is not None else None,
             token="",
         )
-        self.board = Board(config, clock=lambda: world.now + world.skew.get(pod.node, 0.0))
+        self.board = SidecarState(config, clock=lambda: world.now + world.skew.get(pod.node, 0.0))
         self.board.wait = self._wait  # type: ignore[method-assign]
         self.board.wait_until = self._wait_until  # type: ignore[method-assign]
         self.board.bump = self._bump  # type: ignore[method-assign]
@@ -141,7 +141,7 @@ class Process:
         self.vault = RecordedVault(pod.folder, config.memory_limit, config.ranks, self._bump)
         self.vault.process = self
         self.vault._instance = name
-        self.board.on_identity = lambda changed: self.vault.identify(changed.ranks)
+        self.board.when_identified(lambda changed: self.vault.identify(changed.ranks))
         self.coordinator = Coordinator(self.board, clock=lambda: world.now)
         self.offloader = Offloader(self.board, self.vault, self.coordinator)
         if config.remote is not None:
@@ -279,7 +279,7 @@ class Process:
 
     def hear_verdict(self, verdict: Verdict) -> None:
         """`PUT /v1/watermarks`."""
-        take(self.board, decode(to_json(verdict), Verdict))
+        self.board.follow(decode(to_json(verdict), Verdict))
         self.note_verdict()
 
     def hear_report(self, body: bytes) -> bytes:
@@ -335,7 +335,7 @@ class Process:
 
     def accept(self, directive: Directive) -> bool:
         """`PUT /v1/directive`."""
-        self.board.controller_at = self.board.clock()
+        self.board.hear_controller()
         try:
             self.board.accept(directive)
         except Refused:

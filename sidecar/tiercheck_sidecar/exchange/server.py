@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from tiercheck.strangers import Guest, Strangers, hang_up
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Claim, Identity, PeerRefused, admit
 from tiercheck_sidecar.exchange.session import Language, Session
@@ -32,7 +32,7 @@ _SWEEP_SECONDS = 5.0
 class ExchangeServer:
     """`start` raises OSError if the address cannot be used."""
 
-    def __init__(self, board: Board, vault: Vault, identity: Identity, port: int) -> None:
+    def __init__(self, board: SidecarState, vault: Vault, identity: Identity, port: int) -> None:
         self._board, self._vault, self._identity = board, vault, identity
         self._listener = socket.socket(socket.AF_INET6 if ":" in identity.host else socket.AF_INET, socket.SOCK_STREAM)
         self._port = port

@@ -9,7 +9,7 @@ from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.slot import NotASlot
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import END, IDLE_TIMEOUT, IO_TIMEOUT, Ask, Listed, Say, Wire, WireBroken, bitmap
 from tiercheck_sidecar.exchange.handshake import Claim
@@ -27,7 +27,7 @@ class Session:
 
     def __init__(
         self,
-        board: Board,
+        board: SidecarState,
         vault: Vault,
         inbox: Inbox,
         wire: Wire,

@@ -13,7 +13,7 @@ from tiercheck.protocol.directive import Directive, ParityGroup, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.sizing import roomy
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.exchange.handshake import Claim
 from tiercheck_sidecar.exchange.offers import refuse_offer
@@ -36,7 +36,7 @@ _OPENING = 10.0
 class ParityHolder:
     """Thread-safe. `run` gives up what can no longer become complete, or need not."""
 
-    def __init__(self, board: Board, vault: Vault) -> None:
+    def __init__(self, board: SidecarState, vault: Vault) -> None:
         self._board, self._vault = board, vault
         self.scratch = Scratch()
         self._lock = threading.Lock()

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.report import RestoreState
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.exchange.agenda import due, first_of_each_rank
 from tiercheck_sidecar.exchange.backoff import Backoff
 from tiercheck_sidecar.exchange.frames import Pace, Wire, WireBroken
@@ -42,7 +42,7 @@ class Link:
 
     def __init__(
         self,
-        board: Board,
+        board: SidecarState,
         vault: Vault,
         holder: Peer,
         attempt: int,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.report import Quarantined
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.exchange.chunks import Chunks
 from tiercheck_sidecar.exchange.frames import END, IDLE_TIMEOUT, IO_TIMEOUT, Listed, Wire, WireBroken
@@ -22,7 +22,7 @@ _STATUS_EVERY = 5.0
 """Seconds after which an unchanged status is said again, so that both ends know that the other lives."""
 
 
-def serving(board: Board, vault: Vault, holder: ParityHolder) -> Callable[[Wire, Claim], None]:
+def serving(board: SidecarState, vault: Vault, holder: ParityHolder) -> Callable[[Wire, Claim], None]:
     """For the exchange server: what to do with a connection that was turned to parity."""
     return lambda wire, claim: ParitySession(board, vault, holder, wire, claim).serve()
 
@@ -30,7 +30,7 @@ def serving(board: Board, vault: Vault, holder: ParityHolder) -> Callable[[Wire,
 class ParitySession:
     """`serve` ends when the caller hangs up, or this sidecar ends. Raises WireBroken."""
 
-    def __init__(self, board: Board, vault: Vault, holder: ParityHolder, wire: Wire, claim: Claim) -> None:
+    def __init__(self, board: SidecarState, vault: Vault, holder: ParityHolder, wire: Wire, claim: Claim) -> None:
         self._board, self._vault, self._holder = board, vault, holder
         self._wire, self._claim = wire, claim
         self._said: ParitySay | None = None

@@ -18,7 +18,7 @@ from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Phase, Po
 from tiercheck.protocol.report import RestoreReport, RestoreState, Watermarks
 from tiercheck.protocol.slot import SlotLayout
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import Identity, dial
@@ -55,7 +55,7 @@ class Station:
     def __init__(self, job: Job, worker: int, limit: int) -> None:
         self.job, self.worker = job, worker
         self.directory = job.memory / f"worker-{worker}-{job.lives[worker]}"
-        self.board = Board(
+        self.board = SidecarState(
             SidecarConfig(
                 job="default/gpt",
                 job_uid=JOB,

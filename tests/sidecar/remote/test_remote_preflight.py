@@ -17,7 +17,7 @@ from world import World, until
 
 from tiercheck.protocol.manifest import Manifest
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.offload import Offloader
 from tiercheck_sidecar.remote import Finding, examine_place, preflight, s3, s3_lines, s3_multipart
@@ -163,7 +163,7 @@ def test_examination_that_was_cut_short_is_repeated_and_blames_nobody(tmp_path: 
         {f"TIERCHECK_{name}": value for name, value in env.items()}
         | {"TIERCHECK_WORKER": "0", "TIERCHECK_CREDENTIALS_DIR": str(tmp_path)}
     )
-    board, store = Board(config), Store()
+    board, store = SidecarState(config), Store()
     offloader = Offloader(board, None, None)  # type: ignore[arg-type]
     offloader._examine(store)  # type: ignore[arg-type]
     assert board.problems == ()
