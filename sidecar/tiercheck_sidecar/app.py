@@ -30,7 +30,10 @@ from tiercheck_sidecar.guarded_port import GuardedPort
 from tiercheck_sidecar.lending import FOLDER
 from tiercheck_sidecar.named_addresses import named_addresses
 from tiercheck_sidecar.node_memory import Claim, sweep_job
-from tiercheck_sidecar.offload import Offloader
+from tiercheck_sidecar.offload.job_store import JobStore
+from tiercheck_sidecar.offload.remote_inventory import RemoteInventory
+from tiercheck_sidecar.offload.remote_source import RemoteSource
+from tiercheck_sidecar.offload.upload import Uploader
 from tiercheck_sidecar.own_credentials import own_credentials
 from tiercheck_sidecar.parity.holder import ParityHolder
 from tiercheck_sidecar.parity.sender import ParitySender
@@ -77,8 +80,11 @@ class Sidecar:
         self.replicator = Replicator(self.board, self.vault, self.identity, names.EXCHANGE_PORT)
         self.coordinator = Coordinator(self.board)
         self.pulse = Pulse(self.board, self.identity, names.EXCHANGE_PORT)
-        self.offloader = Offloader(self.board, self.vault, self.coordinator)
-        reach = RestoreSources(self.board, self.vault, self.identity, names.EXCHANGE_PORT, self.offloader)
+        self.stores = JobStore(config)
+        inventory = RemoteInventory(self.board, self.coordinator.stored)
+        self.uploader = Uploader(self.board, self.vault, self.stores, inventory, self.coordinator.manifest)
+        remote = RemoteSource(self.board, self.vault, self.stores)
+        reach = RestoreSources(self.board, self.vault, self.identity, names.EXCHANGE_PORT, remote)
         self.restorer = Restorer(self.board, self.vault, reach)
         self.rehearser = Rehearser(self.board, self.vault, reach)
         self.socket = TrainerSocket(self.board, self.vault, reach)
@@ -87,7 +93,7 @@ class Sidecar:
         self.exchange.languages["parity"] = serving(self.board, self.vault, self.parity_holder)
         self.reporter.owes = self._owes
         self.reporter.settled = self._settled
-        self.tiers = TierClient(self.board, self.vault, self._acknowledged, self.offloader)
+        self.tiers = TierClient(self.board, self.vault, self._acknowledged, self.uploader.uploaded)
         self._ports: list[GuardedPort] = []
         self.board.when_identified(self._identified)
 
@@ -124,7 +130,7 @@ class Sidecar:
         self.board.stop()
         self.socket.stop()
         self.exchange.stop()
-        self.offloader.close()
+        self.stores.close()
         for each in self._ports:
             await each.stop()
         if self._claim is not None and self._over:
@@ -169,7 +175,7 @@ class Sidecar:
             ("parity", self.parity.run),
             ("parity-blocks", self.parity_holder.run),
             ("coordinate", self.coordinator.run),
-            ("offload", self.offloader.run),
+            ("offload", self.uploader.run),
             ("tiers", self.tiers.run),
             ("sweep", self._sweep),
             ("pulse", self.pulse.run),

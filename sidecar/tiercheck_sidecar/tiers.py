@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import DeltaMode, Directive, Tier
 from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import Break
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import SidecarState
@@ -16,7 +17,6 @@ from tiercheck_sidecar.cadence import Needs
 from tiercheck_sidecar.control_client import CallFailed, ControlClient
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.ending import WorkerEnd, is_final, owes_nothing
-from tiercheck_sidecar.offload import Offloader
 from tiercheck_sidecar.span import Span, common
 from tiercheck_sidecar.stock import Stock, Where, stock_of, stocks
 from tiercheck_sidecar.vault import Vault
@@ -33,6 +33,9 @@ _WORKERS_PER_SECOND = 500
 Acknowledged = Callable[[Directive], Sequence[tuple[int, frozenset[Artifact]]]]
 """Per holder of this worker's copies or parity, as the directive has it: which worker it is, and what it has acknowledged in that attempt."""
 
+Uploaded = Callable[[int, Verdict | None], tuple[RankArtifact, ...]]
+"""A rank's upload of the version that the verdict wants, if it is done."""
+
 
 def pace(workers: int) -> float:
     """The least seconds between two messages of one sidecar to the coordinator, or back."""
@@ -42,8 +45,8 @@ def pace(workers: int) -> float:
 class TierClient:
     """One thread."""
 
-    def __init__(self, board: SidecarState, vault: Vault, acknowledged: Acknowledged, offloader: Offloader) -> None:
-        self._board, self._vault, self._acknowledged, self._offloader = board, vault, acknowledged, offloader
+    def __init__(self, board: SidecarState, vault: Vault, acknowledged: Acknowledged, uploaded: Uploaded) -> None:
+        self._board, self._vault, self._acknowledged, self._uploaded = board, vault, acknowledged, uploaded
         self._client: ControlClient | None = None
         self._taken: TierReport | None = None
         """The last that the coordinator took."""
@@ -111,7 +114,7 @@ class TierClient:
                     copied=_copied(at_holders, directive),
                     copied_snapshots=tuple(sorted(_everywhere(at_holders))),
                     holders=tuple(sorted(worker for worker, _ in acknowledged)),
-                    uploaded=() if rank in known else self._offloader.uploaded(rank, verdict),
+                    uploaded=() if rank in known else self._uploaded(rank, verdict),
                     needs=self._needs(directive, rank),
                 )
             )

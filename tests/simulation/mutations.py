@@ -24,7 +24,6 @@ from tiercheck_operator.planning import recovery
 from tiercheck_sidecar import (
     coordinator,
     forgetting,
-    offload,
     rank_restore,
     rank_session,
     reclaim,
@@ -36,6 +35,7 @@ from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.exchange import backoff
 from tiercheck_sidecar.exchange.frames import Say
 from tiercheck_sidecar.exchange.session import Session
+from tiercheck_sidecar.offload import upload
 from tiercheck_sidecar.remote import retention
 from tiercheck_sidecar.remote import store as remote_store
 
@@ -304,7 +304,7 @@ def _holders_of_before() -> list[Patch]:
 
 
 def _rotten_uploads_stay() -> list[Patch]:
-    return [(offload, "distrust", lambda *_: None)]
+    return [(upload, "distrust", lambda *_: None)]
 
 
 def _labels_are_believed() -> list[Patch]:

@@ -21,7 +21,7 @@ from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Directive, Peer, Source, Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Break, Quarantined, Report
-from tiercheck_sidecar import offload, rank_restore, replicate, restore, tiers
+from tiercheck_sidecar import rank_restore, replicate, restore, tiers
 from tiercheck_sidecar.board import Refused, SidecarState
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.control_client import CallFailed
@@ -37,7 +37,11 @@ from tiercheck_sidecar.exchange.sender import Pushed, PushRefused
 from tiercheck_sidecar.exchange.session import Session
 from tiercheck_sidecar.exchange.streams import TooDamaged
 from tiercheck_sidecar.exchange.transfers import Inbox
-from tiercheck_sidecar.offload import Offloader
+from tiercheck_sidecar.offload import remote_inventory
+from tiercheck_sidecar.offload.job_store import JobStore
+from tiercheck_sidecar.offload.remote_inventory import RemoteInventory
+from tiercheck_sidecar.offload.remote_source import RemoteSource
+from tiercheck_sidecar.offload.upload import Uploader
 from tiercheck_sidecar.reclaim import Reclaimer
 from tiercheck_sidecar.remote import store as remote_store
 from tiercheck_sidecar.replicate import Replicator
@@ -143,15 +147,16 @@ class Process:
         self.vault._instance = name
         self.board.when_identified(lambda changed: self.vault.identify(changed.ranks))
         self.coordinator = Coordinator(self.board, clock=lambda: world.now)
-        self.offloader = Offloader(self.board, self.vault, self.coordinator)
-        if config.remote is not None:
-            self.folder = Folder(world.bucket, self.wait, lambda: world.no_store(pod.uid))
-            self.offloader._store = remote_store.RemoteStore(self.folder, JOB)
+        self.folder = Folder(world.bucket, self.wait, lambda: world.no_store(pod.uid))
+        stores = JobStore(config, lambda: remote_store.RemoteStore(self.folder, JOB))
+        inventory = RemoteInventory(self.board, self.coordinator.stored)
+        self.uploader = Uploader(self.board, self.vault, stores, inventory, self.coordinator.manifest)
+        self.remote = RemoteSource(self.board, self.vault, stores)
         self.reach = Reach(self)
         self.reclaimer = Reclaimer(self.board, self.vault)
         self.restorer = Restorer(self.board, self.vault, self.reach)  # type: ignore[arg-type]
         self.replicator = Replicator(self.board, self.vault, None, 0)  # type: ignore[arg-type]
-        self.tiers = TierClient(self.board, self.vault, self.replicator.acknowledged, self.offloader)
+        self.tiers = TierClient(self.board, self.vault, self.replicator.acknowledged, self.uploader.uploaded)
         self.reporter = Reporter(self.board, self.vault)
         self.board.instance = name
         self.reporter.owes = self.replicator.owes
@@ -245,8 +250,8 @@ class Process:
             return
         self._pulses()
         self.inbox.sweep()
-        if self.offloader._store is not None and self.world.now >= self._offload_after:
-            pause = self._turn("offload", self.offloader.run, 0)
+        if self.board.config.remote is not None and self.world.now >= self._offload_after:
+            pause = self._turn("offload", self.uploader.run, 0)
             self._offload_after = self.world.now + pause
         self._bump()
 
@@ -429,7 +434,7 @@ class Reach:
     """Where a restore fetches from: as `RestoreSources`, with calls for connections."""
 
     def __init__(self, process: Process) -> None:
-        self._process, self.remote = process, process.offloader
+        self._process, self.remote = process, process.remote
 
     def ask(self, rank: int, version: Any, sources: Sequence[Source]) -> tuple[list[Place], list[str]]:
         places, failures = [], []
@@ -532,7 +537,7 @@ def in_simulation(world: Simulation) -> Iterator[None]:
         for where, name, what in (
             (tiers, "time", clock),
             (tiers, "ControlClient", _Client),
-            (offload, "time", clock),
+            (remote_inventory, "time", clock),
             (replicate, "time", clock),
             (replicate, "push", push),
             (restore, "time", clock),

@@ -19,7 +19,7 @@ from tiercheck.protocol.manifest import Manifest
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.config import SidecarConfig
-from tiercheck_sidecar.offload import Offloader
+from tiercheck_sidecar.offload.remote_inventory import RemoteInventory
 from tiercheck_sidecar.remote import Finding, examine_place, preflight, s3, s3_lines, s3_multipart
 from tiercheck_sidecar.remote.directory import DirectoryObjects
 from tiercheck_sidecar.remote.objects import Stored
@@ -164,10 +164,10 @@ def test_examination_that_was_cut_short_is_repeated_and_blames_nobody(tmp_path: 
         | {"TIERCHECK_WORKER": "0", "TIERCHECK_CREDENTIALS_DIR": str(tmp_path)}
     )
     board, store = SidecarState(config), Store()
-    offloader = Offloader(board, None, None)  # type: ignore[arg-type]
-    offloader._examine(store)  # type: ignore[arg-type]
+    inventory = RemoteInventory(board, lambda _: None)
+    inventory._examine(store)  # type: ignore[arg-type]
     assert board.problems == ()
-    offloader._examine(store)  # type: ignore[arg-type]
+    inventory._examine(store)  # type: ignore[arg-type]
     assert [each.reason for each in board.problems] == ["RemoteNotSafe"]
     board.withdraw("Remote", but="RemoteNotSafe")
     assert board.problems, "it lasts, whatever comes and goes"
