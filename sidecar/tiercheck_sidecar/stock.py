@@ -55,6 +55,11 @@ def stocks(held: Iterable[Seal]) -> dict[Where, Stock]:
     return found
 
 
+def own_stock(held: Iterable[Seal], rank: int) -> Stock:
+    """What lies in own slots of a rank."""
+    return stocks(held).get(Where(Tier.LOCAL, rank), Stock())
+
+
 def own_artifacts(held: Iterable[Seal], rank: int) -> dict[Artifact, int]:
     """What lies in own slots of a rank, with bytes."""
     return {

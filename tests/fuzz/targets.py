@@ -19,11 +19,12 @@ from tiercheck.protocol.artifact import Share
 from tiercheck.protocol.contents import Incomplete, check_complete, contents
 from tiercheck.protocol.directive import Directive, Tier
 from tiercheck.protocol.encoding import Malformed, from_json, to_json
-from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Request, Welcome
+from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Welcome
 from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
 from tiercheck.protocol.pieces import Box, NotCovered, Piece, cover
 from tiercheck.protocol.pieces_table import pieces_table, read_pieces
 from tiercheck.protocol.plain_json import decode_with, parse_json
+from tiercheck.protocol.requests import BeginSlot, BorrowArtifact, Request, ReserveSlots
 from tiercheck.protocol.slot import PIECES, NotASlot, SlotLayout, beginning, read_header, read_tensors
 from tiercheck.protocol.version import Version
 from tiercheck_cli.checkpoint.saved import open_folder
@@ -35,7 +36,7 @@ from tiercheck_operator.controller.parsing import parse_job
 from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
 from tiercheck_operator.planning.saved_placement import read_placement_data
 from tiercheck_operator.sidecars import read_report
-from tiercheck_sidecar.decoding import decode, with_checksum
+from tiercheck_sidecar.decoding import decode, decode_request, with_checksum
 from tiercheck_sidecar.digest import digest, is_well_formed
 from tiercheck_sidecar.exchange.frames import Ask, Listed, Say, WireBroken, from_bitmap
 from tiercheck_sidecar.exchange.handshake import Challenge, Claim, Proof
@@ -76,6 +77,15 @@ def _message(cls: type[Any], *samples: object) -> Target:
             to_json(from_json(text, cls))
 
     return Target(run, tuple(map(to_json, samples)))
+
+
+def _request(text: bytes) -> None:
+    """As `_message`: the sidecar's decoder finds the class by the operation."""
+    with contextlib.suppress(Malformed):
+        found = decode_request(text)
+        assert decode_request(to_json(found)) == found, "what was let in can be said again"
+    with contextlib.suppress(Malformed):
+        to_json(from_json(text, Request))  # type: ignore[arg-type]
 
 
 def _report(text: bytes) -> None:
@@ -278,7 +288,7 @@ TARGETS: dict[str, Target] = {
         "tier report": _message(TierReport, TierReport("u", 1, 0, "h", ())),
         "verdict": _message(Verdict, decode(b'{"attempt":1,"watermarks":{}}', Verdict)),
         "hello": _message(Hello, Hello("rank", 1)),
-        "request": _message(Request, Request("borrow", ranges=((0, 1),))),
+        "request": Target(_request, tuple(map(to_json, (BorrowArtifact(0, 1, ranges=((0, 1),)), BeginSlot(3), ReserveSlots(1, None))))),
         "launcher event": _message(LauncherEvent, LauncherEvent("exited", 1, 3)),
         "order": _message(Order, decode(b'{"attempt":1,"phase":"Hold","worker":0,"workers":1,"procs_per_worker":1,"master_host":"h","master_port":1}', Order)),
         "reply": _message(Reply, Reply(True, "/x")),

@@ -17,7 +17,8 @@ from scripted_sidecar import ScriptedSidecar
 
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
-from tiercheck.protocol.local import Reply, Request, Welcome
+from tiercheck.protocol.local import Reply, Welcome
+from tiercheck.protocol.requests import Request
 from tiercheck.protocol.version import Version
 from tiercheck.trainer.delta import REPLAY_BLOB, REPLAY_BYTES
 from tiercheck.trainer.slot_file import SlotReader
