@@ -142,9 +142,8 @@ class Process:
         self.board.wait_until = self._wait_until  # type: ignore[method-assign]
         self.board.bump = self._bump  # type: ignore[method-assign]
         self.board.peers._changed = self._bump
-        self.vault = RecordedVault(pod.folder, config.memory_limit, config.ranks, self._bump)
+        self.vault = RecordedVault(pod.folder, config.memory_limit, config.ranks, self._bump, instance=name)
         self.vault.process = self
-        self.vault._instance = name
         self.board.when_identified(lambda changed: self.vault.identify(changed.ranks))
         self.coordinator = Coordinator(self.board, clock=lambda: world.now)
         self.folder = Folder(world.bucket, self.wait, lambda: world.no_store(pod.uid))
