@@ -57,12 +57,12 @@ class SlotTable:
                 return slot
         return None
 
-    def artifacts(self, *states: SlotState) -> set[Artifact]:
-        """In own slots of these states."""
+    def artifacts(self, *states: SlotState, of: int | None = None) -> set[Artifact]:
+        """In own slots of these states; `of`: of that rank only."""
         return {
             Artifact(slot.rank, slot.seal.version if slot.seal else Version(slot.step, slot.attempt), slot.kind)
             for slot in self.slots.values()
-            if slot.tier is Tier.LOCAL and slot.state in states and not slot.doomed
+            if of in (None, slot.pool.rank) and slot.tier is Tier.LOCAL and slot.state in states and not slot.doomed
         }
 
     def used(self) -> int:

@@ -91,8 +91,7 @@ class Vault:
     def own(self, rank: int) -> set[Artifact]:
         """What an own rank is writing, wrote or has sealed."""
         with self._table as table:
-            used = table.artifacts(SlotState.WRITING, SlotState.SEALING, SlotState.SEALED)
-        return {each for each in used if each.rank == rank}
+            return table.artifacts(SlotState.WRITING, SlotState.SEALING, SlotState.SEALED, of=rank)
 
     def unfinished(self) -> set[Artifact]:
         """What own ranks are writing, or wrote and is not sealed yet."""
