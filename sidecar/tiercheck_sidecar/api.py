@@ -15,7 +15,7 @@ from aiohttp import web
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report
-from tiercheck_sidecar.board import Refused, SidecarState, StaleRefused
+from tiercheck_sidecar.board import DirectiveRefused, SidecarState, StaleRefused
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.report import Reporter
@@ -87,7 +87,7 @@ class ControlApi:
             self._board.accept(directive)
         except StaleRefused as error:
             return sentence(409, str(error))
-        except Refused as error:
+        except DirectiveRefused as error:
             return sentence(403, str(error))
         return self._tell(self._reporter.report())
 

@@ -29,9 +29,9 @@ from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.guarded_port import GuardedPort
 from tiercheck_sidecar.lending import FOLDER
 from tiercheck_sidecar.named_addresses import named_addresses
-from tiercheck_sidecar.node_memory import Claim, sweep_job
+from tiercheck_sidecar.node_memory import FolderClaim, sweep_job
 from tiercheck_sidecar.offload.job_store import JobStore
-from tiercheck_sidecar.offload.remote_inventory import RemoteInventory
+from tiercheck_sidecar.offload.remote_inventory import RemoteListing
 from tiercheck_sidecar.offload.remote_source import RemoteSource
 from tiercheck_sidecar.offload.upload import Uploader
 from tiercheck_sidecar.own_credentials import own_credentials
@@ -81,7 +81,7 @@ class Sidecar:
         self.coordinator = Coordinator(self.board)
         self.pulse = Pulse(self.board, self.identity, names.EXCHANGE_PORT)
         self.stores = JobStore(config)
-        inventory = RemoteInventory(self.board, self.coordinator.stored)
+        inventory = RemoteListing(self.board, self.coordinator.stored)
         self.uploader = Uploader(self.board, self.vault, self.stores, inventory, self.coordinator.manifest)
         remote = RemoteSource(self.board, self.vault, self.stores)
         reach = RestoreSources(self.board, self.vault, self.identity, names.EXCHANGE_PORT, remote)
@@ -137,12 +137,12 @@ class Sidecar:
             self._claim.discard()
 
     _ready = False
-    _claim: Claim | None = None
+    _claim: FolderClaim | None = None
 
     def _open_memory(self) -> None:
         config = self.config
         if config.node_memory_keep is not None:
-            self._claim = Claim(config.vault_dir, config.worker, time.time())
+            self._claim = FolderClaim(config.vault_dir, config.worker, time.time())
             # A spare is nobody's next pod.
             adopted = self._claim.adopt() if config.worker != SPARE else 0
             log.info("%d slots of earlier pods of this worker lie in the node's memory", adopted)

@@ -34,7 +34,7 @@ from tiercheck_sidecar.progress_meter import ProgressMeter
 from tiercheck_sidecar.supervision import Threads
 from tiercheck_sidecar.tags import Tagger
 from tiercheck_sidecar.trainer_watch import TrainerWatch
-from tiercheck_sidecar.watermark import Verdict
+from tiercheck_sidecar.watermark import TierVerdict
 
 CANNOT_SAVE = "CannotSave"
 """Reason of the problem that nothing of a rank can be saved."""
@@ -45,15 +45,15 @@ _MOST_AHEAD = 1000
 """Attempts that may have begun since the newest directive."""
 
 
-class Refused(Exception):
+class DirectiveRefused(Exception):
     """A directive that this sidecar must not follow; the message is a sentence."""
 
 
-class StaleRefused(Refused):
+class StaleRefused(DirectiveRefused):
     """It is of an older attempt, its phase would go back, or it was decided upon without knowing what is followed now."""
 
 
-class StrangerRefused(Refused):
+class StrangerRefused(DirectiveRefused):
     """It is meant for another job or another worker."""
 
 
@@ -88,7 +88,7 @@ class SidecarState:
         """Of the restore of the current attempt."""
         self.trainer = TrainerWatch()
         self.remote = RemoteReport(configured=config.remote is not None, reachable=None)
-        self.verdict: Verdict | None = None
+        self.verdict: TierVerdict | None = None
         """The coordinator's newest word in this attempt; None: nothing heard, so nothing is freed."""
         self.leaving: frozenset[Artifact] = frozenset()
         """Own snapshots newer than the local watermark that are given up as soon as the coordinator counts on them no more."""
@@ -194,7 +194,7 @@ class SidecarState:
         self.bump()
 
     def accept(self, directive: Directive) -> None:
-        """Take over the wanted state. Raises Refused."""
+        """Take over the wanted state. Raises DirectiveRefused."""
         with self.lock:
             self._check(directive)
             old = self.directive
@@ -309,7 +309,7 @@ class SidecarState:
 
     # Versions
 
-    def follow(self, verdict: Verdict) -> str:
+    def follow(self, verdict: TierVerdict) -> str:
         """Follow the coordinator's word. Returns a sentence if it is refused."""
         with self.lock:
             other = self.fence.refuse_other(verdict.attempt, self.directive)

@@ -24,7 +24,7 @@ from tiercheck_sidecar.control_client import CallFailed, ControlClient
 from tiercheck_sidecar.ending import is_hopeless, present
 from tiercheck_sidecar.sound_reports import objection
 from tiercheck_sidecar.tiers import pace
-from tiercheck_sidecar.watermark import Copy, RankTiers, Standing, TierReport, Verdict, judge, next_upload
+from tiercheck_sidecar.watermark import Copy, RankTiers, TierReport, TierStanding, TierVerdict, judge, next_upload
 
 log = logging.getLogger(__name__)
 
@@ -70,14 +70,14 @@ class Coordinator:
         """When each worker said something last, whether or not it could be taken."""
         self._final: set[int] = set()
         self._done: set[int] = set()
-        self._standing = Standing()
+        self._standing = TierStanding()
         self._needs: dict[int, Needs] = {}
         """Sizes are of the job, not of an attempt: so a new attempt knows its cadence before its ranks reserve."""
         self._stored: tuple[Version, ...] | None = None
         self._artifacts: dict[int, RankArtifact] = {}
-        self._verdict: Verdict | None = None
+        self._verdict: TierVerdict | None = None
         self._is_dirty = False
-        self._told: Verdict | None = None
+        self._told: TierVerdict | None = None
         self._proved: dict[int, TierReport] = {}
         """Each worker's newest report that all could be reckoned with."""
         self._unproved: dict[int, TierReport] = {}
@@ -97,7 +97,7 @@ class Coordinator:
         with self._lock:
             return [] if directive is None else sorted(self._present(directive) - self._final)
 
-    def hear(self, report: TierReport) -> Verdict:
+    def hear(self, report: TierReport) -> TierVerdict:
         """Take a sidecar's word, and answer the newest verdict. Raises NotNow."""
         directive = self._board.directive
         if self._board.config.worker != 0:
@@ -251,7 +251,7 @@ class Coordinator:
                 self.announced(verdict)
                 self._board.wait_until(lambda: False, pace(len(hosts)))
 
-    def news(self) -> tuple[Verdict, list[str]] | None:
+    def news(self) -> tuple[TierVerdict, list[str]] | None:
         """The verdict that everybody shall be told, and where they are; None: they have been."""
         with self._lock:
             directive = self._board.directive
@@ -265,7 +265,7 @@ class Coordinator:
         self._tell_refusals()
         return news
 
-    def announced(self, verdict: Verdict) -> None:
+    def announced(self, verdict: TierVerdict) -> None:
         """Everybody who could be reached has been told."""
         with self._lock:
             self._told = verdict
@@ -300,13 +300,13 @@ class Coordinator:
             self._ranks, self._copies, self._verdict = {}, {}, None
             self._proved, self._unproved, self._refused = {}, {}, {}
             self._final = set(self._done)  # those may have gone, and add nothing under any placement
-            self._standing = Standing(snapshot=self._standing.snapshot)
+            self._standing = TierStanding(snapshot=self._standing.snapshot)
         self._placement = directive.placement
         if directive.attempt != self._attempt:
             self._attempt, self._ranks, self._hosts, self._copies = directive.attempt, {}, {}, {}
             self._heard, self._final, self._done = {}, set(), set()
             self._proved, self._unproved, self._refused = {}, {}, {}
-            self._standing, self._verdict, self._artifacts = Standing(), None, {}
+            self._standing, self._verdict, self._artifacts = TierStanding(), None, {}
             self._uploading = None
 
     def _judge(self, directive: Directive) -> None:
@@ -340,7 +340,7 @@ class Coordinator:
         self._is_dirty = False
 
 
-def _tell(client: ControlClient, verdict: Verdict) -> None:
+def _tell(client: ControlClient, verdict: TierVerdict) -> None:
     try:
         client.call("PUT", "/v1/watermarks", to_json(verdict))
     except CallFailed as error:

@@ -15,11 +15,11 @@ from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.sizing import OWN_SLOTS, SPARE_DELTAS, Room, Sizing
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import SidecarState
-from tiercheck_sidecar.forgetting import Place, expendable, lacks_slot
+from tiercheck_sidecar.forgetting import MemoryPlace, expendable, lacks_slot
 from tiercheck_sidecar.lending import lent_chain
-from tiercheck_sidecar.stock import Stock, Where, hosted_lanes, hosted_ranks, stocks, where
+from tiercheck_sidecar.stock import MemoryStock, Where, hosted_lanes, hosted_ranks, stocks, where
 from tiercheck_sidecar.vault import Vault
-from tiercheck_sidecar.watermark import Verdict
+from tiercheck_sidecar.watermark import TierVerdict
 
 Gone = tuple[Where, Kind, Version]
 """What is where, and given up."""
@@ -99,7 +99,7 @@ class Reclaimer:
             self._vault.free(lambda seal: (where(seal), seal.kind, seal.version) in gone)
         self._vault.tidy()
 
-    def _counted_on(self, gone: set[Gone], directive: Directive, verdict: Verdict | None) -> set[Gone]:
+    def _counted_on(self, gone: set[Gone], directive: Directive, verdict: TierVerdict | None) -> set[Gone]:
         """What has to wait. By our last report the coordinator may announce what rests on an own snapshot, as long as that is newer than
         what it has announced: so it is left out of a report first, and goes when that has been heard.
         """
@@ -126,12 +126,14 @@ def _came_from(directive: Directive, plan: Sizing) -> Chain | None:
     return Chain(base, () if plan.lacks_deltas and not lent else tuple(deltas))
 
 
-def _place(name: Where, stock: Stock, directive: Directive, verdict: Verdict | None, plan: Sizing) -> Place:
+def _place(
+    name: Where, stock: MemoryStock, directive: Directive, verdict: TierVerdict | None, plan: Sizing
+) -> MemoryPlace:
     snapshots, deltas = frozenset(stock.snapshots), frozenset(stock.deltas)
     if name.tier is Tier.LOCAL:
         crowded = directive.parity is None and len(deltas) >= plan.delta_slots - SPARE_DELTAS
-        return Place(Tier.LOCAL, snapshots, deltas, slots=plan.own_slots, crowded=crowded)
+        return MemoryPlace(Tier.LOCAL, snapshots, deltas, slots=plan.own_slots, crowded=crowded)
     if name.share is not None:
-        return Place(Tier.PEER, snapshots, deltas, name.share not in hosted_lanes(directive))
+        return MemoryPlace(Tier.PEER, snapshots, deltas, name.share not in hosted_lanes(directive))
     stranded = name.rank not in hosted_ranks(directive)
-    return Place(Tier.PEER, snapshots, deltas, stranded, crowded=lacks_slot(snapshots, verdict))
+    return MemoryPlace(Tier.PEER, snapshots, deltas, stranded, crowded=lacks_slot(snapshots, verdict))

@@ -10,7 +10,7 @@ from tiercheck_sidecar.api import answer, sentence
 from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.coordinator import BadReport, Coordinator, NotNow, StaleReport
 from tiercheck_sidecar.decoding import Malformed, decode
-from tiercheck_sidecar.watermark import TierReport, Verdict
+from tiercheck_sidecar.watermark import TierReport, TierVerdict
 
 
 def routes(board: SidecarState, coordinator: Coordinator) -> list[web.RouteDef]:
@@ -34,7 +34,7 @@ def routes(board: SidecarState, coordinator: Coordinator) -> list[web.RouteDef]:
 
     async def watermarks(request: web.Request) -> web.StreamResponse:
         try:
-            verdict = decode(await request.read(), Verdict)
+            verdict = decode(await request.read(), TierVerdict)
         except Malformed as error:
             return sentence(422, f"not a verdict: {error}")
         reason = board.follow(verdict)

@@ -18,9 +18,9 @@ from tiercheck_sidecar.control_client import CallFailed, ControlClient
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.ending import WorkerEnd, is_final, owes_nothing
 from tiercheck_sidecar.span import Span, common
-from tiercheck_sidecar.stock import Stock, Where, stock_of, stocks
+from tiercheck_sidecar.stock import MemoryStock, Where, stock_of, stocks
 from tiercheck_sidecar.vault import Vault
-from tiercheck_sidecar.watermark import Copy, RankTiers, TierReport, Verdict
+from tiercheck_sidecar.watermark import Copy, RankTiers, TierReport, TierVerdict
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _WORKERS_PER_SECOND = 500
 Acknowledged = Callable[[Directive], Sequence[tuple[int, frozenset[Artifact]]]]
 """Per holder of this worker's copies or parity, as the directive has it: which worker it is, and what it has acknowledged in that attempt."""
 
-Uploaded = Callable[[int, Verdict | None], tuple[RankArtifact, ...]]
+Uploaded = Callable[[int, TierVerdict | None], tuple[RankArtifact, ...]]
 """A rank's upload of the version that the verdict wants, if it is done."""
 
 
@@ -98,14 +98,14 @@ class TierClient:
         acknowledged = self._acknowledged(directive)
         ranks, newest_own = [], []
         for rank in self._vault.ranks:
-            own = here.get(Where(Tier.LOCAL, rank), Stock()).accepted(history)
+            own = here.get(Where(Tier.LOCAL, rank), MemoryStock()).accepted(history)
             at_holders = _at_holders(directive, acknowledged, rank)
             going = {each.version for each in leaving if each.rank == rank} & own.snapshots
             newest_own.append(max(own.snapshots, default=None))
             ranks.append(
                 RankTiers(
                     rank=rank,
-                    local=Stock(own.snapshots - going, own.deltas).rebuildable(history),
+                    local=MemoryStock(own.snapshots - going, own.deltas).rebuildable(history),
                     snapshots=tuple(sorted(own.snapshots)),
                     leaving=tuple(sorted(going)),
                     unfinished=_of(unfinished, rank, Kind.SNAPSHOT),
@@ -156,7 +156,7 @@ class TierClient:
         if self._client is None or self._client.host != host:
             self._client = ControlClient(self._board.config, host)
         try:
-            verdict = decode(self._client.call("POST", "/v1/tiers", to_json(report)), Verdict)
+            verdict = decode(self._client.call("POST", "/v1/tiers", to_json(report)), TierVerdict)
         except (CallFailed, Malformed) as error:
             log.debug("the coordinator: %s", error)
             self._saw(directive, error.how if isinstance(error, CallFailed) else None)
@@ -183,7 +183,7 @@ def _of(artifacts: set[Artifact], rank: int, kind: Kind) -> tuple[Version, ...]:
 
 def _at_holders(
     directive: Directive, acknowledged: Sequence[tuple[int, frozenset[Artifact]]], rank: int
-) -> list[Stock]:
+) -> list[MemoryStock]:
     """What each holder has, but for parity what all have: several blocks are worth something together only."""
     sets = [artifacts for _, artifacts in acknowledged]
     if directive.parity is not None and sets:
@@ -191,9 +191,9 @@ def _at_holders(
     return [stock_of(artifacts, rank).accepted(directive.history) for artifacts in sets]
 
 
-def _copied(at_holders: list[Stock], directive: Directive) -> tuple[Span, ...]:
+def _copied(at_holders: list[MemoryStock], directive: Directive) -> tuple[Span, ...]:
     return common(stock.rebuildable(directive.history) for stock in at_holders)
 
 
-def _everywhere(at_holders: list[Stock]) -> set[Version]:
+def _everywhere(at_holders: list[MemoryStock]) -> set[Version]:
     return set.intersection(*(stock.snapshots for stock in at_holders)) if at_holders else set()

@@ -17,7 +17,7 @@ from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.coordinator import Coordinator, NotNow
 from tiercheck_sidecar.ending import WorkerEnd, is_final, may_go, owes_nothing
-from tiercheck_sidecar.watermark import RankTiers, TierReport, Verdict
+from tiercheck_sidecar.watermark import RankTiers, TierReport, TierVerdict
 
 TICK = 0.5
 JOB = "uid"
@@ -47,7 +47,7 @@ class Worker:
     snapshots: set[Version] = field(default_factory=set)
     uploaded: Version | None = None
     uploading: tuple[Version, float] | None = None
-    verdict: Verdict | None = None
+    verdict: TierVerdict | None = None
     finishing: bool = False
     stored: Version | None = None
     """The newest that it knows to be in the remote tier."""
@@ -153,7 +153,7 @@ class Model:
         worker.taken = report
         self._take(worker, verdict)
 
-    def _take(self, worker: Worker, verdict: Verdict) -> None:
+    def _take(self, worker: Worker, verdict: TierVerdict) -> None:
         if verdict.placement != ("" if worker.finishing else "holders"):
             return
         worker.verdict = verdict

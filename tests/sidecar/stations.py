@@ -23,7 +23,7 @@ from tiercheck_sidecar.exchange.line import Line
 from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.replicate import Replicator
 from tiercheck_sidecar.vault import Seal, Vault
-from tiercheck_sidecar.watermark import Verdict
+from tiercheck_sidecar.watermark import TierVerdict
 
 JOB = "uid-of-the-job"
 TOKEN = "token"
@@ -125,7 +125,7 @@ class Station:
     def name(self, version: Version | None) -> None:
         """The coordinator names the snapshot to copy."""
         with self.board.lock:
-            self.board.verdict = Verdict(self.board.attempt, Watermarks(), copy=version)
+            self.board.verdict = TierVerdict(self.board.attempt, Watermarks(), copy=version)
         self.board.bump()
 
     def save(self, version: Version, size: int, kind: Kind = Kind.SNAPSHOT, rank: int | None = None) -> Seal:

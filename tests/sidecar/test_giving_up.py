@@ -20,7 +20,7 @@ from tiercheck_sidecar.decoding import decode
 from tiercheck_sidecar.reclaim import Reclaimer
 from tiercheck_sidecar.span import spans
 from tiercheck_sidecar.tiers import TierClient
-from tiercheck_sidecar.watermark import RankTiers, TierReport, Verdict
+from tiercheck_sidecar.watermark import RankTiers, TierReport, TierVerdict
 
 SIZE = 100_000
 
@@ -76,7 +76,7 @@ class Pair:
     def announced(self) -> Version | None:
         """What everybody is told next."""
         news = self.coordinator.news()
-        verdict: Verdict | None = news[0] if news else self.coordinator._verdict
+        verdict: TierVerdict | None = news[0] if news else self.coordinator._verdict
         assert verdict is not None
         return verdict.watermarks.local
 

@@ -20,7 +20,7 @@ from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.config import ConfigError, SidecarConfig
 from tiercheck_sidecar.control_client import CallFailed, ControlClient
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
-from tiercheck_sidecar.exchange.handshake import Challenge, Claim
+from tiercheck_sidecar.exchange.handshake import CallerClaim, Challenge
 
 MakeWorld = Callable[..., World]
 MakeStations = Callable[..., Stations]
@@ -36,7 +36,7 @@ def board(stations: MakeStations) -> SidecarState:
 
 
 @pytest.mark.parametrize("text", SENSELESS, ids=lambda text: repr(text[:20]))
-@pytest.mark.parametrize("cls", [Ask, Say, Claim, Challenge])
+@pytest.mark.parametrize("cls", [Ask, Say, CallerClaim, Challenge])
 def test_every_senseless_message_breaks_its_connection_and_nothing_else(text: bytes, cls: type) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     with listener, socket.create_connection(listener.getsockname()) as theirs:

@@ -15,10 +15,10 @@ from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.offload.job_store import JobStore
-from tiercheck_sidecar.offload.remote_inventory import RemoteInventory
+from tiercheck_sidecar.offload.remote_inventory import RemoteListing
 from tiercheck_sidecar.offload.upload import Uploader
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
-from tiercheck_sidecar.watermark import Verdict
+from tiercheck_sidecar.watermark import TierVerdict
 
 FIRST, SECOND = Version(10, 1), Version(20, 1)
 
@@ -59,12 +59,12 @@ def board(tmp_path: Path) -> SidecarState:
     return SidecarState(SidecarConfig.from_env({f"TIERCHECK_{name}": value for name, value in env.items()}))
 
 
-def verdict(*stored: Version) -> Verdict:
-    return Verdict(1, Watermarks(remote=max(stored)), stored=stored)
+def verdict(*stored: Version) -> TierVerdict:
+    return TierVerdict(1, Watermarks(remote=max(stored)), stored=stored)
 
 
 def test_worker_lists_when_it_starts_and_then_hears_from_the_coordinator(board: SidecarState) -> None:
-    store, inventory = Store(), RemoteInventory(board, ignore)
+    store, inventory = Store(), RemoteListing(board, ignore)
     inventory.list_when_due(store, None)  # type: ignore[arg-type]
     assert (board.remote.reachable, board.remote.versions, store.listed) == (True, (FIRST,), 1)
     for _ in range(3):
@@ -81,7 +81,7 @@ def test_worker_asks_once_per_version_whether_its_attempt_is_over_however_many_r
     board, store, asked, put = job[0].board, Store(), list[str](), list[int]()
     monkeypatch.setattr(store, "newest_attempt", lambda uid: asked.append(uid) or 0)
     store.put_artifact = lambda rank, version, *_, **more: put.append(rank) or RankArtifact(rank, version, "")  # type: ignore[attr-defined]
-    uploader = Uploader(board, job[0].vault, JobStore(board.config), RemoteInventory(board, ignore), lambda: None)
+    uploader = Uploader(board, job[0].vault, JobStore(board.config), RemoteListing(board, ignore), lambda: None)
     for _ in range(2):
         uploader._upload(store, board.directive, FIRST)  # type: ignore[arg-type]
     assert (put, len(asked)) == ([0, 1, 2, 3], 1)
@@ -92,7 +92,7 @@ def test_whoever_becomes_worker_0_lists_at_once_and_tells_nothing_that_it_found_
 ) -> None:
     """What a spare found when it was started may have been deleted long ago."""
     store, told = Store(), list[tuple[Version, ...]]()
-    inventory = RemoteInventory(board, told.append)
+    inventory = RemoteListing(board, told.append)
     inventory.list_when_due(store, None)  # type: ignore[arg-type]
     assert (store.listed, told) == (1, [])
     board.config = replace(board.config, worker=0)
@@ -104,7 +104,7 @@ def test_whoever_becomes_worker_0_lists_at_once_and_tells_nothing_that_it_found_
 
 
 def test_worker_that_had_trouble_looks_for_itself_again(board: SidecarState) -> None:
-    store, inventory = Store(), RemoteInventory(board, ignore)
+    store, inventory = Store(), RemoteListing(board, ignore)
     store.failure = RemoteError(Reason.FORBIDDEN, "refused", retriable=False)
     with pytest.raises(RemoteError):
         inventory.list_when_due(store, verdict(FIRST))  # type: ignore[arg-type]

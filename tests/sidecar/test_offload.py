@@ -16,7 +16,7 @@ from tiercheck.protocol.directive import Phase, Policy, Source, Tier
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.coordinator import Coordinator
 from tiercheck_sidecar.offload.job_store import JobStore
-from tiercheck_sidecar.offload.remote_inventory import RemoteInventory
+from tiercheck_sidecar.offload.remote_inventory import RemoteListing
 from tiercheck_sidecar.offload.upload import Uploader
 from tiercheck_sidecar.remote import RemoteCorrupt, open_store
 
@@ -198,7 +198,7 @@ def test_snapshot_that_rots_before_its_upload_is_given_up_so_that_another_can_be
     station.flip(seal, Tier.LOCAL, 0)
     store = open_store(json.dumps({"directory": {"path": str(tmp_path)}}), "default/gpt")
     board, coordinator = station.board, Coordinator(station.board)
-    inventory = RemoteInventory(board, coordinator.stored)
+    inventory = RemoteListing(board, coordinator.stored)
     uploader = Uploader(board, station.vault, JobStore(board.config), inventory, coordinator.manifest)
     assert station.board.directive is not None
     with pytest.raises(RemoteCorrupt):

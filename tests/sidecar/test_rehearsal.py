@@ -23,7 +23,7 @@ from tiercheck_sidecar.rehearsal.rehearser import REHEARSAL_FAILED, Rehearser
 from tiercheck_sidecar.restore_sources import RestoreSources
 from tiercheck_sidecar.source_errors import SourceFailed
 from tiercheck_sidecar.vault import Seal, Vault
-from tiercheck_sidecar.watermark import Verdict
+from tiercheck_sidecar.watermark import TierVerdict
 
 MakeStations = Callable[..., Stations]
 MakeWorld = Callable[..., World]
@@ -83,7 +83,7 @@ class Stage:
         board = self.me.board
         peer = version if self.job.workers > 1 else None
         with board.lock:
-            board.verdict = Verdict(board.attempt, Watermarks(local=version, peer=peer))
+            board.verdict = TierVerdict(board.attempt, Watermarks(local=version, peer=peer))
         board.bump()
 
     def proved(self) -> dict[Tier, Version]:

@@ -20,7 +20,7 @@ from tiercheck_sidecar.cadence import Needs
 from tiercheck_sidecar.coordinator import BAD_REPORT, BadReport, Coordinator
 from tiercheck_sidecar.sound_reports import objection
 from tiercheck_sidecar.span import Span
-from tiercheck_sidecar.watermark import Copy, RankTiers, Standing, TierReport, Verdict
+from tiercheck_sidecar.watermark import Copy, RankTiers, TierReport, TierStanding, TierVerdict
 
 MakeStations = Callable[..., Stations]
 MakeWorld = Callable[..., World]
@@ -70,7 +70,7 @@ def board(stations: MakeStations) -> SidecarState:
     return stations(workers=3)[0].board
 
 
-def complete_at(coordinator: Coordinator, step: int, *workers: int) -> Verdict:
+def complete_at(coordinator: Coordinator, step: int, *workers: int) -> TierVerdict:
     for worker in workers:
         verdict = coordinator.hear(report(worker, step))
     return verdict
@@ -121,7 +121,7 @@ def breaks_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a bug would: whoever reckons with that step of worker 1 fails."""
     real = coordinating.judge
 
-    def judge(world: int, ranks: Any, *more: Any) -> tuple[Standing, Verdict]:
+    def judge(world: int, ranks: Any, *more: Any) -> tuple[TierStanding, TierVerdict]:
         if 1 in ranks and any(version.step == step for version in ranks[1].snapshots):
             raise ZeroDivisionError
         return real(world, ranks, *more)

@@ -88,7 +88,7 @@ def test_slot_is_free_again_whatever_ended_its_completion(own: Vault, monkeypatc
     assert states(own) == {SlotState.FREE}
 
 
-@pytest.mark.parametrize("where", ["Draft", "write_seal"])
+@pytest.mark.parametrize("where", ["SlotDraft", "write_seal"])
 def test_slot_of_a_copy_is_free_again_whatever_ended_it(
     own: Vault, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

@@ -150,7 +150,11 @@ def _restore_what_is_at_hand() -> list[Patch]:
 
     def near_enough(rank: int, version: Version, history: History, own: Any, places: Any) -> Any:
         at_hand = newest(own, history)
-        return real(rank, version, history, own, places) if at_hand is None else restore_plan.Plan(Chain(at_hand), ())
+        return (
+            real(rank, version, history, own, places)
+            if at_hand is None
+            else restore_plan.RestorePlan(Chain(at_hand), ())
+        )
 
     def chain(self: Any, directive: Any, version: Version) -> Chain | None:
         at_hand = newest(self._vault.own(self._hello.rank), directive.history)

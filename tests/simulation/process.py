@@ -22,7 +22,7 @@ from tiercheck.protocol.directive import Directive, Peer, Source, Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Break, Quarantined, Report
 from tiercheck_sidecar import rank_restore, replicate, restore, tiers
-from tiercheck_sidecar.board import Refused, SidecarState
+from tiercheck_sidecar.board import DirectiveRefused, SidecarState
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.control_client import CallFailed
 from tiercheck_sidecar.coordinator import Coordinator, NotNow
@@ -30,8 +30,8 @@ from tiercheck_sidecar.decoding import decode
 from tiercheck_sidecar.digest import first_mismatch
 from tiercheck_sidecar.exchange.agenda import first_of_each_rank
 from tiercheck_sidecar.exchange.backoff import Backoff
-from tiercheck_sidecar.exchange.frames import Ask, Listed, PeerSilent, WireBroken
-from tiercheck_sidecar.exchange.handshake import Claim
+from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, PeerSilent, WireBroken
+from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.exchange.pulse import neighbours
 from tiercheck_sidecar.exchange.sender import Pushed, PushRefused
 from tiercheck_sidecar.exchange.session import Session
@@ -39,7 +39,7 @@ from tiercheck_sidecar.exchange.streams import TooDamaged
 from tiercheck_sidecar.exchange.transfers import Inbox
 from tiercheck_sidecar.offload import remote_inventory
 from tiercheck_sidecar.offload.job_store import JobStore
-from tiercheck_sidecar.offload.remote_inventory import RemoteInventory
+from tiercheck_sidecar.offload.remote_inventory import RemoteListing
 from tiercheck_sidecar.offload.remote_source import RemoteSource
 from tiercheck_sidecar.offload.upload import Uploader
 from tiercheck_sidecar.reclaim import Reclaimer
@@ -47,14 +47,14 @@ from tiercheck_sidecar.remote import store as remote_store
 from tiercheck_sidecar.replicate import Replicator
 from tiercheck_sidecar.report import Reporter
 from tiercheck_sidecar.restore import Restorer
-from tiercheck_sidecar.restore_plan import Place
+from tiercheck_sidecar.restore_plan import SourceOffer
 from tiercheck_sidecar.restore_sources import Brought, TriedInVain
 from tiercheck_sidecar.source_errors import SourceFailed
 from tiercheck_sidecar.tiers import TierClient
 from tiercheck_sidecar.trainer_socket import TrainerSocket
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.slots import Slot
-from tiercheck_sidecar.watermark import TierReport, Verdict
+from tiercheck_sidecar.watermark import TierReport, TierVerdict
 
 if TYPE_CHECKING:
     from tests.simulation.whole import Pod, Simulation
@@ -148,7 +148,7 @@ class Process:
         self.coordinator = Coordinator(self.board, clock=lambda: world.now)
         self.folder = Folder(world.bucket, self.wait, lambda: world.no_store(pod.uid))
         stores = JobStore(config, lambda: remote_store.RemoteStore(self.folder, JOB))
-        inventory = RemoteInventory(self.board, self.coordinator.stored)
+        inventory = RemoteListing(self.board, self.coordinator.stored)
         self.uploader = Uploader(self.board, self.vault, stores, inventory, self.coordinator.manifest)
         self.remote = RemoteSource(self.board, self.vault, stores)
         self.reach = Reach(self)
@@ -168,7 +168,7 @@ class Process:
         self._busy: set[str] = set()
         self.vault.open()
         self.watched: dict[Any, Any] = {}
-        self.seen_verdict: Verdict | None = None
+        self.seen_verdict: TierVerdict | None = None
         self._bump()
 
     # Waiting
@@ -281,9 +281,9 @@ class Process:
             self.world.post(self.pod.uid, host, lambda other: other.hear_verdict(verdict))
         self.coordinator.announced(verdict)
 
-    def hear_verdict(self, verdict: Verdict) -> None:
+    def hear_verdict(self, verdict: TierVerdict) -> None:
         """`PUT /v1/watermarks`."""
-        self.board.follow(decode(to_json(verdict), Verdict))
+        self.board.follow(decode(to_json(verdict), TierVerdict))
         self.note_verdict()
 
     def hear_report(self, body: bytes) -> bytes:
@@ -303,7 +303,7 @@ class Process:
 
     def session(self, worker: int, attempt: int) -> Session:
         """With a caller that has proved who it is."""
-        claim = Claim(JOB_UID, worker, attempt, "")
+        claim = CallerClaim(JOB_UID, worker, attempt, "")
         return Session(self.board, self.vault, self.inbox, None, claim)  # type: ignore[arg-type]
 
     def _pulses(self) -> None:
@@ -342,7 +342,7 @@ class Process:
         self.board.hear_controller()
         try:
             self.board.accept(directive)
-        except Refused:
+        except DirectiveRefused:
             return False
         return True
 
@@ -363,7 +363,7 @@ class _Lane:
         self._name = f"lane {holder.worker} {kind.value}"
         self._reviewed_at = process.world.now
 
-    def _list(self, rank: int) -> tuple[Listed, ...]:
+    def _list(self, rank: int) -> tuple[ListedArtifact, ...]:
         mine = self._process.board
         return self._process.dial(self._holder).session(mine.config.worker, mine.attempt)._list(rank).listed
 
@@ -435,11 +435,11 @@ class Reach:
     def __init__(self, process: Process) -> None:
         self._process, self.remote = process, process.remote
 
-    def ask(self, rank: int, version: Any, sources: Sequence[Source]) -> tuple[list[Place], list[str]]:
+    def ask(self, rank: int, version: Any, sources: Sequence[Source]) -> tuple[list[SourceOffer], list[str]]:
         places, failures = [], []
         for source in sources:
             try:
-                places.append(Place(source, self._list(rank, version, source)))
+                places.append(SourceOffer(source, self._list(rank, version, source)))
             except SourceFailed as error:
                 failures.append(str(error))
         return places, failures

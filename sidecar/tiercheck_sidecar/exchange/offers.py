@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.manifest import Digests
-from tiercheck_sidecar.exchange.handshake import Claim
+from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.model.fence import Fence
 from tiercheck_sidecar.tags import Tags, is_well_described
 
@@ -23,7 +23,7 @@ class Unwanted(NamedTuple):
 def refuse_offer(
     fence: Fence,
     directive: Directive | None,
-    claim: Claim,
+    claim: CallerClaim,
     artifact: Artifact | None,
     *,
     digests: Digests | None,

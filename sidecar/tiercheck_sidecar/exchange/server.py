@@ -13,7 +13,7 @@ from functools import partial
 from tiercheck.strangers import Guest, Strangers, hang_up
 from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
-from tiercheck_sidecar.exchange.handshake import Claim, Identity, PeerRefused, admit
+from tiercheck_sidecar.exchange.handshake import CallerClaim, Identity, PeerRefused, admit
 from tiercheck_sidecar.exchange.session import Language, Session
 from tiercheck_sidecar.exchange.transfers import Inbox
 from tiercheck_sidecar.listening import incoming
@@ -101,7 +101,7 @@ class ExchangeServer:
             with self._lock:
                 self._known[worker] -= 1
 
-    def _objection(self, claim: Claim) -> str:
+    def _objection(self, claim: CallerClaim) -> str:
         if claim.job_uid != self._identity.job_uid:
             return f"this sidecar belongs to job {self._identity.job_uid}"
         late = self._board.fence.refuse_past(claim.attempt, self._board.directive)

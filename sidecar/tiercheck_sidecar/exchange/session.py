@@ -11,14 +11,24 @@ from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.slot import NotASlot
 from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.digest import length_of
-from tiercheck_sidecar.exchange.frames import END, IDLE_TIMEOUT, IO_TIMEOUT, Ask, Listed, Say, Wire, WireBroken, bitmap
-from tiercheck_sidecar.exchange.handshake import Claim
+from tiercheck_sidecar.exchange.frames import (
+    END,
+    IDLE_TIMEOUT,
+    IO_TIMEOUT,
+    Ask,
+    ListedArtifact,
+    Say,
+    Wire,
+    WireBroken,
+    bitmap,
+)
+from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.exchange.offers import refuse_offer
 from tiercheck_sidecar.exchange.transfers import Inbox
 from tiercheck_sidecar.plain_files import open_plain
 from tiercheck_sidecar.vault import NoFreeSlot, NotHeld, Seal, Vault
 
-Language = Callable[[Wire, Claim], None]
+Language = Callable[[Wire, CallerClaim], None]
 """Serves a proven connection until the caller hangs up. Raises WireBroken, OSError."""
 
 
@@ -31,7 +41,7 @@ class Session:
         vault: Vault,
         inbox: Inbox,
         wire: Wire,
-        claim: Claim,
+        claim: CallerClaim,
         *,
         languages: Mapping[str, Language] | None = None,
     ) -> None:
@@ -114,7 +124,7 @@ class Session:
 
     def _list(self, rank: int) -> Say:
         seals = [seal for seal in self._vault.held() if seal.rank == rank and seal.share is None]
-        listed = {Listed(Artifact(rank, seal.version, seal.kind), seal.digests.size) for seal in seals}
+        listed = {ListedArtifact(Artifact(rank, seal.version, seal.kind), seal.digests.size) for seal in seals}
         return Say("listed", listed=tuple(sorted(listed, key=lambda each: each.artifact)))
 
     def _read(self, ask: Ask) -> None:

@@ -10,7 +10,7 @@ from tiercheck.protocol.report import SPARE
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.remote import RemoteCorrupt, RemoteMissing, RemoteStore
-from tiercheck_sidecar.watermark import Verdict
+from tiercheck_sidecar.watermark import TierVerdict
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ _EXAMINATIONS = 3
 """Times that a store is tried out, if it could not be to the end."""
 
 
-class RemoteInventory:
+class RemoteListing:
     """Used by one thread."""
 
     def __init__(self, board: SidecarState, tell_stored: Callable[[tuple[Version, ...]], None]) -> None:
@@ -39,7 +39,7 @@ class RemoteInventory:
         """The store was in trouble: what this worker knows of it counts no more."""
         self._listed_at = None
 
-    def list_when_due(self, store: RemoteStore, verdict: Verdict | None) -> None:
+    def list_when_due(self, store: RemoteStore, verdict: TierVerdict | None) -> None:
         """Each sidecar at its start, so that it is known whether its node reaches the store; later only worker 0, who tells the others."""
         now = time.monotonic()
         mark = verdict.watermarks.remote if verdict else None

@@ -15,11 +15,11 @@ from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.offload.job_store import JobStore
-from tiercheck_sidecar.offload.remote_inventory import RemoteInventory
+from tiercheck_sidecar.offload.remote_inventory import RemoteListing
 from tiercheck_sidecar.own_copy import distrust
 from tiercheck_sidecar.remote import RemoteConfigError, RemoteCorrupt, RemoteError, RemoteStore
 from tiercheck_sidecar.vault import NotHeld, Vault
-from tiercheck_sidecar.watermark import Verdict
+from tiercheck_sidecar.watermark import TierVerdict
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Uploader:
         board: SidecarState,
         vault: Vault,
         stores: JobStore,
-        inventory: RemoteInventory,
+        inventory: RemoteListing,
         due_manifest: Callable[[], Manifest | None],
     ) -> None:
         """`due_manifest`: the one to write now, if there is one; the coordinator knows."""
@@ -50,7 +50,7 @@ class Uploader:
         self._announced = 0
         """The attempt that this worker has made known in the remote tier."""
 
-    def uploaded(self, rank: int, verdict: Verdict | None) -> tuple[RankArtifact, ...]:
+    def uploaded(self, rank: int, verdict: TierVerdict | None) -> tuple[RankArtifact, ...]:
         """The rank's upload of the version that is wanted now, if it is done."""
         with self._lock:
             artifact = self._uploaded.get(rank)

@@ -15,7 +15,7 @@ from tiercheck.protocol.sizing import roomy
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.digest import CHUNK
-from tiercheck_sidecar.exchange.handshake import Claim
+from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.exchange.offers import refuse_offer
 from tiercheck_sidecar.parity import isal
 from tiercheck_sidecar.parity.block import Block, BlockGone
@@ -51,7 +51,7 @@ class ParityHolder:
             seen = self._board.wait(seen, timeout=5.0)
             self.prune()
 
-    def offer(self, claim: Claim, ask: ParityAsk) -> ParitySay:
+    def offer(self, claim: CallerClaim, ask: ParityAsk) -> ParitySay:
         """A member wants its artifact to be protected."""
         directive, artifact, digests = self._board.directive, ask.artifact, ask.digests
         unwanted = refuse_offer(self._board.fence, directive, claim, artifact, digests=digests, tags=ask.tags)
@@ -86,7 +86,7 @@ class ParityHolder:
         self.settle(block)
         return ParitySay("in")
 
-    def block_for(self, claim: Claim, artifact: Artifact) -> Block | None:
+    def block_for(self, claim: CallerClaim, artifact: Artifact) -> Block | None:
         """The block that an offered artifact of the caller's is folded into."""
         directive = self._board.directive
         if directive is None or artifact.rank // directive.procs_per_worker != claim.worker:
@@ -106,7 +106,7 @@ class ParityHolder:
             self._blocks = {key: each for key, each in self._blocks.items() if each is not block}
         self._board.bump()
 
-    def status(self, claim: Claim) -> ParitySay:
+    def status(self, claim: CallerClaim) -> ParitySay:
         """What of the caller's artifacts is here."""
         directive = self._board.directive
         if directive is None or directive.attempt != claim.attempt:

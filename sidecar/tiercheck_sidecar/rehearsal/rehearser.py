@@ -138,7 +138,7 @@ class Rehearser:
 
 
 class _Ground:
-    """`walk.Ground` by the state and the vault."""
+    """`walk.RehearsalGround` by the state and the vault."""
 
     def __init__(self, board: SidecarState, vault: Vault, directive: Directive, tier: Tier, wait: Wait) -> None:
         self._board, self._vault, self._directive, self._tier, self._wait = board, vault, directive, tier, wait

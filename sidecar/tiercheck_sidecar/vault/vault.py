@@ -20,7 +20,7 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.slot import NotASlot, SlotHeader, read_header
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.tags import Tagger, digest_and_tag
-from tiercheck_sidecar.vault.draft import Draft
+from tiercheck_sidecar.vault.draft import SlotDraft
 from tiercheck_sidecar.vault.errors import MemoryTooSmall, NoFreeSlot
 from tiercheck_sidecar.vault.guarded import Guarded
 from tiercheck_sidecar.vault.inventory import fault, take_inventory
@@ -254,14 +254,14 @@ class Vault:
 
     # Copies, parity blocks and restored artifacts: this sidecar writes
 
-    def draft(self, seal: Seal) -> Draft:
+    def draft(self, seal: Seal) -> SlotDraft:
         """A slot to receive an artifact into, or to fold a parity block in. Raises NoFreeSlot, OSError."""
         with self._table as table:
             slot = table.draft(seal)
         if slot.state is SlotState.ALLOCATING and not self._allocate(slot, SlotState.WRITING):
             raise NoFreeSlot("the memory volume is full")
         try:
-            return Draft(slot, seal, self._seal, self._drop)
+            return SlotDraft(slot, seal, self._seal, self._drop)
         except BaseException:
             self._drop(slot)
             raise

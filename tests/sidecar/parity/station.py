@@ -29,7 +29,7 @@ from tiercheck_sidecar.parity.rebuild import rebuild
 from tiercheck_sidecar.parity.sender import ParitySender
 from tiercheck_sidecar.parity.session import serving
 from tiercheck_sidecar.vault import Seal, Vault
-from tiercheck_sidecar.watermark import Verdict
+from tiercheck_sidecar.watermark import TierVerdict
 
 T = TypeVar("T")
 DEADLINE = 30.0
@@ -96,7 +96,7 @@ class Station:
 
     def name(self, version: Version | None, **more: Any) -> None:
         """The coordinator names the snapshot to copy."""
-        verdict = Verdict(self.board.attempt, Watermarks(), copy=version, **more)
+        verdict = TierVerdict(self.board.attempt, Watermarks(), copy=version, **more)
         with self.board.lock:
             self.board.verdict = verdict
         self.board.bump()
