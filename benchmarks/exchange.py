@@ -41,7 +41,7 @@ from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, Tier
 from tiercheck.protocol.report import RestoreReport, RestoreState
 from tiercheck.protocol.slot import SlotLayout
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.exchange.fetch import Dial, fetch
 from tiercheck_sidecar.exchange.frames import CONGESTION_CONTROL, Wire
@@ -163,7 +163,7 @@ class _Worker:
         self.worker, self._addresses = worker, addresses
         host = f"127.{os.getpid() % 200 + 20}.{worker}.1"
         memory = folder / f"worker-{worker}"
-        self.board = Board(
+        self.board = SidecarState(
             SidecarConfig(
                 job="default/benchmark",
                 job_uid="benchmark",

@@ -42,7 +42,7 @@ from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Phase, Policy, Tier
 from tiercheck.protocol.slot import SlotLayout
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.exchange.frames import Wire
@@ -171,7 +171,7 @@ class _Worker:
         host = f"{job.network}.{worker + 1}"
         place = job.folder / f"{os.getpid()}-{worker}"
         limit = 8 * job.size + (64 << 20)
-        self.board = Board(
+        self.board = SidecarState(
             SidecarConfig("b/b", _JOB, worker, 1, "pod", host, place, limit, place, place, None, job.token)
         )
         self.vault = Vault(place, limit, (worker,), self.board.bump)

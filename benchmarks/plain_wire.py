@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from tiercheck_sidecar.exchange import handshake, server
-from tiercheck_sidecar.exchange.frames import Pace, Wire
+from tiercheck_sidecar.exchange.frames import BytePace, Wire
 from tiercheck_sidecar.exchange.protection import TAG, Direction, Frame
 
 
@@ -18,7 +18,7 @@ class PlainWire(Wire):
     """Takes anything for a tag."""
 
     def send_chunk(
-        self, file: int, index: int, offset: int, length: int, pace: Pace | None = None, *, bare: bool = False
+        self, file: int, index: int, offset: int, length: int, pace: BytePace | None = None, *, bare: bool = False
     ) -> None:
         super().send_chunk(file, index, offset, length, pace, bare=True)
 

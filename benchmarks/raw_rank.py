@@ -8,8 +8,9 @@ from pathlib import Path
 from types import TracebackType
 
 from benchmarks.job import Job
-from tiercheck.protocol.local import Hello, Reply, Request
+from tiercheck.protocol.local import Hello, Reply
 from tiercheck.protocol.names import ENV_RUN_DIR, SOCKET_NAME
+from tiercheck.protocol.requests import BeginSlot, CompleteSlot, ReportRestored, Request, ReserveSlots
 from tiercheck.protocol.slot import SlotLayout
 from tiercheck.protocol.version import Version
 from tiercheck.trainer.sidecar_link import SidecarLink
@@ -29,7 +30,7 @@ class RawRank:
         self._link = SidecarLink(path, hello, _SECONDS)
         if self._link.welcome.error:
             raise RuntimeError(self._link.welcome.error)
-        self._ask(Request("restored"))
+        self._ask(ReportRestored())
         self._bytes = os.urandom(_PIECE)
 
     def __enter__(self) -> RawRank:
@@ -43,13 +44,13 @@ class RawRank:
     def reserve(self, size: int) -> None:
         """Slots for `size` bytes of state."""
         self._layout = SlotLayout.plan([("state", "U8", (size,), size)])
-        self._ask(Request("reserve", bytes=self._layout.size))
+        self._ask(ReserveSlots(self._layout.size))
 
     def save(self, step: int) -> None:
         """A snapshot of random bytes; waits for a free slot."""
         assert self._layout is not None
         layout = self._layout
-        while not (reply := self._ask(Request("begin", step=step, bytes=layout.size))).path:
+        while not (reply := self._ask(BeginSlot(step, layout.size))).path:
             time.sleep(0.01)
         with open(reply.path, "r+b", buffering=0) as file:
             file.seek(8)
@@ -59,7 +60,7 @@ class RawRank:
                 left -= file.write(self._bytes[: min(left, _PIECE)])
             file.seek(0)
             file.write(layout.state_word)
-        self._ask(Request("complete", step=step, bytes=layout.size, path=reply.path))
+        self._ask(CompleteSlot(reply.path, step, layout.size))
 
     def _ask(self, request: Request) -> Reply:
         reply = self._link.ask(request, _SECONDS)

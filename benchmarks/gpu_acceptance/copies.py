@@ -11,7 +11,7 @@ from benchmarks.gpu_acceptance.station import Station, ensure_room
 from tiercheck import Checkpointer
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
-from tiercheck.protocol.local import Request
+from tiercheck.protocol.requests import CompleteSlot
 from tiercheck.trainer.slot_file import SlotReader
 
 
@@ -21,7 +21,7 @@ def torn(setting: Setting) -> Found:
     steps = 24 if setting.small else 120
     looked = dict.fromkeys(Kind, 0)
 
-    def look(request: Request) -> None:
+    def look(request: CompleteSlot) -> None:
         snapshot = request.kind is Kind.SNAPSHOT
         wanted = sum(map(_amount, range(1, request.step + 1))) if snapshot else -_amount(request.step)
         for name, value in SlotReader.open(request.path).tensors().items():
@@ -47,7 +47,7 @@ def torn(setting: Setting) -> Found:
 def captured_update(setting: Setting) -> Found:
     """C5."""
 
-    def look(request: Request) -> None:
+    def look(request: CompleteSlot) -> None:
         for name, value in SlotReader.open(request.path).tensors().items():
             if request.kind is Kind.SNAPSHOT and name.startswith("model/"):
                 _ensure_all(name, value, request.step + 1)  # and the update before the capture

@@ -17,7 +17,18 @@ from tiercheck.protocol import names
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.encoding import from_json, to_json
-from tiercheck.protocol.local import Hello, Reply, Request, Welcome
+from tiercheck.protocol.local import Hello, Reply, Welcome
+from tiercheck.protocol.requests import (
+    AbandonSlot,
+    BeginSlot,
+    CompleteSlot,
+    DeclineDeltas,
+    ReportCannotSave,
+    ReportMismatch,
+    ReportProgress,
+    Request,
+    ReserveSlots,
+)
 from tiercheck.protocol.version import Version
 from tiercheck.trainer import sidecar_backend
 from tiercheck.trainer.sidecar_backend import SidecarBackend
@@ -25,7 +36,7 @@ from tiercheck.trainer.slot_file import SlotReader
 
 PATIENT = 600.0
 """Seconds within which an answer comes, on however busy a machine: what hangs is ended by the runner."""
-Look = Callable[[Request], None]
+Look = Callable[[CompleteSlot], None]
 
 
 def ensure_room(setting: Setting, size: int) -> None:
@@ -128,28 +139,28 @@ class Station:
             from_json(lines.readline(), Hello)
             connection.sendall(to_json(self.welcome) + b"\n")
             for line in lines:
-                request = from_json(line, Request)
-                if request.op != "progress":
+                request: Request = from_json(line, Request)  # type: ignore[arg-type]
+                if not isinstance(request, ReportProgress):
                     connection.sendall(to_json(self._answer(request)) + b"\n")
 
     def _answer(self, request: Request) -> Reply:
         try:
-            if request.op == "reserve":
+            if isinstance(request, ReserveSlots):
                 self._reserve(Kind.SNAPSHOT, request.bytes)
                 self._reserve(Kind.DELTA, request.delta_bytes or 0)
-            elif request.op == "begin":
+            elif isinstance(request, BeginSlot):
                 return self._begin(request)
-            elif request.op == "complete":
+            elif isinstance(request, CompleteSlot):
                 self._complete(request)
-            elif request.op == "abandon":
+            elif isinstance(request, AbandonSlot):
                 self._take_back(request.kind, Path(request.path))
         except OSError as error:
             return Reply(False, error=str(error))
-        if request.op == "no-deltas":
+        if isinstance(request, DeclineDeltas):
             self.no_deltas = request.message
-        elif request.op == "cannot-save":
+        elif isinstance(request, ReportCannotSave):
             self.cannot_save = request.message
-        elif request.op == "mismatch":
+        elif isinstance(request, ReportMismatch):
             self.mismatch = request.message
         return Reply(True)
 
@@ -162,7 +173,7 @@ class Station:
             free.popleft().unlink()
         free.extend(self._make(kind) for _ in range(had))
 
-    def _begin(self, request: Request) -> Reply:
+    def _begin(self, request: BeginSlot) -> Reply:
         kind = request.kind
         if kind not in self._slots:
             self._size[kind] = max(self._size[kind], request.bytes)
@@ -171,7 +182,7 @@ class Station:
             return Reply(True, skip="no slot is free")
         return Reply(True, path=str(self._free[kind].popleft()))
 
-    def _complete(self, request: Request) -> None:
+    def _complete(self, request: CompleteSlot) -> None:
         self.done[request.kind, request.step] = request.path
         try:
             if self._look is not None:

@@ -15,7 +15,7 @@ from aiohttp import web
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report
-from tiercheck_sidecar.board import Board, Refused, StaleRefused
+from tiercheck_sidecar.board import DirectiveRefused, SidecarState, StaleRefused
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.report import Reporter
@@ -38,7 +38,7 @@ def server_context(config: SidecarConfig) -> ssl.SSLContext:
 class ControlApi:
     """The routes. `build` gives the aiohttp application."""
 
-    def __init__(self, board: Board, reporter: Reporter) -> None:
+    def __init__(self, board: SidecarState, reporter: Reporter) -> None:
         self._board, self._reporter = board, reporter
         self._expected = f"Bearer {board.config.token}".encode()
         self._changed = asyncio.Event()
@@ -82,12 +82,12 @@ class ControlApi:
             directive = decode(await request.read(), Directive)
         except Malformed as error:
             return sentence(422, f"not a directive: {error}")
-        self._board.controller_at = self._board.clock()
+        self._board.hear_controller()
         try:
             self._board.accept(directive)
         except StaleRefused as error:
             return sentence(409, str(error))
-        except Refused as error:
+        except DirectiveRefused as error:
             return sentence(403, str(error))
         return self._tell(self._reporter.report())
 
@@ -99,7 +99,7 @@ class ControlApi:
                 raise ValueError(wait)
         except ValueError:
             return sentence(422, "after is a serial, wait is in seconds")
-        self._board.controller_at = self._board.clock()
+        self._board.hear_controller()
         deadline = asyncio.get_running_loop().time() + min(wait, _MAX_WAIT)
         while True:
             changed = self._changed

@@ -19,7 +19,7 @@ from tiercheck.redaction import log_redacted
 from tiercheck.strangers import Strangers
 from tiercheck_sidecar import metrics
 from tiercheck_sidecar.api import ControlApi, server_context
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.config import ConfigError, SidecarConfig
 from tiercheck_sidecar.coordinator import Coordinator
 from tiercheck_sidecar.ending import may_go
@@ -29,8 +29,11 @@ from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.guarded_port import GuardedPort
 from tiercheck_sidecar.lending import FOLDER
 from tiercheck_sidecar.named_addresses import named_addresses
-from tiercheck_sidecar.node_memory import Claim, sweep_job
-from tiercheck_sidecar.offload import Offloader
+from tiercheck_sidecar.node_memory import FolderClaim, sweep_job
+from tiercheck_sidecar.offload.job_store import JobStore
+from tiercheck_sidecar.offload.remote_inventory import RemoteListing
+from tiercheck_sidecar.offload.remote_source import RemoteSource
+from tiercheck_sidecar.offload.upload import Uploader
 from tiercheck_sidecar.own_credentials import own_credentials
 from tiercheck_sidecar.parity.holder import ParityHolder
 from tiercheck_sidecar.parity.sender import ParitySender
@@ -66,7 +69,7 @@ class Sidecar:
 
     def __init__(self, config: SidecarConfig) -> None:
         self.config = config
-        self.board = Board(config)
+        self.board = SidecarState(config)
         self.vault = Vault(config.vault_dir, config.memory_limit, config.ranks, self.board.bump, self.board.tagger)
         self.reporter = Reporter(self.board, self.vault)
         self.reclaimer = Reclaimer(self.board, self.vault)
@@ -77,8 +80,11 @@ class Sidecar:
         self.replicator = Replicator(self.board, self.vault, self.identity, names.EXCHANGE_PORT)
         self.coordinator = Coordinator(self.board)
         self.pulse = Pulse(self.board, self.identity, names.EXCHANGE_PORT)
-        self.offloader = Offloader(self.board, self.vault, self.coordinator)
-        reach = RestoreSources(self.board, self.vault, self.identity, names.EXCHANGE_PORT, self.offloader)
+        self.stores = JobStore(config)
+        inventory = RemoteListing(self.board, self.coordinator.stored)
+        self.uploader = Uploader(self.board, self.vault, self.stores, inventory, self.coordinator.manifest)
+        remote = RemoteSource(self.board, self.vault, self.stores)
+        reach = RestoreSources(self.board, self.vault, self.identity, names.EXCHANGE_PORT, remote)
         self.restorer = Restorer(self.board, self.vault, reach)
         self.rehearser = Rehearser(self.board, self.vault, reach)
         self.socket = TrainerSocket(self.board, self.vault, reach)
@@ -87,9 +93,9 @@ class Sidecar:
         self.exchange.languages["parity"] = serving(self.board, self.vault, self.parity_holder)
         self.reporter.owes = self._owes
         self.reporter.settled = self._settled
-        self.tiers = TierClient(self.board, self.vault, self._acknowledged, self.offloader)
+        self.tiers = TierClient(self.board, self.vault, self._acknowledged, self.uploader.uploaded)
         self._ports: list[GuardedPort] = []
-        self.board.on_identity = self._identified
+        self.board.when_identified(self._identified)
 
     async def run(self) -> None:
         """Until SIGTERM or SIGINT, or until new credentials ask for a new process. Raises OSError if an address or the memory volume cannot be used."""
@@ -117,27 +123,26 @@ class Sidecar:
         renewal.add_done_callback(lambda _: stop.set())
         await stop.wait()
         renewal.cancel()
-        self.board.ending = True
-        self.board.bump()
+        self.board.begin_ending()
         await asyncio.to_thread(self._hand_over)
         await asyncio.to_thread(self._flush)
         await asyncio.to_thread(self._be_heard, control)
         self.board.stop()
         self.socket.stop()
         self.exchange.stop()
-        self.offloader.close()
+        self.stores.close()
         for each in self._ports:
             await each.stop()
         if self._claim is not None and self._over:
             self._claim.discard()
 
     _ready = False
-    _claim: Claim | None = None
+    _claim: FolderClaim | None = None
 
     def _open_memory(self) -> None:
         config = self.config
         if config.node_memory_keep is not None:
-            self._claim = Claim(config.vault_dir, config.worker, time.time())
+            self._claim = FolderClaim(config.vault_dir, config.worker, time.time())
             # A spare is nobody's next pod.
             adopted = self._claim.adopt() if config.worker != SPARE else 0
             log.info("%d slots of earlier pods of this worker lie in the node's memory", adopted)
@@ -170,7 +175,7 @@ class Sidecar:
             ("parity", self.parity.run),
             ("parity-blocks", self.parity_holder.run),
             ("coordinate", self.coordinator.run),
-            ("offload", self.offloader.run),
+            ("offload", self.uploader.run),
             ("tiers", self.tiers.run),
             ("sweep", self._sweep),
             ("pulse", self.pulse.run),

@@ -1,6 +1,6 @@
-"""The board: the few facts that the sidecar's threads share, and the one condition they all wait on.
+"""The sidecar's state: the few facts that its threads share, and the one condition they all wait on.
 
-Every loop is level-based: it waits until anything changed, looks at the board and the vault, and does what is missing.
+Every loop is level-based: it waits until anything changed, looks at the state and the vault, and does what is missing.
 So no message between threads can be lost, and a directive sent twice does nothing twice.
 """
 
@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import DeltaMode, Directive, Phase
@@ -28,12 +28,13 @@ from tiercheck.protocol.report import (
 )
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.config import SidecarConfig
+from tiercheck_sidecar.model.fence import Fence
 from tiercheck_sidecar.peer_watch import PeerWatch
 from tiercheck_sidecar.progress_meter import ProgressMeter
 from tiercheck_sidecar.supervision import Threads
 from tiercheck_sidecar.tags import Tagger
 from tiercheck_sidecar.trainer_watch import TrainerWatch
-from tiercheck_sidecar.watermark import Verdict
+from tiercheck_sidecar.watermark import TierVerdict
 
 CANNOT_SAVE = "CannotSave"
 """Reason of the problem that nothing of a rank can be saved."""
@@ -44,26 +45,25 @@ _MOST_AHEAD = 1000
 """Attempts that may have begun since the newest directive."""
 
 
-class Refused(Exception):
+class DirectiveRefused(Exception):
     """A directive that this sidecar must not follow; the message is a sentence."""
 
 
-class StaleRefused(Refused):
+class StaleRefused(DirectiveRefused):
     """It is of an older attempt, its phase would go back, or it was decided upon without knowing what is followed now."""
 
 
-class StrangerRefused(Refused):
+class StrangerRefused(DirectiveRefused):
     """It is meant for another job or another worker."""
 
 
-class Board:
-    """Thread-safe. Read fields under `lock` when more than one must agree."""
+class SidecarState:
+    """Thread-safe. Read fields under `lock` when more than one must agree; only methods write them (a test looks)."""
 
     def __init__(self, config: SidecarConfig, clock: Callable[[], float] = time.time) -> None:
         self.config = config
         """Its worker changes when a spare learns who it is, and when a job of another size begins an attempt: workers are numbered anew."""
-        self.on_identity: Callable[[SidecarConfig], None] = lambda _: None
-        """Called under the lock with the first directive and whenever this becomes another worker, before anybody sees the directive."""
+        self._on_identity: Callable[[SidecarConfig], None] = lambda _: None
         self.clock = clock
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
@@ -88,13 +88,13 @@ class Board:
         """Of the restore of the current attempt."""
         self.trainer = TrainerWatch()
         self.remote = RemoteReport(configured=config.remote is not None, reachable=None)
-        self.verdict: Verdict | None = None
+        self.verdict: TierVerdict | None = None
         """The coordinator's newest word in this attempt; None: nothing heard, so nothing is freed."""
         self.leaving: frozenset[Artifact] = frozenset()
         """Own snapshots newer than the local watermark that are given up as soon as the coordinator counts on them no more."""
         self.left_out: frozenset[Artifact] = frozenset()
         """Of those, what it does not count on: its newest report leaves them out, and so does one that is on its way."""
-        self.reached: dict[int, Version] = {}
+        self.reached: Mapping[int, Version] = {}
         """Per own rank, the newest snapshot that it captured or skipped in this attempt."""
         self.snapshot_every = 0
         """Steps between snapshots that the coordinator named last, in whichever attempt; 0: never yet."""
@@ -102,13 +102,14 @@ class Board:
         """Why this worker's deltas are not to be trusted any more, as long as this process lives: a sentence."""
         self.no_room = ""
         """Why there is no room for deltas, as far as is known: a sentence with numbers."""
-        self.declined: dict[int, str] = {}
+        self._declined: dict[int, str] = {}
         """Per own rank that takes no deltas in this attempt: why."""
         self._lacking: dict[int, str] = {}
         """Per own rank of which nothing can be saved in this attempt: why."""
         self.proofs: tuple[Proof, ...] = ()
         """What the rehearsal can show."""
         self.counters = Counters()
+        self.fence = Fence(lambda: self.count(refused_stale=1))
         self._learned = 0
         self._problems: dict[str, Problem] = {}
         self._quarantined: dict[tuple[int, Version, Kind, int], Quarantined] = {}
@@ -176,8 +177,22 @@ class Board:
         """Whether for so long neither the controller nor any of our peers was heard. Never without peers: nobody else could know."""
         return self.clock() - self.controller_at > seconds and self.peers.all_lost(seconds)
 
+    def when_identified(self, tell: Callable[[SidecarConfig], None]) -> None:
+        """`tell` is called under the lock with the first directive and whenever this becomes another worker, before anybody sees
+        the directive."""
+        self._on_identity = tell
+
+    def hear_controller(self) -> None:
+        """It has just called."""
+        self.controller_at = self.clock()
+
+    def begin_ending(self) -> None:
+        """This process was asked to end."""
+        self.ending = True
+        self.bump()
+
     def accept(self, directive: Directive) -> None:
-        """Take over the wanted state. Raises Refused."""
+        """Take over the wanted state. Raises DirectiveRefused."""
         with self.lock:
             self._check(directive)
             old = self.directive
@@ -185,10 +200,10 @@ class Board:
                 return
             if old is None or self.config.worker != directive.worker:
                 self.config = dataclasses.replace(self.config, worker=directive.worker)
-                self.on_identity(self.config)
+                self._on_identity(self.config)
             if old is None or directive.attempt > old.attempt:
                 self.saw_hold = directive.phase is Phase.HOLD
-                self.verdict, self.reached, self.declined = None, {}, {}
+                self.verdict, self.reached, self._declined = None, {}, {}
                 self._lacking = {}
                 self._problems.pop(CANNOT_SAVE, None)
                 self._quarantined = {}
@@ -216,9 +231,9 @@ class Board:
                 f"this is worker {worker} with {config.procs_per_worker} ranks, "
                 f"not worker {directive.worker} with {directive.procs_per_worker}"
             )
-        if old is not None and directive.attempt < old.attempt:
-            self.count(refused_stale=1)
-            raise StaleRefused(f"attempt {directive.attempt} is older than {old.attempt}")
+        late = self.fence.refuse_past(directive.attempt, old)
+        if late:
+            raise StaleRefused(late)
         if old is not None and directive.attempt == old.attempt and directive.phase.order < old.phase.order:
             raise StaleRefused(f"attempt {old.attempt} is in phase {old.phase.value}, past {directive.phase.value}")
         if directive.number and directive != old:
@@ -246,10 +261,25 @@ class Board:
         directive = self.directive
         return directive is not None and directive.policy.delta is not DeltaMode.NONE
 
+    def distrust_deltas(self, why: str) -> None:
+        """This worker's deltas are not to be trusted any more. Wakes nobody: they are still to be given up."""
+        with self.lock:
+            self.distrusted = why
+
+    def decline_deltas(self, rank: int, why: str) -> None:
+        """An own rank takes none; empty: it does again. Wakes nobody: some may still have to be quarantined."""
+        with self.lock:
+            self._declined[rank] = why
+
+    def lack_room(self, why: str) -> None:
+        """There is no room for deltas; empty: there is."""
+        self.no_room = why
+        self.problem("DeltasOff", why)
+
     def deltas_off(self, rank: int) -> str:
         """Why an own rank takes no deltas, whatever room there is; empty if it does."""
         with self.lock:
-            return self.distrusted or self.declined.get(rank, "")
+            return self.distrusted or self._declined.get(rank, "")
 
     @property
     def peers_encrypted(self) -> bool:
@@ -269,6 +299,84 @@ class Board:
         """Steps between snapshots: what the user wants, or else what the coordinator names; 0: not decided yet."""
         directive = self.directive
         return (directive.policy.snapshot_every if directive else None) or self.snapshot_every
+
+    # Versions
+
+    def follow(self, verdict: TierVerdict) -> str:
+        """Follow the coordinator's word. Returns a sentence if it is refused."""
+        with self.lock:
+            other = self.fence.refuse_other(verdict.attempt, self.directive)
+            if other:
+                return f"the verdict is refused: {other}"
+            if verdict.placement and self.directive is not None and verdict.placement != self.directive.placement:
+                return "the verdict is of another placement"
+            if self.verdict == verdict:
+                return ""
+            self.verdict = verdict
+            if verdict.cadence.every:
+                self.snapshot_every = verdict.cadence.every
+        self.bump()
+        return ""
+
+    def reach(self, rank: int, version: Version) -> None:
+        """An own rank has captured or skipped this snapshot."""
+        with self.lock:
+            before = self.reached.get(rank)
+            self.reached = {**self.reached, rank: max(version, before) if before else version}
+        self.bump()
+
+    def plan_to_free(self, leaving: frozenset[Artifact]) -> frozenset[Artifact]:
+        """These are the own snapshots that wait for the coordinator. Returns what it counts on no more."""
+        with self.lock:
+            news = self.leaving != leaving
+            self.leaving = leaving
+            left_out = self.left_out
+        if news:
+            self.bump()
+        return left_out
+
+    def report_leaving(self) -> frozenset[Artifact]:
+        """What a report that is being made leaves out; all else may be counted on again."""
+        with self.lock:
+            self.left_out &= self.leaving
+            return self.leaving
+
+    def leave_out(self, left_out: frozenset[Artifact]) -> None:
+        """The coordinator has taken a report without these, so it counts on them no more."""
+        if left_out:
+            with self.lock:
+                self.left_out = left_out
+            self.bump()
+
+    def report_restore(self, attempt: int, report: RestoreReport) -> bool:
+        """How the restore of `attempt` stands; False if that attempt is over."""
+        with self.lock:
+            if self.attempt != attempt:
+                return False
+            self.restore = report
+        self.bump()
+        return True
+
+    def report_remote(
+        self,
+        reachable: bool,
+        message: str,
+        versions: tuple[Version, ...] | None = None,
+        ranks: tuple[int, ...] = (),
+    ) -> None:
+        """What is known of the remote tier; without `versions` those of before stand."""
+        with self.lock:
+            before = self.remote
+            after = dataclasses.replace(before, reachable=reachable, message=message)
+            if versions is not None:
+                after = dataclasses.replace(after, versions=versions, ranks=ranks)
+            self.remote = after
+        if after != before:
+            self.bump()
+
+    def show(self, proofs: tuple[Proof, ...]) -> None:
+        """What the rehearsal can show now."""
+        self.proofs = proofs
 
     # Small facts
 

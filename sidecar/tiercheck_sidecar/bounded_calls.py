@@ -34,7 +34,7 @@ class LeftBehind(BaseException):
     """Nobody waits for this call any more. No Exception, so that nobody on the way takes it for a failure of the place."""
 
 
-class Call:
+class BoundedCall:
     """One of them, as its own thread knows it. Thread-safe."""
 
     def __init__(self, heard: Callable[[int], None]) -> None:
@@ -84,7 +84,9 @@ class BoundedCalls:
         self._bytes: Counter[str] = Counter()
         self._left: Counter[str] = Counter()
 
-    def make(self, place: str, body: Callable[[Call], T], heard: Callable[[int], None] = lambda count: None) -> T:
+    def make(
+        self, place: str, body: Callable[[BoundedCall], T], heard: Callable[[int], None] = lambda count: None
+    ) -> T:
         """What `body` returns. Raises what it raises, Stalled, and RuntimeError if the system gives no thread."""
         with self._lock:
             if self._left[place]:
@@ -96,7 +98,7 @@ class BoundedCalls:
                 self._bytes[place] += more
             heard(more)
 
-        call = Call(count)
+        call = BoundedCall(count)
 
         def run() -> None:
             try:
@@ -117,7 +119,7 @@ class BoundedCalls:
                 raise Stalled(f"nothing came from it for {quiet:.0f} s")
         return future.result()
 
-    def _leave(self, place: str, call: Call) -> bool:
+    def _leave(self, place: str, call: BoundedCall) -> bool:
         """Whether it had not ended."""
         with self._lock:
             if call.over:
@@ -127,7 +129,7 @@ class BoundedCalls:
         self._tell()
         return True
 
-    def _end(self, place: str, call: Call) -> None:
+    def _end(self, place: str, call: BoundedCall) -> None:
         with self._lock:
             call.over = True
             if call.left:

@@ -18,13 +18,13 @@ from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Manifest, RankArtifact
 from tiercheck.protocol.version import Version
 from tiercheck.supervised import describe
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.cadence import Needs, decide
 from tiercheck_sidecar.control_client import CallFailed, ControlClient
 from tiercheck_sidecar.ending import is_hopeless, present
 from tiercheck_sidecar.sound_reports import objection
 from tiercheck_sidecar.tiers import pace
-from tiercheck_sidecar.watermark import Copy, RankTiers, Standing, TierReport, Verdict, judge, next_upload
+from tiercheck_sidecar.watermark import Copy, RankTiers, TierReport, TierStanding, TierVerdict, judge, next_upload
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class BadReport(NotNow):
 class Coordinator:
     """Thread-safe. Idle unless this is worker 0."""
 
-    def __init__(self, board: Board, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, board: SidecarState, clock: Callable[[], float] = time.monotonic) -> None:
         self._board, self._clock = board, clock
         self._lock = threading.RLock()
         self._dirty = threading.Condition(self._lock)
@@ -70,14 +70,14 @@ class Coordinator:
         """When each worker said something last, whether or not it could be taken."""
         self._final: set[int] = set()
         self._done: set[int] = set()
-        self._standing = Standing()
+        self._standing = TierStanding()
         self._needs: dict[int, Needs] = {}
         """Sizes are of the job, not of an attempt: so a new attempt knows its cadence before its ranks reserve."""
         self._stored: tuple[Version, ...] | None = None
         self._artifacts: dict[int, RankArtifact] = {}
-        self._verdict: Verdict | None = None
+        self._verdict: TierVerdict | None = None
         self._is_dirty = False
-        self._told: Verdict | None = None
+        self._told: TierVerdict | None = None
         self._proved: dict[int, TierReport] = {}
         """Each worker's newest report that all could be reckoned with."""
         self._unproved: dict[int, TierReport] = {}
@@ -97,16 +97,17 @@ class Coordinator:
         with self._lock:
             return [] if directive is None else sorted(self._present(directive) - self._final)
 
-    def hear(self, report: TierReport) -> Verdict:
+    def hear(self, report: TierReport) -> TierVerdict:
         """Take a sidecar's word, and answer the newest verdict. Raises NotNow."""
         directive = self._board.directive
         if self._board.config.worker != 0:
             raise NotNow("this sidecar is not the coordinator")
-        if directive is None or report.attempt > directive.attempt:
-            raise NotNow(f"attempt {report.attempt} is not known here yet")
-        if report.attempt < directive.attempt:
-            self._board.count(refused_stale=1)
-            raise StaleReport(f"attempt {report.attempt} is over, the job is at attempt {directive.attempt}")
+        early = self._board.fence.refuse_future(report.attempt, directive)
+        if early or directive is None:
+            raise NotNow(early)
+        late = self._board.fence.refuse_past(report.attempt, directive)
+        if late:
+            raise StaleReport(late)
         wrong = objection(report, directive)
         with self._lock:
             self._enter(directive)
@@ -250,7 +251,7 @@ class Coordinator:
                 self.announced(verdict)
                 self._board.wait_until(lambda: False, pace(len(hosts)))
 
-    def news(self) -> tuple[Verdict, list[str]] | None:
+    def news(self) -> tuple[TierVerdict, list[str]] | None:
         """The verdict that everybody shall be told, and where they are; None: they have been."""
         with self._lock:
             directive = self._board.directive
@@ -264,7 +265,7 @@ class Coordinator:
         self._tell_refusals()
         return news
 
-    def announced(self, verdict: Verdict) -> None:
+    def announced(self, verdict: TierVerdict) -> None:
         """Everybody who could be reached has been told."""
         with self._lock:
             self._told = verdict
@@ -299,13 +300,13 @@ class Coordinator:
             self._ranks, self._copies, self._verdict = {}, {}, None
             self._proved, self._unproved, self._refused = {}, {}, {}
             self._final = set(self._done)  # those may have gone, and add nothing under any placement
-            self._standing = Standing(snapshot=self._standing.snapshot)
+            self._standing = TierStanding(snapshot=self._standing.snapshot)
         self._placement = directive.placement
         if directive.attempt != self._attempt:
             self._attempt, self._ranks, self._hosts, self._copies = directive.attempt, {}, {}, {}
             self._heard, self._final, self._done = {}, set(), set()
             self._proved, self._unproved, self._refused = {}, {}, {}
-            self._standing, self._verdict, self._artifacts = Standing(), None, {}
+            self._standing, self._verdict, self._artifacts = TierStanding(), None, {}
             self._uploading = None
 
     def _judge(self, directive: Directive) -> None:
@@ -339,7 +340,7 @@ class Coordinator:
         self._is_dirty = False
 
 
-def _tell(client: ControlClient, verdict: Verdict) -> None:
+def _tell(client: ControlClient, verdict: TierVerdict) -> None:
     try:
         client.call("PUT", "/v1/watermarks", to_json(verdict))
     except CallFailed as error:

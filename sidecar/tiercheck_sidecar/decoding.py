@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 from msgspec.json import Decoder
 
 from tiercheck.protocol.plain_json import MOST_BYTES, Malformed, decode_with
+from tiercheck.protocol.requests import REQUESTS, NamedRequest, Request
 from tiercheck_sidecar.digest import digest_chunk
 from tiercheck_sidecar.plain_files import open_plain
 
-__all__ = ["Malformed", "decode", "read_checked", "with_checksum"]
+__all__ = ["Malformed", "decode", "decode_request", "read_checked", "with_checksum"]
 
 T = TypeVar("T")
 
@@ -30,6 +31,13 @@ def decode(text: bytes | bytearray | str, cls: type[T], most: int = MOST_BYTES) 
             decoder = _decoders.setdefault(cls, Decoder(cls))
     found: T = decode_with(decoder.decode, text, most)
     return found
+
+
+def decode_request(text: bytes) -> Request | NamedRequest:
+    """What a rank asks; its name alone if a newer library sent it. Raises Malformed."""
+    named = decode(text, NamedRequest)
+    kind = REQUESTS.get(named.op)
+    return named if kind is None else decode(text, kind)
 
 
 def with_checksum(text: bytes) -> bytes:

@@ -16,11 +16,11 @@ from tiercheck.protocol.chain import chain_to, rebuildable
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.sizing import HOSTED_SLOTS, OWN_SLOTS
 from tiercheck.protocol.version import History, Version
-from tiercheck_sidecar.watermark import Verdict
+from tiercheck_sidecar.watermark import TierVerdict
 
 
 @dataclass(frozen=True)
-class Place:
+class MemoryPlace:
     """What lies together."""
 
     tier: Tier
@@ -42,14 +42,14 @@ class Place:
         return (self.slots or (OWN_SLOTS if self.tier is Tier.LOCAL else HOSTED_SLOTS)) - 1
 
 
-def lacks_slot(snapshots: Collection[Version], verdict: Verdict | None) -> bool:
+def lacks_slot(snapshots: Collection[Version], verdict: TierVerdict | None) -> bool:
     """Whether a holder of these cannot take the one that is to be copied."""
     named = verdict.copy if verdict is not None else None
     return named is not None and named not in snapshots and len(snapshots) >= HOSTED_SLOTS
 
 
 def expendable(
-    place: Place, history: History, verdict: Verdict | None, owed: Version | None = None
+    place: MemoryPlace, history: History, verdict: TierVerdict | None, owed: Version | None = None
 ) -> frozenset[tuple[Kind, Version]]:
     """The artifacts of `place` that may be freed in attempt `history.attempt`. `owed`: the snapshot that is yet to be uploaded."""
     snapshots = set(filter(history.continues, place.snapshots))
@@ -64,7 +64,7 @@ def expendable(
     return frozenset(gone | {(Kind.DELTA, version) for version in place.deltas - kept[1]})
 
 
-def _of_other_ranks(place: Place, history: History, floor: Version | None) -> set[Version]:
+def _of_other_ranks(place: MemoryPlace, history: History, floor: Version | None) -> set[Version]:
     """The snapshot from which all of these ranks have just come back, although others made it, until something newer of their own is
     complete. More of them would leave no slot for the next one.
     """
@@ -74,7 +74,7 @@ def _of_other_ranks(place: Place, history: History, floor: Version | None) -> se
 
 
 def _needed(
-    place: Place, snapshots: set[Version], deltas: set[Version], history: History, verdict: Verdict
+    place: MemoryPlace, snapshots: set[Version], deltas: set[Version], history: History, verdict: TierVerdict
 ) -> tuple[set[Version], set[Version]]:
     floor = verdict.floor
     if place.stranded and floor is not None:
@@ -98,14 +98,14 @@ def _needed(
     return wanted, deltas
 
 
-def _everywhere(snapshots: set[Version], verdict: Verdict) -> set[Version]:
+def _everywhere(snapshots: set[Version], verdict: TierVerdict) -> set[Version]:
     """Those that may stand in for older ones, because nobody lacks them: parity is worth something only with all blocks and all members'
     artifacts of one snapshot; other ranks can only start from one that all old ones had; and it is what is left if deltas turn out bad.
     """
     return {each for each in snapshots if verdict.anchor is not None and each <= verdict.anchor}
 
 
-def _guarded(place: Place, verdict: Verdict) -> list[Version]:
+def _guarded(place: MemoryPlace, verdict: TierVerdict) -> list[Version]:
     """Versions that must stay rebuildable here, if they are, oldest first. At most two that rest on different snapshots, so that
     a slot is left for the next one.
     """

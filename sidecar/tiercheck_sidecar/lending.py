@@ -21,7 +21,7 @@ from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.slot import NotASlot, beginning
-from tiercheck_sidecar.bounded_calls import Call, Stalled
+from tiercheck_sidecar.bounded_calls import BoundedCall, Stalled
 from tiercheck_sidecar.digest import digest_chunk, length_of, piece
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import PeerRefused
@@ -47,19 +47,19 @@ Bring = Callable[[Sequence[int], memoryview], None]
 """Chunk indices, and the whole artifact's bytes, of which these chunks are to be filled: there, or in the file behind them. Raises SourceFailed, SourceCorrupt."""
 
 
-Opened = Callable[[Call], contextlib.AbstractContextManager[tuple[Digests, Bring]]]
+Opened = Callable[[BoundedCall], contextlib.AbstractContextManager[tuple[Digests, Bring]]]
 """A place that was asked for an artifact, by a call."""
 
 
 class Bounded(Protocol):
     """Makes calls that are left behind when nothing comes."""
 
-    def __call__(self, place: str, body: Callable[[Call], T], rank: int) -> T:
+    def __call__(self, place: str, body: Callable[[BoundedCall], T], rank: int) -> T:
         """What `body` brings for `rank` from `place`. Raises what it raises, Stalled."""
 
 
-def _unbounded(place: str, body: Callable[[Call], T], rank: int) -> T:
-    return body(Call(lambda _: None))
+def _unbounded(place: str, body: Callable[[BoundedCall], T], rank: int) -> T:
+    return body(BoundedCall(lambda _: None))
 
 
 class RemotePart(Protocol):
@@ -152,7 +152,7 @@ class Lender:
                 yield "parity", partial(self._from_parity, artifact, source.parity)
         yield "the remote tier", partial(self._from_remote, artifact)
 
-    def _borrow(self, artifact: Artifact, opened: Opened, ranges: Iterable[tuple[int, int]], call: Call) -> Path:
+    def _borrow(self, artifact: Artifact, opened: Opened, ranges: Iterable[tuple[int, int]], call: BoundedCall) -> Path:
         with opened(call) as (digests, bring):
             call.arrived(0)
             return self._fill(artifact, digests, bring, ranges)
@@ -164,7 +164,7 @@ class Lender:
             loan.path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def _from_peer(self, artifact: Artifact, peer: Peer, call: Call) -> Iterator[tuple[Digests, Bring]]:
+    def _from_peer(self, artifact: Artifact, peer: Peer, call: BoundedCall) -> Iterator[tuple[Digests, Bring]]:
         try:
             opening = open_copy(artifact, Dial(peer.worker, lambda: call.own(self._dial(peer))), Tier.LOCAL)
         except Senseless as error:
@@ -180,7 +180,9 @@ class Lender:
             )
 
     @contextlib.contextmanager
-    def _from_parity(self, artifact: Artifact, group: ParityGroup, call: Call) -> Iterator[tuple[Digests, Bring]]:
+    def _from_parity(
+        self, artifact: Artifact, group: ParityGroup, call: BoundedCall
+    ) -> Iterator[tuple[Digests, Bring]]:
         """Of a rank that nobody has: added up from what it was coded with, as far as it is wanted here."""
         found = Rebuild(artifact, group.ranks, group, lambda peer: call.own(self._dial(peer)))
 
@@ -191,7 +193,7 @@ class Lender:
         yield found.digests, bring
 
     @contextlib.contextmanager
-    def _from_remote(self, artifact: Artifact, call: Call) -> Iterator[tuple[Digests, Bring]]:
+    def _from_remote(self, artifact: Artifact, call: BoundedCall) -> Iterator[tuple[Digests, Bring]]:
         digests = self._remote.digests(artifact)
         yield digests, lambda indices, into: self._remote.fetch_chunks(artifact, indices, into, call.arrived)
 

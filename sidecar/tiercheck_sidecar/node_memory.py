@@ -46,14 +46,14 @@ _JOB_MODE = 0o1777
 
 
 @dataclass(frozen=True)
-class Owner:
+class FolderOwner:
     """What the file `.owner` says. `claimed` is by the node's clock, unix seconds: the later one of two may take from the other."""
 
     worker: int
     claimed: float
 
 
-class Claim:
+class FolderClaim:
     """This process's folder, as long as it lives. Raises OSError if it cannot be had."""
 
     def __init__(self, folder: Path, worker: int, now: float) -> None:
@@ -71,12 +71,12 @@ class Claim:
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         known = _read(folder)
         # A process that was restarted in its pod is no later pod.
-        self.owner = Owner(worker, known.claimed if known else now)
+        self.owner = FolderOwner(worker, known.claimed if known else now)
         self._write()
 
     def identify(self, worker: int) -> None:
         """This has become another worker: its memory is for that one's next pod."""
-        self.owner = Owner(worker, self.owner.claimed)
+        self.owner = FolderOwner(worker, self.owner.claimed)
         self._write()
 
     def adopt(self) -> int:
@@ -188,9 +188,9 @@ def _dead(folder: Path) -> Iterator[bool]:
         os.close(file)
 
 
-def _read(folder: Path) -> Owner | None:
+def _read(folder: Path) -> FolderOwner | None:
     try:
-        return read_checked(folder / OWNER, Owner, _MOST_OWNER)
+        return read_checked(folder / OWNER, FolderOwner, _MOST_OWNER)
     except (OSError, Malformed):
         return None
 

@@ -6,11 +6,11 @@ import contextlib
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Quarantined
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 
 
-def distrust(board: Board, vault: Vault, seal: Seal) -> None:
+def distrust(board: SidecarState, vault: Vault, seal: Seal) -> None:
     """Read an own artifact again; if it has rotted, it is freed and reported."""
     with contextlib.suppress(NotHeld, OSError):
         reason = vault.fault(seal.rank, seal.version, Tier.LOCAL, seal.kind)

@@ -18,8 +18,8 @@ from tiercheck.protocol.directive import Directive, Source, Tier
 from tiercheck.protocol.report import Quarantined, RankRestore
 from tiercheck.protocol.slot import NotASlot
 from tiercheck.supervised import describe
-from tiercheck_sidecar.board import Board
-from tiercheck_sidecar.restore_plan import Need, OutOfReach, Place, Plan, plan
+from tiercheck_sidecar.board import SidecarState
+from tiercheck_sidecar.restore_plan import Need, OutOfReach, RestorePlan, SourceOffer, plan
 from tiercheck_sidecar.restore_sources import Brought, RestoreSources, TriedInVain, name_of
 from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.stock import own_artifacts
@@ -37,7 +37,7 @@ class RankRestorer:
 
     def __init__(
         self,
-        board: Board,
+        board: SidecarState,
         vault: Vault,
         reach: RestoreSources,
         verifiers: Executor,
@@ -50,7 +50,7 @@ class RankRestorer:
         self._board, self._vault, self._reach, self._verifiers = board, vault, reach, verifiers
         self._directive, self._rank, self._version = directive, rank, directive.restore.version
         self._sources = [source for source in sources if source.tier is not Tier.LOCAL]
-        self._places: list[Place] | None = None
+        self._places: list[SourceOffer] | None = None
         self._sound: set[Artifact] = set()
         self._brought: dict[Artifact, Brought] = {}
         self._failures: list[str] = []
@@ -79,7 +79,7 @@ class RankRestorer:
             rebuilt=rebuilt,
         )
 
-    def _complete(self) -> Plan | None:
+    def _complete(self) -> RestorePlan | None:
         """The chain, once all of it lies verified in own memory."""
         while True:
             if self._board.attempt != self._directive.attempt or self._board.stopping:
@@ -103,7 +103,7 @@ class RankRestorer:
                 for fetched in fetching:
                     fetched.result()
 
-    def _measure(self, found: Plan) -> None:
+    def _measure(self, found: RestorePlan) -> None:
         """How far the way is, and how far we are."""
         own, chain = self._own(), found.artifacts(self._rank)
         wanted = sum(own[each] for each in chain if each in own) + sum(need.size for need in found.needs)
@@ -136,7 +136,7 @@ class RankRestorer:
         self._free(artifact)
         self._distrust(Quarantined(artifact.rank, artifact.version, self._board.config.worker, message, artifact.kind))
 
-    def _fetch(self, need: Need, chosen: Plan) -> None:
+    def _fetch(self, need: Need, chosen: RestorePlan) -> None:
         for group in _at_once(need.places):
             try:
                 brought = self._bring(need.artifact, group, chosen)
@@ -160,7 +160,7 @@ class RankRestorer:
                 return
             self._forget(need.artifact, group)
 
-    def _bring(self, artifact: Artifact, group: Sequence[Source], chosen: Plan) -> Brought:
+    def _bring(self, artifact: Artifact, group: Sequence[Source], chosen: RestorePlan) -> Brought:
         while True:
             try:
                 return self._reach.bring(artifact, group)
@@ -168,7 +168,7 @@ class RankRestorer:
                 if not self._make_room(artifact, chosen):
                     raise
 
-    def _make_room(self, artifact: Artifact, chosen: Plan) -> bool:
+    def _make_room(self, artifact: Artifact, chosen: RestorePlan) -> bool:
         """Give up one own artifact that the plan does not need: what the history has cut off first, it can never be read again."""
         with self._making_room:
             accepts = self._directive.history.accepts
@@ -187,7 +187,7 @@ class RankRestorer:
 
     def _forget(self, artifact: Artifact, group: Sequence[Source]) -> None:
         self._places = [
-            Place(place.source, {each: size for each, size in place.offers.items() if each != artifact})
+            SourceOffer(place.source, {each: size for each, size in place.offers.items() if each != artifact})
             if place.source in group
             else place
             for place in self._places or ()

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,15 +17,31 @@ from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.chain import Chain, chain_to
 from tiercheck.protocol.directive import DeltaMode, Directive, Phase, Tier
 from tiercheck.protocol.encoding import to_json
-from tiercheck.protocol.local import Hello, Reply, Request, Welcome
-from tiercheck.protocol.report import Quarantined, RankFailure, RestoreState
+from tiercheck.protocol.local import Hello, Reply, Welcome
+from tiercheck.protocol.report import RankFailure, RestoreState
+from tiercheck.protocol.requests import (
+    AbandonSlot,
+    BeginSlot,
+    BorrowArtifact,
+    CompleteSlot,
+    DeclineDeltas,
+    NamedRequest,
+    ReportCannotSave,
+    ReportFailing,
+    ReportMismatch,
+    ReportProgress,
+    ReportRestored,
+    Request,
+    ReserveSlots,
+)
 from tiercheck.protocol.slot import NotASlot
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.board import Board
-from tiercheck_sidecar.decoding import decode
+from tiercheck_sidecar.board import SidecarState
+from tiercheck_sidecar.decoding import decode_request
 from tiercheck_sidecar.lending import Lender
+from tiercheck_sidecar.quarantine import Quarantine
 from tiercheck_sidecar.source_errors import SourceFailed
-from tiercheck_sidecar.stock import Stock, Where, stocks
+from tiercheck_sidecar.stock import own_stock
 from tiercheck_sidecar.vault import MemoryTooSmall, NoDeltas, NoFreeSlot, NotHeld, Vault
 
 log = logging.getLogger(__name__)
@@ -38,7 +54,7 @@ class RankSession:
 
     def __init__(
         self,
-        board: Board,
+        board: SidecarState,
         vault: Vault,
         submit: Callable[[Kind, Callable[[], None]], None],
         connection: socket.socket,
@@ -50,6 +66,7 @@ class RankSession:
         self._connection, self._hello = connection, hello
         self._writing: set[Path] = set()
         self._restored = contextlib.ExitStack()
+        self._quarantine = Quarantine(board, vault, hello.rank, hello.attempt)
         self._lender = lender
         self._restored.callback(lender.close)
 
@@ -62,7 +79,7 @@ class RankSession:
                 return
             try:
                 while line := lines.readline(LONGEST_LINE):
-                    reply = self._answer(decode(line, Request))
+                    reply = self._answer(decode_request(line))
                     if reply is not None:
                         self._send(dataclasses.replace(reply, snapshot_every=self._board.every))
             finally:
@@ -120,7 +137,7 @@ class RankSession:
         return [str(path) for path in paths]
 
     def _chain(self, directive: Directive, version: Version) -> Chain | None:
-        own = stocks(self._vault.held()).get(Where(Tier.LOCAL, self._hello.rank), Stock())
+        own = own_stock(self._vault.held(), self._hello.rank)
         return chain_to(version, own.snapshots, own.deltas, directive.history)
 
     def _objection(self, directive: Directive | None, lost: bool, state: RestoreState) -> str:
@@ -129,11 +146,9 @@ class RankSession:
             return "the controller has not told this sidecar yet what to do"
         if hello.rank not in self._vault.ranks:
             return f"rank {hello.rank} does not belong to worker {self._board.config.worker}"
-        if hello.attempt < directive.attempt:
-            self._board.count(refused_stale=1)
-            return f"attempt {hello.attempt} is over, the job is at attempt {directive.attempt}"
-        if hello.attempt > directive.attempt:
-            return f"attempt {hello.attempt} is not known here yet, the job is at attempt {directive.attempt}"
+        other = self._board.fence.refuse_other(hello.attempt, directive)
+        if other:
+            return other
         world = directive.workers * directive.procs_per_worker
         if hello.world_size != world:
             return f"the job has {world} ranks, not {hello.world_size}"
@@ -145,26 +160,23 @@ class RankSession:
 
     # Requests
 
-    def _answer(self, request: Request) -> Reply | None:
-        if request.op == "progress":
+    def _answer(self, request: Request | NamedRequest) -> Reply | None:
+        if isinstance(request, ReportProgress):
             self._progress(request)
             return None
         try:
-            if self._board.attempt != self._hello.attempt and request.op != "abandon":
-                self._board.count(refused_stale=1)
-                return Reply(False, error=f"attempt {self._hello.attempt} is over")
+            if not isinstance(request, AbandonSlot):
+                other = self._board.fence.refuse_other(self._hello.attempt, self._board.directive)
+                if other:
+                    return Reply(False, error=other)
             return self._act(request)
-        except NoDeltas as reason:
-            return Reply(True, skip=str(reason))
-        except NoFreeSlot as reason:
-            return self._skip(request, str(reason))
         except MemoryTooSmall as reason:
             self._board.problem("MemoryTooSmall", str(reason))
-            return self._skip(request, str(reason)) if request.op == "begin" else Reply(False, error=str(reason))
-        except (NotASlot, SourceFailed, ValueError, OSError) as error:
+            return Reply(False, error=str(reason))
+        except (NoFreeSlot, NotASlot, SourceFailed, ValueError, OSError) as error:
             return Reply(False, error=str(error))
 
-    def _lent(self, request: Request) -> Path:
+    def _lent(self, request: BorrowArtifact) -> Path:
         """Raises SourceFailed, MemoryTooSmall, OSError."""
         directive = self._board.directive
         if directive is None or directive.restore is None or directive.attempt != self._hello.attempt:
@@ -175,7 +187,7 @@ class RankSession:
             raise SourceFailed(f"the version to restore is {version}, which needs {wanted}")
         return self._lender.lend(directive, Artifact(request.rank, version), request.ranges)
 
-    def _progress(self, request: Request) -> None:
+    def _progress(self, request: ReportProgress) -> None:
         board = self._board
         if board.attempt != self._hello.attempt:
             return
@@ -190,63 +202,63 @@ class RankSession:
         if known != (True, after.not_finite, after.stalled_since):
             board.bump()
 
-    def _act(self, request: Request) -> Reply:
-        vault, rank = self._vault, self._hello.rank
-        path = Path(request.path)
-        if request.op == "reserve":
-            vault.reserve(rank, request.bytes, request.delta_bytes, request.numa)
-            self._board.problem("MemoryTooSmall", "")
-            self._board.bump()
-            return Reply(True)
-        if request.op == "begin":
-            return self._begin(request)
-        if request.op == "complete":
-            self._writing.discard(path)
-            kind = vault.complete(path, self._hello.world_size)
-            self._submit(kind, lambda: self._seal(path))
-            return Reply(True)
-        if request.op == "abandon":
-            self._writing.discard(path)
-            vault.abandon(path)
-            return Reply(True)
-        if request.op == "no-deltas":
-            with self._board.lock:
-                self._board.declined[rank] = request.message
-            if request.step:
-                self._distrust_taken(request)
-            self._board.bump()
-            return Reply(True)
-        if request.op == "cannot-save":
-            self._board.cannot_save(rank, request.message[:1000])
-            return Reply(True)
-        if request.op == "failing":
-            failure = RankFailure(rank, request.reason[:64], request.message[:1000], request.exit_code)
-            with self._board.lock:
-                self._board.trainer.failing(failure)
-            self._board.bump()
-            return Reply(True)
-        if request.op == "mismatch":
-            self._restored.close()
-            if request.kind is Kind.SNAPSHOT:
-                self._distrust_snapshot(request)
-            else:
-                self._distrust(request)
-            return Reply(True)
-        if request.op == "borrow":
-            return Reply(True, str(self._lent(request)))
-        if request.op == "restored":
-            self._restored.close()
-            return Reply(True)
-        return Reply(False, error=f"unknown request {request.op!r}")
+    def _act(self, request: Request | NamedRequest) -> Reply:
+        """Raises MemoryTooSmall, NoFreeSlot, NotASlot, SourceFailed, ValueError, OSError."""
+        vault, board, rank = self._vault, self._board, self._hello.rank
+        match request:
+            case ReserveSlots():
+                vault.reserve(rank, request.bytes, request.delta_bytes, request.numa)
+                board.problem("MemoryTooSmall", "")
+                board.bump()
+            case BeginSlot():
+                return self._begin(request)
+            case CompleteSlot():
+                path = Path(request.path)
+                self._writing.discard(path)
+                kind = vault.complete(path, self._hello.world_size)
+                self._submit(kind, lambda: self._seal(path))
+            case AbandonSlot():
+                self._writing.discard(Path(request.path))
+                vault.abandon(Path(request.path))
+            case DeclineDeltas():
+                board.decline_deltas(rank, request.message)
+                if request.step:
+                    self._quarantine.distrust_taken(request)
+                board.bump()
+            case ReportCannotSave():
+                board.cannot_save(rank, request.message[:1000])
+            case ReportFailing():
+                failure = RankFailure(rank, request.reason[:64], request.message[:1000], request.exit_code)
+                with board.lock:
+                    board.trainer.failing(failure)
+                board.bump()
+            case ReportMismatch():
+                self._restored.close()
+                self._quarantine.distrust(request)
+            case BorrowArtifact():
+                return Reply(True, str(self._lent(request)))
+            case ReportRestored():
+                self._restored.close()
+            case _:
+                return Reply(False, error=f"unknown request {request.op!r}")
+        return Reply(True)
 
-    def _begin(self, request: Request) -> Reply:
+    def _begin(self, request: BeginSlot) -> Reply:
         version = Version(request.step, self._hello.attempt)
-        if request.kind is Kind.DELTA:
-            self._check_delta(version)
-        path = self._vault.begin(self._hello.rank, version, request.kind, request.bytes)
+        try:
+            if request.kind is Kind.DELTA:
+                self._check_delta(version)
+            path = self._vault.begin(self._hello.rank, version, request.kind, request.bytes)
+        except NoDeltas as reason:
+            return Reply(True, skip=str(reason))
+        except NoFreeSlot as reason:
+            return self._skip(version, request.kind, str(reason))
+        except MemoryTooSmall as reason:
+            self._board.problem("MemoryTooSmall", str(reason))
+            return self._skip(version, request.kind, str(reason))
         self._writing.add(path)
         if request.kind is Kind.SNAPSHOT:
-            self._reach(version)
+            self._board.reach(self._hello.rank, version)
         return Reply(True, path=str(path))
 
     def _check_delta(self, version: Version) -> None:
@@ -268,81 +280,16 @@ class RankSession:
         if before is None or not directive.history.continues(before) or before not in {each.version for each in here}:
             raise NoFreeSlot("an earlier delta is missing: the next snapshot begins a new chain")
 
-    def _skip(self, request: Request, reason: str) -> Reply:
-        if request.kind is Kind.DELTA:
+    def _skip(self, version: Version, kind: Kind, reason: str) -> Reply:
+        if kind is Kind.DELTA:
             self._board.count(deltas_skipped=1)
         else:
             self._board.count(skipped=1)
-            self._reach(Version(request.step, self._hello.attempt))
+            self._board.reach(self._hello.rank, version)
         return Reply(True, skip=reason)
-
-    def _reach(self, version: Version) -> None:
-        with self._board.lock:
-            reached = self._board.reached.get(self._hello.rank)
-            self._board.reached[self._hello.rank] = max(version, reached) if reached else version
-        self._board.bump()
 
     def _seal(self, path: Path) -> None:
         seal = self._vault.seal(path)
         if seal is not None:
             self._board.count(**{"captured" if seal.kind is Kind.SNAPSHOT else "deltas": 1})
         self._board.bump()
-
-    def _distrust(self, request: Request) -> None:
-        """A replay did not give the recorded state. The state before may have been wrong already, so no delta of the chain
-        counts for anything any more, wherever a copy of it lies.
-        """
-        board, rank = self._board, self._hello.rank
-        directive = board.directive
-        assert directive is not None
-        chain = self._chain(directive, directive.restore.version) if directive.restore else None
-        own = stocks(self._vault.held()).get(Where(Tier.LOCAL, rank), Stock())
-        bad = {each for each in own.deltas if directive.history.accepts(each) and each.step >= request.step}
-        bad |= set(chain.deltas) if chain else set()
-        reason = f"replaying the delta of step {request.step} did not give the state that it was taken from: {request.message}"
-        log.error("rank %d: %s", rank, reason)
-        board.count(replay_mismatches=1)
-        with board.lock:
-            board.distrusted = reason
-        self._quarantine([Artifact(rank, version, Kind.DELTA) for version in sorted(bad)], reason)
-        self._vault.free(
-            lambda s: s.kind is Kind.DELTA and s.tier is Tier.LOCAL and s.rank == rank and s.version in bad
-        )
-        board.bump()
-
-    def _distrust_taken(self, request: Request) -> None:
-        """While it trained, the rank found that its updates cannot be made again. Nothing is freed: what others rest on is decided elsewhere."""
-        rank, attempt = self._hello.rank, self._hello.attempt
-        log.error("rank %d: %s", rank, request.message)
-        taken = (each for each in self._vault.own(rank) if each.kind is Kind.DELTA and each.version.attempt == attempt)
-        self._quarantine([each for each in taken if each.version.step >= request.step], request.message)
-
-    def _distrust_snapshot(self, request: Request) -> None:
-        """What replicas stored of it does not fit together, wherever a copy of it lies. They had parted before it: so nothing counts that
-        leads to it or on from it.
-        """
-        rank, directive = self._hello.rank, self._board.directive
-        owner = None if directive is None else directive.history.owner(request.step)
-        if directive is None or owner is None:
-            return
-        log.error("rank %d: %s", rank, request.message)
-        restore = directive.restore
-        if restore is not None and restore.world_size:
-            self._quarantine([Artifact(rank % restore.world_size, restore.version)], request.message)
-            return
-        own = stocks(self._vault.held()).get(Where(Tier.LOCAL, rank), Stock())
-        bad = [Artifact(rank, Version(request.step, owner))]
-        bad += [
-            Artifact(rank, each, Kind.DELTA)
-            for each in sorted(own.deltas)
-            if directive.history.accepts(each) and each.step >= request.step
-        ]
-        self._quarantine(bad, request.message)
-        self._vault.free(lambda s: s.tier is Tier.LOCAL and Artifact(s.rank, s.version, s.kind) in bad)
-
-    def _quarantine(self, bad: Sequence[Artifact], why: str) -> None:
-        """Wherever they lie."""
-        board = self._board
-        for each in bad:
-            found = Quarantined(each.rank, each.version, board.config.worker, why, each.kind, everywhere=True)
-            board.quarantine(found)

@@ -11,11 +11,11 @@ from tiercheck.protocol.directive import Directive, Phase, Tier
 from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.sizing import OWN_SLOTS, SPARE_DELTAS, Room, Sizing
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.board import Board
-from tiercheck_sidecar.forgetting import Place, expendable, lacks_slot
-from tiercheck_sidecar.stock import Stock, Where, hosted_lanes, hosted_ranks, stocks, where
+from tiercheck_sidecar.board import SidecarState
+from tiercheck_sidecar.forgetting import MemoryPlace, expendable, lacks_slot
+from tiercheck_sidecar.stock import MemoryStock, Where, hosted_lanes, hosted_ranks, stocks, where
 from tiercheck_sidecar.vault import Vault
-from tiercheck_sidecar.watermark import Verdict
+from tiercheck_sidecar.watermark import TierVerdict
 
 Gone = tuple[Where, Kind, Version]
 """What is where, and given up."""
@@ -24,7 +24,7 @@ Gone = tuple[Where, Kind, Version]
 class Reclaimer:
     """Two threads: `run` and `prepare`."""
 
-    def __init__(self, board: Board, vault: Vault) -> None:
+    def __init__(self, board: SidecarState, vault: Vault) -> None:
         self._board, self._vault = board, vault
         self._hosted: tuple[set[int], set[Share]] = (set(), set())
 
@@ -55,8 +55,7 @@ class Reclaimer:
             named = verdict.cadence
             self._vault.expect(named.chain, Room(named.snapshot, named.delta))
             lack = self._vault.no_deltas() if self._board.wants_deltas else ""
-            self._board.no_room = lack
-            self._board.problem("DeltasOff", lack)
+            self._board.lack_room(lack)
             if named.deltas:
                 self._vault.prepare()
 
@@ -91,7 +90,7 @@ class Reclaimer:
             self._vault.free(lambda seal: (where(seal), seal.kind, seal.version) in gone)
         self._vault.tidy()
 
-    def _counted_on(self, gone: set[Gone], directive: Directive, verdict: Verdict | None) -> set[Gone]:
+    def _counted_on(self, gone: set[Gone], directive: Directive, verdict: TierVerdict | None) -> set[Gone]:
         """What has to wait. By our last report the coordinator may announce what rests on an own snapshot, as long as that is newer than
         what it has announced: so it is left out of a report first, and goes when that has been heard.
         """
@@ -102,21 +101,18 @@ class Reclaimer:
             if name.tier is Tier.LOCAL and name.rank in self._vault.ranks and kind is Kind.SNAPSHOT
             if (mark is None or version > mark) and directive.history.continues(version)
         }
-        with self._board.lock:
-            news = self._board.leaving != doomed.keys()
-            self._board.leaving = frozenset(doomed)
-            left_out = self._board.left_out
-        if news:
-            self._board.bump()
+        left_out = self._board.plan_to_free(frozenset(doomed))
         return {each for artifact, each in doomed.items() if artifact not in left_out}
 
 
-def _place(name: Where, stock: Stock, directive: Directive, verdict: Verdict | None, plan: Sizing) -> Place:
+def _place(
+    name: Where, stock: MemoryStock, directive: Directive, verdict: TierVerdict | None, plan: Sizing
+) -> MemoryPlace:
     snapshots, deltas = frozenset(stock.snapshots), frozenset(stock.deltas)
     if name.tier is Tier.LOCAL:
         crowded = directive.parity is None and len(deltas) >= plan.delta_slots - SPARE_DELTAS
-        return Place(Tier.LOCAL, snapshots, deltas, slots=plan.own_slots, crowded=crowded)
+        return MemoryPlace(Tier.LOCAL, snapshots, deltas, slots=plan.own_slots, crowded=crowded)
     if name.share is not None:
-        return Place(Tier.PEER, snapshots, deltas, name.share not in hosted_lanes(directive))
+        return MemoryPlace(Tier.PEER, snapshots, deltas, name.share not in hosted_lanes(directive))
     stranded = name.rank not in hosted_ranks(directive)
-    return Place(Tier.PEER, snapshots, deltas, stranded, crowded=lacks_slot(snapshots, verdict))
+    return MemoryPlace(Tier.PEER, snapshots, deltas, stranded, crowded=lacks_slot(snapshots, verdict))

@@ -19,20 +19,20 @@ from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Directive, Peer, Tier
 from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import History
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.exchange.agenda import due, first_of_each_rank
 from tiercheck_sidecar.exchange.backoff import Backoff
 from tiercheck_sidecar.exchange.fetch import list_held
-from tiercheck_sidecar.exchange.frames import Listed, WireBroken
+from tiercheck_sidecar.exchange.frames import ListedArtifact, WireBroken
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
 from tiercheck_sidecar.exchange.line import Line
 from tiercheck_sidecar.exchange.sender import Pushed, PushRefused, push
 from tiercheck_sidecar.exchange.streams import TooDamaged
-from tiercheck_sidecar.forgetting import Place, expendable
+from tiercheck_sidecar.forgetting import MemoryPlace, expendable
 from tiercheck_sidecar.own_copy import distrust
 from tiercheck_sidecar.pacing import Portion, TokenBucket
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
-from tiercheck_sidecar.watermark import Verdict
+from tiercheck_sidecar.watermark import TierVerdict
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class _Era:
 class Replicator:
     """Thread-safe. `run` keeps two threads per holder of the current attempt."""
 
-    def __init__(self, board: Board, vault: Vault, identity: Identity, port: int) -> None:
+    def __init__(self, board: SidecarState, vault: Vault, identity: Identity, port: int) -> None:
         self._board, self._vault, self._identity, self._port = board, vault, identity, port
         self._lock = threading.Lock()
         self._era: _Era | None = None
@@ -173,7 +173,7 @@ class Replicator:
                 waits.failed(seal.rank, time.monotonic())
 
     def _review(
-        self, holder: Peer, ask: Callable[[int], Iterable[Listed]], hang_up: Callable[[], None], era: _Era
+        self, holder: Peer, ask: Callable[[int], Iterable[ListedArtifact]], hang_up: Callable[[], None], era: _Era
     ) -> None:
         """What the holder has no more counts no more, and is due again."""
         with self._lock:
@@ -226,13 +226,13 @@ class Replicator:
         self._board.problem("PeerUnreachable", f"{told}. {hope}")
 
 
-def still_kept(acknowledged: frozenset[Artifact], history: History, verdict: Verdict | None) -> frozenset[Artifact]:
+def still_kept(acknowledged: frozenset[Artifact], history: History, verdict: TierVerdict | None) -> frozenset[Artifact]:
     """What a holder that follows `verdict` has not freed."""
     kept: set[Artifact] = set()
     for rank in {artifact.rank for artifact in acknowledged}:
         mine = {artifact for artifact in acknowledged if artifact.rank == rank}
         snapshots = frozenset(each.version for each in mine if each.kind is Kind.SNAPSHOT)
         deltas = frozenset(each.version for each in mine if each.kind is Kind.DELTA)
-        gone = expendable(Place(Tier.PEER, snapshots, deltas), history, verdict)
+        gone = expendable(MemoryPlace(Tier.PEER, snapshots, deltas), history, verdict)
         kept |= {each for each in mine if (each.kind, each.version) not in gone}
     return frozenset(kept)

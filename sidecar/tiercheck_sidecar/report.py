@@ -1,4 +1,4 @@
-"""The report: everything the controller knows about this worker, gathered from the board and the vault.
+"""The report: everything the controller knows about this worker, gathered from the state and the vault.
 
 Its serial grows only with facts that the controller may act on. What a worker holds and which version is complete change at
 every step, and wake nobody: the controller looks at them when it decides on a recovery, and before that it asks every sidecar
@@ -24,7 +24,7 @@ from tiercheck.protocol.report import (
     Watermarks,
 )
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.own_credentials import Discretion, own_credentials
 from tiercheck_sidecar.vault import Vault
 
@@ -32,7 +32,7 @@ from tiercheck_sidecar.vault import Vault
 class Reporter:
     """Thread-safe."""
 
-    def __init__(self, board: Board, vault: Vault) -> None:
+    def __init__(self, board: SidecarState, vault: Vault) -> None:
         self._board, self._vault = board, vault
         self._lock = threading.Lock()
         self._serial = 0
@@ -41,7 +41,7 @@ class Reporter:
         self.owes: Callable[[], bool] = lambda: False
         """Whether holders lack anything. While training runs they always lack the newest, so then nobody is told."""
         self.settled: Callable[[], bool] = lambda: False
-        """Whether the job is over and this sidecar may go. Asked without the board's lock."""
+        """Whether the job is over and this sidecar may go. Asked without the state's lock."""
 
     def report(self) -> Report:
         with self._lock:

@@ -17,7 +17,7 @@ from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Directive, Phase, Restore, Tier
 from tiercheck.protocol.report import RankRestore, RestoreReport, RestoreState
 from tiercheck.supervised import describe
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.rank_restore import RankRestorer
 from tiercheck_sidecar.restore_sources import RestoreSources
 from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
@@ -37,7 +37,7 @@ _VERIFIERS = max(2, min(8, os.cpu_count() or 2))
 class Restorer:
     """One thread, which restores each attempt once, and again with new sources if that failed."""
 
-    def __init__(self, board: Board, vault: Vault, reach: RestoreSources) -> None:
+    def __init__(self, board: SidecarState, vault: Vault, reach: RestoreSources) -> None:
         self._board, self._vault, self._reach = board, vault, reach
         self._done: tuple[int, str] = (0, "")
         self._tried: tuple[tuple[int, str], int] = ((0, ""), 0)
@@ -124,9 +124,5 @@ class Restorer:
         return RestoreReport(state, restore.version, ranks, time.monotonic() - began, stalled=stalled)
 
     def _publish(self, directive: Directive, report: RestoreReport) -> None:
-        with self._board.lock:
-            if self._board.attempt != directive.attempt:
-                return
-            self._board.restore = report
-        log.info("restore of attempt %d: %s", directive.attempt, report)
-        self._board.bump()
+        if self._board.report_restore(directive.attempt, report):
+            log.info("restore of attempt %d: %s", directive.attempt, report)

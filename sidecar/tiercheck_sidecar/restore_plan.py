@@ -17,7 +17,7 @@ from tiercheck.protocol.version import History, Version
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceOffer:
     """A source that answered, and what of one rank can be had there."""
 
     source: Source
@@ -36,7 +36,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RestorePlan:
     """The chain to restore, and what of it must be fetched."""
 
     chain: Chain
@@ -64,12 +64,12 @@ class OutOfReach:
 
 
 def plan(
-    rank: int, version: Version, history: History, own: Mapping[Artifact, int], places: Sequence[Place]
-) -> Plan | OutOfReach:
+    rank: int, version: Version, history: History, own: Mapping[Artifact, int], places: Sequence[SourceOffer]
+) -> RestorePlan | OutOfReach:
     """The best way to `version`. `own`: what this worker's memory holds, with bytes. `places`: nearest first."""
     if not history.accepts(version):
         return OutOfReach(())
-    best: tuple[tuple[int, int, int], Plan] | None = None
+    best: tuple[tuple[int, int, int], RestorePlan] | None = None
     link = version
     deltas: tuple[Version, ...] = ()
     needs: tuple[Need, ...] = ()
@@ -77,7 +77,7 @@ def plan(
         snapshot, delta = Artifact(rank, link), Artifact(rank, link, Kind.DELTA)
         base = _need(snapshot, own, places)
         if snapshot in own or base is not None:
-            found = Plan(Chain(link, deltas), (*([base] if base else ()), *needs))
+            found = RestorePlan(Chain(link, deltas), (*([base] if base else ()), *needs))
             price = (_bytes_from(found, Tier.REMOTE), _bytes_from(found, None), len(deltas))
             if best is None or price < best[0]:
                 best = price, found
@@ -92,7 +92,7 @@ def plan(
     return OutOfReach((delta, snapshot) if owner is not None else (snapshot,))
 
 
-def _need(artifact: Artifact, own: Mapping[Artifact, int], places: Sequence[Place]) -> Need | None:
+def _need(artifact: Artifact, own: Mapping[Artifact, int], places: Sequence[SourceOffer]) -> Need | None:
     """What has to be fetched for it; None if it is here, or nowhere."""
     having = [place for place in places if artifact in place.offers]
     if artifact in own or not having:
@@ -100,7 +100,7 @@ def _need(artifact: Artifact, own: Mapping[Artifact, int], places: Sequence[Plac
     return Need(artifact, having[0].offers[artifact], tuple(place.source for place in having))
 
 
-def _bytes_from(found: Plan, tier: Tier | None) -> int:
+def _bytes_from(found: RestorePlan, tier: Tier | None) -> int:
     """Bytes that this plan moves, out of `tier` if given. A rebuild reads as many parts as its group has members."""
     return sum(
         need.size * (len(need.places[0].parity.members) if need.places[0].parity else 1)

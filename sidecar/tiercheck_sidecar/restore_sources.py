@@ -17,15 +17,15 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Version
 from tiercheck.supervised import describe
-from tiercheck_sidecar.board import Board
-from tiercheck_sidecar.bounded_calls import BoundedCalls, Call, Stalled
+from tiercheck_sidecar.board import SidecarState
+from tiercheck_sidecar.bounded_calls import BoundedCall, BoundedCalls, Stalled
 from tiercheck_sidecar.exchange.fetch import Dial, FetchFailed, fetch, holdings
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
 from tiercheck_sidecar.lending import FOLDER, Lender, RemotePart
 from tiercheck_sidecar.parity.obtainable import obtainable
 from tiercheck_sidecar.parity.rebuild import rebuild
-from tiercheck_sidecar.restore_plan import Place
+from tiercheck_sidecar.restore_plan import SourceOffer
 from tiercheck_sidecar.source_errors import SourceFailed
 from tiercheck_sidecar.vault import Seal, Vault
 
@@ -74,18 +74,18 @@ class TriedInVain(SourceFailed):
 class RestoreSources:
     """Thread-safe."""
 
-    def __init__(self, board: Board, vault: Vault, identity: Identity, port: int, remote: RemoteTier) -> None:
+    def __init__(self, board: SidecarState, vault: Vault, identity: Identity, port: int, remote: RemoteTier) -> None:
         self._board, self._vault, self._identity, self._port, self.remote = board, vault, identity, port, remote
         self._calls = BoundedCalls(self._patience, self._left_behind)
 
-    def ask(self, rank: int, version: Version, sources: Sequence[Source]) -> tuple[list[Place], list[str]]:
+    def ask(self, rank: int, version: Version, sources: Sequence[Source]) -> tuple[list[SourceOffer], list[str]]:
         """What each source has of `rank`, in their order; and a sentence for each that did not answer."""
         places, failures = [], []
         with ThreadPoolExecutor(max(1, len(sources)), thread_name_prefix="list") as pool:
             answers = [pool.submit(self._bounded_list, rank, version, source) for source in sources]
             for source, answer in zip(sources, answers, strict=True):
                 try:
-                    places.append(Place(source, answer.result()))
+                    places.append(SourceOffer(source, answer.result()))
                 except SourceFailed as error:
                     failures.append(f"{name_of(source)}: {error}")
                 except Exception as error:  # of this source: the others are asked all the same
@@ -105,7 +105,7 @@ class RestoreSources:
             self._vault.leave(artifact)
             raise
 
-    def _bring(self, artifact: Artifact, sources: Sequence[Source], call: Call) -> Brought:
+    def _bring(self, artifact: Artifact, sources: Sequence[Source], call: BoundedCall) -> Brought:
         source = sources[0]
         if source.tier is Tier.REMOTE:
             self.remote.fetch(artifact.rank, artifact.version, call.arrived)
@@ -127,7 +127,7 @@ class RestoreSources:
         """For a rank that comes back on another mesh. To be closed."""
         return Lender(self._vault, self._board.config.vault_dir / FOLDER, self.connect, self.remote, self._bounded)
 
-    def _rebuilt(self, artifact: Artifact, source: Source, group: ParityGroup, call: Call) -> Brought:
+    def _rebuilt(self, artifact: Artifact, source: Source, group: ParityGroup, call: BoundedCall) -> Brought:
         bad: list[Quarantined] = []
         try:
             rebuild(self._vault, artifact, group, lambda peer: call.own(self.connect(peer)), bad.append)
@@ -138,7 +138,7 @@ class RestoreSources:
     def _bounded_list(self, rank: int, version: Version, source: Source) -> dict[Artifact, int]:
         return self._bounded(name_of(source), lambda call: self._list(rank, version, source, call), rank)
 
-    def _list(self, rank: int, version: Version, source: Source, call: Call) -> dict[Artifact, int]:
+    def _list(self, rank: int, version: Version, source: Source, call: BoundedCall) -> dict[Artifact, int]:
         if source.tier is Tier.REMOTE:
             return self.remote.listed(rank, version)
         if source.parity is not None:
@@ -148,16 +148,16 @@ class RestoreSources:
             raise SourceFailed("the source names no worker")
         return self._held_by(source.peer, rank, call)
 
-    def _held_by(self, peer: Peer, rank: int, call: Call) -> dict[Artifact, int]:
+    def _held_by(self, peer: Peer, rank: int, call: BoundedCall) -> dict[Artifact, int]:
         try:
             return {each.artifact: each.bytes for each in holdings(self._dial(peer, call), rank)}
         except (WireBroken, PeerRefused, OSError) as error:
             raise SourceFailed(str(error)) from error
 
-    def _dial(self, peer: Peer, call: Call) -> Dial:
+    def _dial(self, peer: Peer, call: BoundedCall) -> Dial:
         return Dial(peer.worker, lambda: call.own(self.connect(peer)))
 
-    def _bounded(self, place: str, body: Callable[[Call], T], rank: int) -> T:
+    def _bounded(self, place: str, body: Callable[[BoundedCall], T], rank: int) -> T:
         """What `body` brings for `rank` from `place`, as long as something comes. Raises what it raises, Stalled."""
         meter = self._board.meter
         with meter.waiting(place):

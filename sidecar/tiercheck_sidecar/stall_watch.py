@@ -26,7 +26,7 @@ class _Rank:
 
 
 class StallWatch:
-    """Of the local ranks in one attempt. Not thread-safe: the board's lock guards it. Times are unix seconds by one clock."""
+    """Of the local ranks in one attempt. Not thread-safe: the state's lock guards it. Times are unix seconds by one clock."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}

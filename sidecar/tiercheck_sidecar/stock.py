@@ -24,7 +24,7 @@ class Where:
 
 
 @dataclass
-class Stock:
+class MemoryStock:
     """Versions of each kind."""
 
     snapshots: set[Version] = field(default_factory=set)
@@ -33,10 +33,10 @@ class Stock:
     def add(self, kind: Kind, version: Version) -> None:
         (self.snapshots if kind is Kind.SNAPSHOT else self.deltas).add(version)
 
-    def accepted(self, history: History) -> Stock:
+    def accepted(self, history: History) -> MemoryStock:
         """Without what the history does not accept, or another number of ranks made: that is a source of restores, no more."""
         accepts = history.continues
-        return Stock(set(filter(accepts, self.snapshots)), set(filter(accepts, self.deltas)))
+        return MemoryStock(set(filter(accepts, self.snapshots)), set(filter(accepts, self.deltas)))
 
     def rebuildable(self, history: History) -> tuple[Span, ...]:
         """What it leads to."""
@@ -47,12 +47,17 @@ def where(seal: Seal) -> Where:
     return Where(seal.tier, seal.rank, seal.share)
 
 
-def stocks(held: Iterable[Seal]) -> dict[Where, Stock]:
+def stocks(held: Iterable[Seal]) -> dict[Where, MemoryStock]:
     """Everything held, by place."""
-    found: dict[Where, Stock] = {}
+    found: dict[Where, MemoryStock] = {}
     for seal in held:
-        found.setdefault(where(seal), Stock()).add(seal.kind, seal.version)
+        found.setdefault(where(seal), MemoryStock()).add(seal.kind, seal.version)
     return found
+
+
+def own_stock(held: Iterable[Seal], rank: int) -> MemoryStock:
+    """What lies in own slots of a rank."""
+    return stocks(held).get(Where(Tier.LOCAL, rank), MemoryStock())
 
 
 def own_artifacts(held: Iterable[Seal], rank: int) -> dict[Artifact, int]:
@@ -64,9 +69,9 @@ def own_artifacts(held: Iterable[Seal], rank: int) -> dict[Artifact, int]:
     }
 
 
-def stock_of(artifacts: Iterable[Artifact], rank: int) -> Stock:
+def stock_of(artifacts: Iterable[Artifact], rank: int) -> MemoryStock:
     """What these are of one rank."""
-    found = Stock()
+    found = MemoryStock()
     for artifact in artifacts:
         if artifact.rank == rank:
             found.add(artifact.kind, artifact.version)

@@ -51,9 +51,9 @@ class Tagger:
         said = to_json(["artifact", job_uid, artifact])
         self._key = AES(HKDF(SHA256(), _KEY, self.salt.encode(), said).derive(token.encode()))
 
-    def running(self, index: int) -> Running:
+    def running(self, index: int) -> RunningTag:
         """For a chunk that comes piece by piece."""
-        return Running(Cipher(self._key, GCM(index.to_bytes(12, "big"))))
+        return RunningTag(Cipher(self._key, GCM(index.to_bytes(12, "big"))))
 
     def fits(self, tags: Tags, index: int, chunk: memoryview) -> bool:
         """Whether these are the bytes that were sealed as chunk `index`."""
@@ -62,7 +62,7 @@ class Tagger:
         return hmac.compare_digest(tag.hex().encode(), tags.of(index).encode())
 
 
-class Running:
+class RunningTag:
     """One tag in the making."""
 
     def __init__(self, cipher: Cipher[GCM]) -> None:

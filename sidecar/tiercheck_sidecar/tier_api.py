@@ -7,14 +7,13 @@ import asyncio
 from aiohttp import web
 
 from tiercheck_sidecar.api import answer, sentence
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.coordinator import BadReport, Coordinator, NotNow, StaleReport
 from tiercheck_sidecar.decoding import Malformed, decode
-from tiercheck_sidecar.tiers import take
-from tiercheck_sidecar.watermark import TierReport, Verdict
+from tiercheck_sidecar.watermark import TierReport, TierVerdict
 
 
-def routes(board: Board, coordinator: Coordinator) -> list[web.RouteDef]:
+def routes(board: SidecarState, coordinator: Coordinator) -> list[web.RouteDef]:
     """`POST /v1/tiers` and `PUT /v1/watermarks`."""
 
     async def tiers(request: web.Request) -> web.StreamResponse:
@@ -35,10 +34,10 @@ def routes(board: Board, coordinator: Coordinator) -> list[web.RouteDef]:
 
     async def watermarks(request: web.Request) -> web.StreamResponse:
         try:
-            verdict = decode(await request.read(), Verdict)
+            verdict = decode(await request.read(), TierVerdict)
         except Malformed as error:
             return sentence(422, f"not a verdict: {error}")
-        reason = take(board, verdict)
+        reason = board.follow(verdict)
         return sentence(409, reason) if reason else answer(board.verdict)
 
     return [web.post("/v1/tiers", tiers), web.put("/v1/watermarks", watermarks)]

@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import DeltaMode, Directive, Tier
 from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import Break
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.cadence import Needs
 from tiercheck_sidecar.control_client import CallFailed, ControlClient
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.ending import WorkerEnd, is_final, owes_nothing
-from tiercheck_sidecar.offload import Offloader
 from tiercheck_sidecar.span import Span, common
-from tiercheck_sidecar.stock import Stock, Where, stock_of, stocks
+from tiercheck_sidecar.stock import MemoryStock, Where, stock_of, stocks
 from tiercheck_sidecar.vault import Vault
-from tiercheck_sidecar.watermark import Copy, RankTiers, TierReport, Verdict
+from tiercheck_sidecar.watermark import Copy, RankTiers, TierReport, TierVerdict
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,9 @@ _WORKERS_PER_SECOND = 500
 Acknowledged = Callable[[Directive], Sequence[tuple[int, frozenset[Artifact]]]]
 """Per holder of this worker's copies or parity, as the directive has it: which worker it is, and what it has acknowledged in that attempt."""
 
+Uploaded = Callable[[int, TierVerdict | None], tuple[RankArtifact, ...]]
+"""A rank's upload of the version that the verdict wants, if it is done."""
+
 
 def pace(workers: int) -> float:
     """The least seconds between two messages of one sidecar to the coordinator, or back."""
@@ -42,8 +45,8 @@ def pace(workers: int) -> float:
 class TierClient:
     """One thread."""
 
-    def __init__(self, board: Board, vault: Vault, acknowledged: Acknowledged, offloader: Offloader) -> None:
-        self._board, self._vault, self._acknowledged, self._offloader = board, vault, acknowledged, offloader
+    def __init__(self, board: SidecarState, vault: Vault, acknowledged: Acknowledged, uploaded: Uploaded) -> None:
+        self._board, self._vault, self._acknowledged, self._uploaded = board, vault, acknowledged, uploaded
         self._client: ControlClient | None = None
         self._taken: TierReport | None = None
         """The last that the coordinator took."""
@@ -87,8 +90,7 @@ class TierClient:
         with self._board.lock:
             reached, verdict = dict(self._board.reached), self._board.verdict
             trainer, ending, stored = self._board.trainer.report.state, self._board.ending, self._board.remote.versions
-            leaving = self._board.leaving
-            self._board.left_out &= leaving
+            leaving = self._board.report_leaving()
         unfinished = self._vault.unfinished()
         here = stocks(self._vault.held())
         history = directive.history
@@ -96,14 +98,14 @@ class TierClient:
         acknowledged = self._acknowledged(directive)
         ranks, newest_own = [], []
         for rank in self._vault.ranks:
-            own = here.get(Where(Tier.LOCAL, rank), Stock()).accepted(history)
+            own = here.get(Where(Tier.LOCAL, rank), MemoryStock()).accepted(history)
             at_holders = _at_holders(directive, acknowledged, rank)
             going = {each.version for each in leaving if each.rank == rank} & own.snapshots
             newest_own.append(max(own.snapshots, default=None))
             ranks.append(
                 RankTiers(
                     rank=rank,
-                    local=Stock(own.snapshots - going, own.deltas).rebuildable(history),
+                    local=MemoryStock(own.snapshots - going, own.deltas).rebuildable(history),
                     snapshots=tuple(sorted(own.snapshots)),
                     leaving=tuple(sorted(going)),
                     unfinished=_of(unfinished, rank, Kind.SNAPSHOT),
@@ -112,7 +114,7 @@ class TierClient:
                     copied=_copied(at_holders, directive),
                     copied_snapshots=tuple(sorted(_everywhere(at_holders))),
                     holders=tuple(sorted(worker for worker, _ in acknowledged)),
-                    uploaded=() if rank in known else self._offloader.uploaded(rank, verdict),
+                    uploaded=() if rank in known else self._uploaded(rank, verdict),
                     needs=self._needs(directive, rank),
                 )
             )
@@ -154,18 +156,14 @@ class TierClient:
         if self._client is None or self._client.host != host:
             self._client = ControlClient(self._board.config, host)
         try:
-            verdict = decode(self._client.call("POST", "/v1/tiers", to_json(report)), Verdict)
+            verdict = decode(self._client.call("POST", "/v1/tiers", to_json(report)), TierVerdict)
         except (CallFailed, Malformed) as error:
             log.debug("the coordinator: %s", error)
             self._saw(directive, error.how if isinstance(error, CallFailed) else None)
             return False
         self._saw(directive, None)
-        take(self._board, verdict)
-        left_out = frozenset(Artifact(tiers.rank, each) for tiers in report.ranks for each in tiers.leaving)
-        if left_out:
-            with self._board.lock:
-                self._board.left_out = left_out
-            self._board.bump()
+        self._board.follow(verdict)
+        self._board.leave_out(frozenset(Artifact(tiers.rank, each) for tiers in report.ranks for each in tiers.leaving))
         return True
 
     def _saw(self, directive: Directive, how: Break | None) -> None:
@@ -185,7 +183,7 @@ def _of(artifacts: set[Artifact], rank: int, kind: Kind) -> tuple[Version, ...]:
 
 def _at_holders(
     directive: Directive, acknowledged: Sequence[tuple[int, frozenset[Artifact]]], rank: int
-) -> list[Stock]:
+) -> list[MemoryStock]:
     """What each holder has, but for parity what all have: several blocks are worth something together only."""
     sets = [artifacts for _, artifacts in acknowledged]
     if directive.parity is not None and sets:
@@ -193,27 +191,9 @@ def _at_holders(
     return [stock_of(artifacts, rank).accepted(directive.history) for artifacts in sets]
 
 
-def _copied(at_holders: list[Stock], directive: Directive) -> tuple[Span, ...]:
+def _copied(at_holders: list[MemoryStock], directive: Directive) -> tuple[Span, ...]:
     return common(stock.rebuildable(directive.history) for stock in at_holders)
 
 
-def _everywhere(at_holders: list[Stock]) -> set[Version]:
+def _everywhere(at_holders: list[MemoryStock]) -> set[Version]:
     return set.intersection(*(stock.snapshots for stock in at_holders)) if at_holders else set()
-
-
-def take(board: Board, verdict: Verdict) -> str:
-    """Follow the coordinator's word. Returns a sentence if it is refused."""
-    with board.lock:
-        if verdict.attempt != board.attempt:
-            if verdict.attempt < board.attempt:
-                board.count(refused_stale=1)
-            return f"the verdict is of attempt {verdict.attempt}, this sidecar is at {board.attempt}"
-        if verdict.placement and board.directive is not None and verdict.placement != board.directive.placement:
-            return "the verdict is of another placement"
-        if board.verdict == verdict:
-            return ""
-        board.verdict = verdict
-        if verdict.cadence.every:
-            board.snapshot_every = verdict.cadence.every
-    board.bump()
-    return ""

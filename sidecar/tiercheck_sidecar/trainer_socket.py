@@ -22,7 +22,7 @@ from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.local import Hello, LauncherEvent, Order
 from tiercheck.supervised import begin
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.listening import incoming
 from tiercheck_sidecar.rank_session import LONGEST_LINE, RankSession
@@ -42,7 +42,7 @@ _LONGEST_FAULT = 200
 class TrainerSocket:
     """Serves one trainer container. `start` raises OSError if the socket cannot be made."""
 
-    def __init__(self, board: Board, vault: Vault, reach: RestoreSources) -> None:
+    def __init__(self, board: SidecarState, vault: Vault, reach: RestoreSources) -> None:
         self._board, self._vault, self._reach = board, vault, reach
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._stopped = False

@@ -25,7 +25,7 @@ _SMOOTHING = 0.2
 
 
 class TrainerWatch:
-    """Not thread-safe: the board's lock guards it."""
+    """Not thread-safe: the state's lock guards it."""
 
     def __init__(self) -> None:
         self.attempt = 0

@@ -77,7 +77,7 @@ class TierReport:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TierVerdict:
     """From the coordinator to a sidecar."""
 
     attempt: int
@@ -108,7 +108,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Standing:
+class TierStanding:
     """Of one attempt: the newest versions once found complete. They only rise, so a sidecar that restarts and has
     to gather its acknowledgements again never makes a complete version look abandoned.
     """
@@ -127,9 +127,9 @@ def judge(
     world_size: int,
     ranks: Mapping[int, RankTiers],
     history: History,
-    before: Standing,
+    before: TierStanding,
     copies: Collection[Copy] = (),
-) -> tuple[Standing, Verdict]:
+) -> tuple[TierStanding, TierVerdict]:
     """Watermarks, floor, abandoned snapshots and the one to copy (`remote`, `upload` and `cadence` are not decided here).
     Until every rank has been heard, what was found before stands. `copies` are all that any holder keeps.
     """
@@ -139,7 +139,7 @@ def judge(
     snapshot = _later(before.snapshot, _newest(_shared(tiers.snapshots for tiers in ranks.values()), history))
     copied = _newest(_shared(tiers.copied_snapshots for tiers in guarded), history) if guarded else snapshot
     anchor = _later(before.anchor, copied)
-    standing = Standing(
+    standing = TierStanding(
         local=_later(before.local, newest(common(tiers.local for tiers in ranks.values()), history)),
         peer=_later(before.peer, newest(common(tiers.copied for tiers in guarded), history)),
         snapshot=snapshot,
@@ -155,12 +155,12 @@ def judge(
     return standing, verdict
 
 
-def _verdict(history: History, standing: Standing, ranks: Mapping[int, RankTiers]) -> Verdict:
+def _verdict(history: History, standing: TierStanding, ranks: Mapping[int, RankTiers]) -> TierVerdict:
     floor = standing.local
     if any(tiers.holders for tiers in ranks.values()):
         floor = min(standing.local, standing.peer) if standing.local and standing.peer else None
     marks = Watermarks(standing.local, standing.peer, snapshot=standing.snapshot)
-    return Verdict(history.attempt, marks, floor, standing.anchor, copy=standing.copy)
+    return TierVerdict(history.attempt, marks, floor, standing.anchor, copy=standing.copy)
 
 
 def _next_copy(
@@ -179,7 +179,7 @@ def _next_copy(
 
 
 def _abandoned(
-    ranks: Mapping[int, RankTiers], history: History, standing: Standing, copies: Collection[Copy]
+    ranks: Mapping[int, RankTiers], history: History, standing: TierStanding, copies: Collection[Copy]
 ) -> tuple[Version, ...]:
     """Snapshots that some rank passed by without keeping, and those that a newer complete one overtook before their turn.
 
@@ -252,7 +252,7 @@ def _passed(tiers: RankTiers, version: Version, complete: Version | None) -> boo
 
 
 def next_upload(
-    standing: Standing,
+    standing: TierStanding,
     history: History,
     ranks: Mapping[int, RankTiers],
     *,

@@ -19,11 +19,12 @@ from tiercheck.protocol.artifact import Share
 from tiercheck.protocol.contents import Incomplete, check_complete, contents
 from tiercheck.protocol.directive import Directive, Tier
 from tiercheck.protocol.encoding import Malformed, from_json, to_json
-from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Request, Welcome
+from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Welcome
 from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
 from tiercheck.protocol.pieces import Box, NotCovered, Piece, cover
 from tiercheck.protocol.pieces_table import pieces_table, read_pieces
 from tiercheck.protocol.plain_json import decode_with, parse_json
+from tiercheck.protocol.requests import BeginSlot, BorrowArtifact, Request, ReserveSlots
 from tiercheck.protocol.slot import PIECES, NotASlot, SlotLayout, beginning, read_header, read_tensors
 from tiercheck.protocol.version import Version
 from tiercheck_cli.checkpoint.saved import open_folder
@@ -35,17 +36,17 @@ from tiercheck_operator.controller.parsing import parse_job
 from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
 from tiercheck_operator.planning.saved_placement import read_placement_data
 from tiercheck_operator.sidecars import read_report
-from tiercheck_sidecar.decoding import decode, with_checksum
+from tiercheck_sidecar.decoding import decode, decode_request, with_checksum
 from tiercheck_sidecar.digest import digest, is_well_formed
-from tiercheck_sidecar.exchange.frames import Ask, Listed, Say, WireBroken, from_bitmap
-from tiercheck_sidecar.exchange.handshake import Challenge, Claim, Proof
-from tiercheck_sidecar.node_memory import Owner
+from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, Say, WireBroken, from_bitmap
+from tiercheck_sidecar.exchange.handshake import CallerClaim, CallerProof, Challenge
+from tiercheck_sidecar.node_memory import FolderOwner
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.remote.config import parse as parse_remote
 from tiercheck_sidecar.remote.errors import RemoteConfigError
 from tiercheck_sidecar.vault.inventory import take_inventory
 from tiercheck_sidecar.vault.seal import Seal, read_seal, seal_path
-from tiercheck_sidecar.watermark import TierReport, Verdict
+from tiercheck_sidecar.watermark import TierReport, TierVerdict
 
 _FIRST_RELEASE = Path(__file__).parents[1] / "protocol" / "first_release"
 _VERSION = Version(5, 1)
@@ -76,6 +77,15 @@ def _message(cls: type[Any], *samples: object) -> Target:
             to_json(from_json(text, cls))
 
     return Target(run, tuple(map(to_json, samples)))
+
+
+def _request(text: bytes) -> None:
+    """As `_message`: the sidecar's decoder finds the class by the operation."""
+    with contextlib.suppress(Malformed):
+        found = decode_request(text)
+        assert decode_request(to_json(found)) == found, "what was let in can be said again"
+    with contextlib.suppress(Malformed):
+        to_json(from_json(text, Request))  # type: ignore[arg-type]
 
 
 def _report(text: bytes) -> None:
@@ -268,17 +278,17 @@ TARGETS: dict[str, Target] = {
         "report": Target(_report, ((_FIRST_RELEASE / "report.json").read_bytes(),)),
         "exchange": Target(
             _exchange,
-            (to_json(Ask("offer", 0, _VERSION, 1, _DIGESTS)), to_json(Say("send", verified="7f", damaged=(1,), listed=(Listed(Ask("x", 0, _VERSION).artifact, 3),)))),
+            (to_json(Ask("offer", 0, _VERSION, 1, _DIGESTS)), to_json(Say("send", verified="7f", damaged=(1,), listed=(ListedArtifact(Ask("x", 0, _VERSION).artifact, 3),)))),
         ),
         "parity ask": _message(ParityAsk, ParityAsk("offer", Ask("x", 0, _VERSION).artifact, Share(0, (0, 1)))),
         "parity say": _message(ParitySay, ParitySay("ok")),
-        "handshake claim": _message(Claim, Claim("u", 0, 1, "n")),
+        "handshake claim": _message(CallerClaim, CallerClaim("u", 0, 1, "n")),
         "handshake challenge": _message(Challenge, Challenge(1, "n", "p")),
-        "handshake proof": _message(Proof, Proof("p")),
+        "handshake proof": _message(CallerProof, CallerProof("p")),
         "tier report": _message(TierReport, TierReport("u", 1, 0, "h", ())),
-        "verdict": _message(Verdict, decode(b'{"attempt":1,"watermarks":{}}', Verdict)),
+        "verdict": _message(TierVerdict, decode(b'{"attempt":1,"watermarks":{}}', TierVerdict)),
         "hello": _message(Hello, Hello("rank", 1)),
-        "request": _message(Request, Request("borrow", ranges=((0, 1),))),
+        "request": Target(_request, tuple(map(to_json, (BorrowArtifact(0, 1, ranges=((0, 1),)), BeginSlot(3), ReserveSlots(1, None))))),
         "launcher event": _message(LauncherEvent, LauncherEvent("exited", 1, 3)),
         "order": _message(Order, decode(b'{"attempt":1,"phase":"Hold","worker":0,"workers":1,"procs_per_worker":1,"master_host":"h","master_port":1}', Order)),
         "reply": _message(Reply, Reply(True, "/x")),
@@ -288,7 +298,7 @@ TARGETS: dict[str, Target] = {
         "pieces": Target(_pieces, (_TABLE,)),
         "seal": Target(_seal_file, (with_checksum(to_json(_SEAL)), with_checksum(to_json(_BLOCK)))),
         "forged seal": Target(_forged_seal, (to_json(_SEAL), to_json(_BLOCK))),
-        "owner": _message(Owner, Owner(1, 2.0)),
+        "owner": _message(FolderOwner, FolderOwner(1, 2.0)),
         "manifest": Target(_manifest, (to_json(Manifest("n/j", "u", _VERSION, 1, (_ARTIFACT,), 1.0)),)),
         "rank artifact": _message(RankArtifact, _ARTIFACT),
         "template": Target(_template, _json(_POD)),

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.encoding import Malformed, from_json, to_json
-from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Request, Welcome
+from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Welcome
 from tiercheck.protocol.manifest import Manifest, parse_version_name, version_name
 from tiercheck.protocol.report import Report
+from tiercheck.protocol.requests import REQUESTS, BeginSlot, Request
 from tiercheck.protocol.version import Version
 
-MESSAGES = [Directive, Report, Manifest, Hello, Order, LauncherEvent, Request, Reply, Welcome]
+MESSAGES = [Directive, Report, Manifest, Hello, Order, LauncherEvent, Reply, Welcome, *REQUESTS.values()]
 
 # Whole numbers stay within 64 bits, as every sender's do; NaN is no JSON.
 st.register_type_strategy(int, st.integers(-(2**63), 2**63 - 1))
@@ -58,6 +63,39 @@ def test_both_decoders_refuse_what_is_malformed(text: bytes, path: str) -> None:
 def test_field_of_a_newer_sender_is_ignored_by_both() -> None:
     text = b'{"role":"rank","pid":1,"mood":"good"}'
     assert from_json(text, Hello) == msgspec.json.Decoder(Hello).decode(text) == Hello("rank", 1)
+
+
+@given(data=st.data())
+@pytest.mark.parametrize("cls", REQUESTS.values(), ids=lambda cls: cls.__name__)
+def test_request_is_known_by_the_operation_that_it_names(cls: type, data: st.DataObject) -> None:
+    request = data.draw(st.from_type(cls))
+    assert json.loads(to_json(request))["op"] == cls.op  # type: ignore[attr-defined]
+    assert from_json(to_json(request), Request) == request  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", [b'{"op":"dance","step":1}', b'{"step":1}', b"[]", b'{"op":["begin"],"step":1}'])
+def test_request_without_a_known_operation_is_malformed(text: bytes) -> None:
+    with pytest.raises(Malformed, match=r"\$\.op"):
+        from_json(text, Request)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cls", REQUESTS.values(), ids=lambda cls: cls.__name__)
+def test_sidecar_before_finds_in_a_request_what_it_looks_for(cls: type) -> None:
+    """It has one class for all operations, in which everything but `op` may be missing."""
+    known = {
+        *("step", "bytes", "delta_bytes", "elementwise", "numa", "kind", "path", "loss", "step_seconds", "not_finite"),
+        *("message", "rank", "ranges", "reason", "exit_code"),
+    }
+    assert {field.name for field in dataclasses.fields(cls)} <= known
+
+
+def test_request_of_the_library_before_is_understood() -> None:
+    """It wrote every field of every operation into each request."""
+    text = (
+        b'{"op":"begin","step":4,"bytes":9,"delta_bytes":0,"elementwise":null,"numa":-1,"kind":"delta","path":"","loss":null,'
+        b'"step_seconds":null,"not_finite":0,"message":"","rank":-1,"ranges":[],"reason":"","exit_code":0}'
+    )
+    assert from_json(text, Request) == BeginSlot(4, 9, Kind.DELTA)  # type: ignore[arg-type]
 
 
 @given(st.integers(0, 10**12 - 1), st.integers(0, 10**6))

@@ -13,11 +13,11 @@ from tiercheck.protocol.directive import Directive, Peer, Phase, Policy
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import TrainerState
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.coordinator import Coordinator, NotNow
 from tiercheck_sidecar.ending import WorkerEnd, is_final, may_go, owes_nothing
-from tiercheck_sidecar.watermark import RankTiers, TierReport, Verdict
+from tiercheck_sidecar.watermark import RankTiers, TierReport, TierVerdict
 
 TICK = 0.5
 JOB = "uid"
@@ -47,7 +47,7 @@ class Worker:
     snapshots: set[Version] = field(default_factory=set)
     uploaded: Version | None = None
     uploading: tuple[Version, float] | None = None
-    verdict: Verdict | None = None
+    verdict: TierVerdict | None = None
     finishing: bool = False
     stored: Version | None = None
     """The newest that it knows to be in the remote tier."""
@@ -67,7 +67,7 @@ class Model:
     def __init__(self, plans: list[Plan], rng: random.Random, losses: float = 0.0, commit: float = 0.5) -> None:
         self.now, self.rng, self.losses, self.commit_seconds = 0.0, rng, losses, commit
         self.workers = [Worker(number, plan) for number, plan in enumerate(plans)]
-        self.board = Board(_config(), clock=lambda: self.now)
+        self.board = SidecarState(_config(), clock=lambda: self.now)
         self.coordinator = Coordinator(self.board, clock=lambda: self.now)
         self.board.accept(self._directive(Phase.RELEASE))
         self.remote: list[Version] = []
@@ -153,7 +153,7 @@ class Model:
         worker.taken = report
         self._take(worker, verdict)
 
-    def _take(self, worker: Worker, verdict: Verdict) -> None:
+    def _take(self, worker: Worker, verdict: TierVerdict) -> None:
         if verdict.placement != ("" if worker.finishing else "holders"):
             return
         worker.verdict = verdict

@@ -13,9 +13,9 @@ from tiercheck.protocol.chain import chain_to, rebuildable
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.sizing import SPARE_DELTAS
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar.forgetting import Place, expendable, lacks_slot
+from tiercheck_sidecar.forgetting import MemoryPlace, expendable, lacks_slot
 from tiercheck_sidecar.span import common, spans
-from tiercheck_sidecar.watermark import Copy, RankTiers, Standing, Verdict, judge
+from tiercheck_sidecar.watermark import Copy, RankTiers, TierStanding, TierVerdict, judge
 
 Key = tuple[Kind, Version]
 
@@ -37,8 +37,8 @@ class Memory:
     def rebuildable(self, history: History) -> frozenset[Version]:
         return rebuildable(self.of(Kind.SNAPSHOT), self.of(Kind.DELTA), history)
 
-    def place(self, tier: Tier, **more: int) -> Place:
-        return Place(tier, frozenset(self.of(Kind.SNAPSHOT)), frozenset(self.of(Kind.DELTA)), **more)
+    def place(self, tier: Tier, **more: int) -> MemoryPlace:
+        return MemoryPlace(tier, frozenset(self.of(Kind.SNAPSHOT)), frozenset(self.of(Kind.DELTA)), **more)
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Model:
         self.step = [0] * self.world
         self.rotten_until = 0
         """Up to this step what is announced as complete may rest on own memory that has rotted."""
-        self.standing, self.verdict = Standing(), None
+        self.standing, self.verdict = TierStanding(), None
         self._begin_attempt()
 
     def _holders(self, rank: int) -> tuple[int, ...]:
@@ -77,12 +77,12 @@ class Model:
         self.acks: list[dict[int, set[Key]]] = [{} for _ in range(self.world)]
         self.writing: list[set[Key]] = [set() for _ in range(self.world)]
         self.reached: list[Version | None] = [None] * self.world
-        self.verdicts: list[Verdict | None] = [None] * self.world
+        self.verdicts: list[TierVerdict | None] = [None] * self.world
         self.leaving: list[set[Version]] = [set() for _ in range(self.world)]
         self.left_out: list[set[Version]] = [set() for _ in range(self.world)]
         self.ranks: dict[int, RankTiers] = {}
         self.heard: dict[int, tuple[Copy, ...]] = {}
-        self.standing, self.verdict = Standing(), None
+        self.standing, self.verdict = TierStanding(), None
 
     # What happens
 
@@ -138,7 +138,7 @@ class Model:
                     memory.has.add(wanted[0])
                     acks.add(wanted[0])
 
-    def _due(self, rank: int, word: Verdict, acks: set[Key]) -> list[Key]:
+    def _due(self, rank: int, word: TierVerdict, acks: set[Key]) -> list[Key]:
         mine = {key for key in self.own[rank].has if self.history.accepts(key[1])}
         named = {(Kind.SNAPSHOT, word.copy)} & mine if word.copy else set()
         bases = [version for kind, version in acks | named if kind is Kind.SNAPSHOT]
@@ -223,7 +223,7 @@ class Model:
                     if self._overtaken(key, word):
                         del open_[key]
 
-    def _overtaken(self, key: Key, word: Verdict | None) -> bool:
+    def _overtaken(self, key: Key, word: TierVerdict | None) -> bool:
         if not self.history.accepts(key[1]):
             return True
         if word is None:
@@ -232,7 +232,7 @@ class Model:
             return key[1] in word.abandoned or (word.copy is not None and key[1] < word.copy)
         return word.floor is not None and key[1] < word.floor
 
-    def _free(self, memory: Memory, place: Place, word: Verdict | None) -> None:
+    def _free(self, memory: Memory, place: MemoryPlace, word: TierVerdict | None) -> None:
         memory.has -= expendable(place, self.history, word)
 
     # Accidents

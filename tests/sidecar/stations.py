@@ -13,7 +13,7 @@ from tiercheck.protocol.report import RestoreReport, RestoreState, Watermarks
 from tiercheck.protocol.slot import SlotLayout
 from tiercheck.protocol.version import History, Version
 from tiercheck_local.addresses import free_ports
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.fetch import Dial
@@ -23,7 +23,7 @@ from tiercheck_sidecar.exchange.line import Line
 from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.replicate import Replicator
 from tiercheck_sidecar.vault import Seal, Vault
-from tiercheck_sidecar.watermark import Verdict
+from tiercheck_sidecar.watermark import TierVerdict
 
 JOB = "uid-of-the-job"
 TOKEN = "token"
@@ -68,7 +68,7 @@ class Station:
     def __init__(self, job: Stations, worker: int) -> None:
         self.job, self.worker = job, worker
         folder = job.memory / f"worker-{worker}"
-        self.board = Board(
+        self.board = SidecarState(
             SidecarConfig(
                 job="default/gpt",
                 job_uid=JOB,
@@ -125,7 +125,7 @@ class Station:
     def name(self, version: Version | None) -> None:
         """The coordinator names the snapshot to copy."""
         with self.board.lock:
-            self.board.verdict = Verdict(self.board.attempt, Watermarks(), copy=version)
+            self.board.verdict = TierVerdict(self.board.attempt, Watermarks(), copy=version)
         self.board.bump()
 
     def save(self, version: Version, size: int, kind: Kind = Kind.SNAPSHOT, rank: int | None = None) -> Seal:

@@ -10,7 +10,7 @@ import pytest
 from world import until
 
 from tiercheck_sidecar import bounded_calls
-from tiercheck_sidecar.bounded_calls import BoundedCalls, Call, LeftBehind, Stalled
+from tiercheck_sidecar.bounded_calls import BoundedCall, BoundedCalls, LeftBehind, Stalled
 from tiercheck_sidecar.exchange.frames import Say, Wire, WireBroken
 from tiercheck_sidecar.progress_meter import ProgressMeter
 
@@ -24,7 +24,7 @@ class Hanging:
         self.server_is_back = threading.Event()
         self.told: list[type[BaseException] | None] = []
 
-    def __call__(self, call: Call) -> str:
+    def __call__(self, call: BoundedCall) -> str:
         assert self.server_is_back.wait(40)
         try:
             call.arrived(1)
@@ -38,7 +38,7 @@ class Hanging:
 def test_call_returns_what_comes_and_raises_what_goes_wrong() -> None:
     calls, heard = BoundedCalls(), list[int]()
 
-    def bring(call: Call) -> str:
+    def bring(call: BoundedCall) -> str:
         call.arrived(7)
         return "it"
 
@@ -75,7 +75,7 @@ def test_as_long_as_bytes_come_it_may_take_any_time(monkeypatch: pytest.MonkeyPa
         assert brought.acquire(timeout=40)
         return now[0]
 
-    def trickle(call: Call) -> str:
+    def trickle(call: BoundedCall) -> str:
         for _ in range(100):
             assert looked.acquire(timeout=40)
             call.arrived(1)
@@ -106,7 +106,7 @@ def test_connection_of_a_call_that_is_left_behind_is_cut() -> None:
         connection, _ = listener.accept()
         wire, ended = Wire(connection), threading.Event()
 
-        def listen(call: Call) -> None:
+        def listen(call: BoundedCall) -> None:
             call.own(wire)
             try:
                 wire.receive(Say)
@@ -120,7 +120,7 @@ def test_connection_of_a_call_that_is_left_behind_is_cut() -> None:
 
 
 def test_connection_that_is_made_too_late_is_closed() -> None:
-    call = Call(lambda count: None)
+    call = BoundedCall(lambda count: None)
     call.leave()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         wire = Wire(socket.create_connection(listener.getsockname()))

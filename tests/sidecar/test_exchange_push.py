@@ -14,7 +14,7 @@ from tiercheck.protocol.version import Version
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange import server, transfers
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken, from_bitmap
-from tiercheck_sidecar.exchange.handshake import Claim
+from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.exchange.line import Line
 from tiercheck_sidecar.exchange.sender import Pushed, PushRefused, push
 from tiercheck_sidecar.exchange.streams import TooDamaged
@@ -227,7 +227,7 @@ def test_transfer_that_nobody_comes_back_for_is_given_up(stations: Callable[...,
     seal = job[0].save(Version(5, 1), LARGE)
     now = 100.0
     inbox = Inbox(job[1].vault, lambda: now)
-    transfer = inbox.open(Claim("uid", 0, 1, ""), Seal(0, seal.version, 2, Tier.PEER, seal.digests))
+    transfer = inbox.open(CallerClaim("uid", 0, 1, ""), Seal(0, seal.version, 2, Tier.PEER, seal.digests))
     now += transfers.LINGER
     inbox.sweep()
     assert inbox.find(transfer.name, 0) is transfer

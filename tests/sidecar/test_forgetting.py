@@ -8,8 +8,8 @@ from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar.forgetting import Place, expendable, lacks_slot
-from tiercheck_sidecar.watermark import Verdict
+from tiercheck_sidecar.forgetting import MemoryPlace, expendable, lacks_slot
+from tiercheck_sidecar.watermark import TierVerdict
 
 HISTORY = History((Branch(1, 0),))
 
@@ -18,18 +18,18 @@ def v(step: int, attempt: int = 1) -> Version:
     return Version(step, attempt)
 
 
-def place(snapshots: list[int], deltas: list[int], tier: Tier = Tier.PEER, **more: bool) -> Place:
-    return Place(tier, frozenset(map(v, snapshots)), frozenset(map(v, deltas)), **more)
+def place(snapshots: list[int], deltas: list[int], tier: Tier = Tier.PEER, **more: bool) -> MemoryPlace:
+    return MemoryPlace(tier, frozenset(map(v, snapshots)), frozenset(map(v, deltas)), **more)
 
 
-def verdict(floor: int | None, abandoned: tuple[int, ...] = (), anchor: int | None = 1000) -> Verdict:
+def verdict(floor: int | None, abandoned: tuple[int, ...] = (), anchor: int | None = 1000) -> TierVerdict:
     mark = None if floor is None else v(floor)
     base = None if anchor is None else v(anchor)
-    return Verdict(1, Watermarks(mark, mark), mark, anchor=base, abandoned=tuple(map(v, abandoned)))
+    return TierVerdict(1, Watermarks(mark, mark), mark, anchor=base, abandoned=tuple(map(v, abandoned)))
 
 
 def gone(
-    where: Place, word: Verdict | None, history: History = HISTORY, owed: int | None = None
+    where: MemoryPlace, word: TierVerdict | None, history: History = HISTORY, owed: int | None = None
 ) -> tuple[list[int], list[int]]:
     found = expendable(where, history, word, None if owed is None else v(owed))
     return (
@@ -78,13 +78,13 @@ def test_abandoned_snapshot_stays_where_it_is_the_only_way_to_what_is_complete()
 
 
 def test_own_memory_keeps_the_only_way_to_what_is_complete_there_before_any_holder_has_anything() -> None:
-    word = Verdict(1, Watermarks(local=v(9)), abandoned=(v(4), v(8)))
+    word = TierVerdict(1, Watermarks(local=v(9)), abandoned=(v(4), v(8)))
     assert gone(place([4, 8], [5, 9], Tier.LOCAL), word) == ([4], [])
 
 
 def test_slot_is_left_for_the_next_snapshot_however_the_gaps_lie() -> None:
     """Three slots: what the floor rests on, what the newest complete step rests on, and one that can be written."""
-    word = Verdict(1, Watermarks(v(12), v(6)), floor=v(6), abandoned=(v(12), v(16)))
+    word = TierVerdict(1, Watermarks(v(12), v(6)), floor=v(6), abandoned=(v(12), v(16)))
     assert gone(place([4, 12, 16], [5, 6, 7, 9, 10, 11, 13], Tier.LOCAL), word) == ([16], [])
 
 
@@ -119,7 +119,7 @@ def test_holder_without_a_slot_for_the_next_snapshot_gives_up_what_leads_nowhere
 
 def test_what_is_complete_no_more_keeps_no_slot() -> None:
     here = place([4, 8, 12], [], Tier.LOCAL)
-    word = Verdict(1, Watermarks(v(8), v(4)), v(4), anchor=v(4), abandoned=(v(8),))
+    word = TierVerdict(1, Watermarks(v(8), v(4)), v(4), anchor=v(4), abandoned=(v(8),))
     assert gone(here, word) == ([], [])
     assert gone(here, replace(word, lost=v(8))) == ([8], [])
 
@@ -135,7 +135,7 @@ def after_resizing() -> History:
 
 
 def test_snapshot_of_other_ranks_stays_until_a_version_of_these_is_complete() -> None:
-    here = Place(Tier.PEER, frozenset({v(4), v(8), v(12, 2)}), frozenset({v(5), v(9, 2)}))
+    here = MemoryPlace(Tier.PEER, frozenset({v(4), v(8), v(12, 2)}), frozenset({v(5), v(9, 2)}))
     history = after_resizing()
     word = replace(verdict(None), attempt=2)
     assert gone(here, None, history) == ([4], [5])
@@ -146,6 +146,6 @@ def test_snapshot_of_other_ranks_stays_until_a_version_of_these_is_complete() ->
 def test_completeness_at_an_earlier_size_does_not_count_against_what_came_between() -> None:
     """Four ranks, then two, then four again: what the first four completed is older than what the two did."""
     history = History((Branch(1, 0, ranks=4), Branch(2, 8, ranks=2), Branch(3, 16, ranks=4)))
-    here = Place(Tier.PEER, frozenset({v(8), v(16, 2)}), frozenset())
-    word = Verdict(3, Watermarks(v(8), v(8)), v(8))
+    here = MemoryPlace(Tier.PEER, frozenset({v(8), v(16, 2)}), frozenset())
+    word = TierVerdict(3, Watermarks(v(8), v(8)), v(8))
     assert gone(here, word, history) == ([], [])

@@ -17,11 +17,10 @@ from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.control_client import CallFailed
 from tiercheck_sidecar.coordinator import Coordinator
 from tiercheck_sidecar.decoding import decode
-from tiercheck_sidecar.offload import Offloader
 from tiercheck_sidecar.reclaim import Reclaimer
 from tiercheck_sidecar.span import spans
 from tiercheck_sidecar.tiers import TierClient
-from tiercheck_sidecar.watermark import RankTiers, TierReport, Verdict
+from tiercheck_sidecar.watermark import RankTiers, TierReport, TierVerdict
 
 SIZE = 100_000
 
@@ -43,7 +42,7 @@ class Pair:
         self.cut = False
         board, vault = self.station.board, self.station.vault
         self.reclaimer = Reclaimer(board, vault)
-        self.tiers = TierClient(board, vault, lambda _: [], Offloader(board, vault, Coordinator(board)))
+        self.tiers = TierClient(board, vault, lambda _: [], lambda *_: ())
         monkeypatch.setattr(tiers, "ControlClient", self._client)
         for step in (10, 14):
             self.station.save(v(step), SIZE)
@@ -77,7 +76,7 @@ class Pair:
     def announced(self) -> Version | None:
         """What everybody is told next."""
         news = self.coordinator.news()
-        verdict: Verdict | None = news[0] if news else self.coordinator._verdict
+        verdict: TierVerdict | None = news[0] if news else self.coordinator._verdict
         assert verdict is not None
         return verdict.watermarks.local
 

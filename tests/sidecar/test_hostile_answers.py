@@ -16,11 +16,11 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json
 from tiercheck_sidecar import control_client
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.config import ConfigError, SidecarConfig
 from tiercheck_sidecar.control_client import CallFailed, ControlClient
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
-from tiercheck_sidecar.exchange.handshake import Challenge, Claim
+from tiercheck_sidecar.exchange.handshake import CallerClaim, Challenge
 
 MakeWorld = Callable[..., World]
 MakeStations = Callable[..., Stations]
@@ -31,12 +31,12 @@ SENSELESS = (
 
 
 @pytest.fixture
-def board(stations: MakeStations) -> Board:
+def board(stations: MakeStations) -> SidecarState:
     return stations(workers=2)[0].board
 
 
 @pytest.mark.parametrize("text", SENSELESS, ids=lambda text: repr(text[:20]))
-@pytest.mark.parametrize("cls", [Ask, Say, Claim, Challenge])
+@pytest.mark.parametrize("cls", [Ask, Say, CallerClaim, Challenge])
 def test_every_senseless_message_breaks_its_connection_and_nothing_else(text: bytes, cls: type) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     with listener, socket.create_connection(listener.getsockname()) as theirs:
@@ -49,7 +49,7 @@ def test_every_senseless_message_breaks_its_connection_and_nothing_else(text: by
 
 
 @pytest.mark.parametrize("claimed", [10**4, 10**9, 10**18, 2**63 - 1])
-def test_an_attempt_that_cannot_be_is_not_believed(board: Board, claimed: int) -> None:
+def test_an_attempt_that_cannot_be_is_not_believed(board: SidecarState, claimed: int) -> None:
     assert board.attempt == 1
     board.learn(claimed)
     assert (board.newest_attempt, board.overtaken) == (1, False)
@@ -57,16 +57,16 @@ def test_an_attempt_that_cannot_be_is_not_believed(board: Board, claimed: int) -
     assert (board.newest_attempt, board.overtaken) == (3, True), "one that can be is believed all the same"
 
 
-def test_what_was_claimed_before_the_first_directive_counts_if_it_can_be_true(board: Board) -> None:
+def test_what_was_claimed_before_the_first_directive_counts_if_it_can_be_true(board: SidecarState) -> None:
     for claimed, overtaken in ((7, True), (10**18, False)):
-        fresh = Board(board.config)
+        fresh = SidecarState(board.config)
         fresh.learn(claimed)
         assert board.directive is not None
         fresh.accept(dataclasses.replace(board.directive, attempt=5, pod_uid=""))
         assert fresh.overtaken is overtaken
 
 
-def test_step_by_step_nobody_is_led_away_either(board: Board) -> None:
+def test_step_by_step_nobody_is_led_away_either(board: SidecarState) -> None:
     for claimed in range(500, 100_000, 500):
         board.learn(claimed)
     assert board.newest_attempt <= board.attempt + 1000

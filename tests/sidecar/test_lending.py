@@ -18,10 +18,10 @@ from tiercheck.protocol.directive import Directive, RankSources, Restore, Source
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.slot import SlotLayout, read_header
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.coordinator import Coordinator
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.lending import Lender
-from tiercheck_sidecar.offload import Offloader
+from tiercheck_sidecar.offload.job_store import JobStore
+from tiercheck_sidecar.offload.remote_source import RemoteSource
 from tiercheck_sidecar.source_errors import SourceFailed
 from tiercheck_sidecar.vault import MemoryTooSmall
 
@@ -38,7 +38,7 @@ def job(stations: MakeStations) -> Stations:
 @pytest.fixture
 def lender(job: Stations) -> Iterator[Lender]:
     station = job[3]
-    remote = Offloader(station.board, station.vault, Coordinator(station.board))
+    remote = RemoteSource(station.board, station.vault, JobStore(station.board.config))
     made = Lender(
         station.vault, station.board.config.vault_dir / "lent", lambda peer: station.connect(peer.worker), remote
     )

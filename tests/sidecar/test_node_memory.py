@@ -16,7 +16,7 @@ from world import World, until
 
 from tiercheck.protocol.directive import Phase, Tier
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.node_memory import OWNER, Claim, prepare, sweep, sweep_job
+from tiercheck_sidecar.node_memory import OWNER, FolderClaim, prepare, sweep, sweep_job
 from tiercheck_sidecar.vault import Vault
 
 MakeWorld = Callable[..., World]
@@ -29,7 +29,7 @@ def slot(folder: Path, name: str) -> None:
 
 def left_behind(job: Path, pod: str, worker: int, claimed: float, *slots: str) -> Path:
     """A folder of a pod that is gone."""
-    claim = Claim(job / pod, worker, claimed)
+    claim = FolderClaim(job / pod, worker, claimed)
     for name in slots:
         slot(claim.folder, name)
     claim.close()
@@ -50,7 +50,7 @@ def test_next_pod_of_a_worker_takes_over_what_was_sealed_and_nothing_else(tmp_pa
     old = left_behind(tmp_path, "old", 1, 10.0, "own-1-a")
     (old / "torn.safetensors").write_bytes(b"no seal")
     other = left_behind(tmp_path, "other", 2, 10.0, "own-2-a")
-    new = Claim(tmp_path / "new", 1, 20.0)
+    new = FolderClaim(tmp_path / "new", 1, 20.0)
     assert new.adopt() == 1
     assert names_in(new.folder) == {"own-1-a.safetensors", "own-1-a.safetensors.seal"}
     assert not old.exists(), "the rest of a dead pod's folder is removed"
@@ -58,7 +58,7 @@ def test_next_pod_of_a_worker_takes_over_what_was_sealed_and_nothing_else(tmp_pa
 
 
 def test_later_pod_takes_from_one_that_is_still_dying_and_never_the_other_way_round(tmp_path: Path) -> None:
-    old, new = Claim(tmp_path / "old", 1, 10.0), Claim(tmp_path / "new", 1, 20.0)
+    old, new = FolderClaim(tmp_path / "old", 1, 10.0), FolderClaim(tmp_path / "new", 1, 20.0)
     slot(old.folder, "own-1-a")
     slot(new.folder, "own-1-b")
     assert old.adopt() == 0
@@ -69,24 +69,24 @@ def test_later_pod_takes_from_one_that_is_still_dying_and_never_the_other_way_ro
 
 def test_sidecar_that_is_restarted_in_its_pod_is_no_later_pod(tmp_path: Path) -> None:
     old = left_behind(tmp_path, "old", 1, 10.0)
-    new = Claim(tmp_path / "new", 1, 20.0)
+    new = FolderClaim(tmp_path / "new", 1, 20.0)
     slot(new.folder, "own-1-b")
-    assert Claim(old, 1, 30.0).adopt() == 0
+    assert FolderClaim(old, 1, 30.0).adopt() == 0
     assert names_in(new.folder) == {"own-1-b.safetensors", "own-1-b.safetensors.seal"}
 
 
 def test_what_a_spare_keeps_is_its_workers_once_it_is_one(tmp_path: Path) -> None:
-    spare = Claim(tmp_path / "spare", -1, 10.0)
+    spare = FolderClaim(tmp_path / "spare", -1, 10.0)
     slot(spare.folder, "own-3-a")
     spare.identify(3)
     spare.close()
-    assert Claim(tmp_path / "next", 3, 20.0).adopt() == 1
+    assert FolderClaim(tmp_path / "next", 3, 20.0).adopt() == 1
 
 
 def test_folder_has_one_owner_at_a_time(tmp_path: Path) -> None:
-    first = Claim(tmp_path / "pod", 1, 10.0)
+    first = FolderClaim(tmp_path / "pod", 1, 10.0)
     with pytest.raises(OSError, match="temporarily unavailable"):
-        Claim(tmp_path / "pod", 1, 10.0)
+        FolderClaim(tmp_path / "pod", 1, 10.0)
     first.close()
 
 
@@ -95,7 +95,7 @@ def test_sweep_removes_what_is_dead_and_old_and_nothing_that_lives_or_is_young(t
     gone_job, job = tmp_path / "gone", tmp_path / "job"
     dead_old = left_behind(gone_job, "a", 0, 1.0, "x")
     dead_young = left_behind(job, "b", 0, 1.0, "x")
-    alive = Claim(job / "c", 1, 1.0)
+    alive = FolderClaim(job / "c", 1, 1.0)
     slot(alive.folder, "x")
     for folder in (dead_old, alive.folder):
         age(folder, 100)
@@ -115,7 +115,7 @@ def test_sweep_removes_what_is_dead_and_old_and_nothing_that_lives_or_is_young(t
 def test_torn_word_about_the_owner_is_never_trusted_and_swept_in_time(tmp_path: Path) -> None:
     old = left_behind(tmp_path, "old", 1, 10.0, "own-1-a")
     (old / OWNER).write_text('{"worker": 1')
-    assert Claim(tmp_path / "new", 1, 20.0).adopt() == 0
+    assert FolderClaim(tmp_path / "new", 1, 20.0).adopt() == 0
     age(old, 100)
     assert sweep_job(tmp_path, 50, time.time()) == 1
 
@@ -205,7 +205,7 @@ def test_whatever_a_trainer_puts_in_place_of_the_owner_the_next_pods_of_all_jobs
     put(evil / OWNER)
     command = [sys.executable, "-m", "tiercheck_sidecar.node_memory", str(tmp_path), "job-b", "3600"]
     assert subprocess.run(command, timeout=60, check=False).returncode == 0
-    assert Claim(tmp_path / "job-a" / "y", 0, 1.0).adopt() == 0
+    assert FolderClaim(tmp_path / "job-a" / "y", 0, 1.0).adopt() == 0
 
 
 def test_next_pod_reads_no_more_of_an_owners_file_than_an_owner_writes(tmp_path: Path) -> None:
@@ -213,8 +213,8 @@ def test_next_pod_reads_no_more_of_an_owners_file_than_an_owner_writes(tmp_path:
     os.truncate(evil / OWNER, 64 << 30)
     adopt = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30));"
-        "from pathlib import Path; from tiercheck_sidecar.node_memory import Claim;"
-        f"Claim(Path({str(tmp_path / 'y')!r}), 0, 2.0).adopt()"
+        "from pathlib import Path; from tiercheck_sidecar.node_memory import FolderClaim;"
+        f"FolderClaim(Path({str(tmp_path / 'y')!r}), 0, 2.0).adopt()"
     )
     assert subprocess.run([sys.executable, "-c", adopt], timeout=60, check=False).returncode == 0
 
@@ -225,7 +225,7 @@ def test_own_folder_is_claimed_whatever_lies_in_the_place_of_its_owner(
 ) -> None:
     (tmp_path / "pod").mkdir()
     put(tmp_path / "pod" / OWNER)
-    claim = Claim(tmp_path / "pod", 3, 1.0)
+    claim = FolderClaim(tmp_path / "pod", 3, 1.0)
     assert b'"worker":3' in (tmp_path / "pod" / OWNER).read_bytes()
     claim.close()
 

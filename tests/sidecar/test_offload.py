@@ -15,7 +15,9 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Policy, Source, Tier
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.coordinator import Coordinator
-from tiercheck_sidecar.offload import Offloader
+from tiercheck_sidecar.offload.job_store import JobStore
+from tiercheck_sidecar.offload.remote_inventory import RemoteListing
+from tiercheck_sidecar.offload.upload import Uploader
 from tiercheck_sidecar.remote import RemoteCorrupt, open_store
 
 MakeWorld = Callable[..., World]
@@ -195,10 +197,12 @@ def test_snapshot_that_rots_before_its_upload_is_given_up_so_that_another_can_be
     seal = station.save(Version(10, 1), 1 << 20)
     station.flip(seal, Tier.LOCAL, 0)
     store = open_store(json.dumps({"directory": {"path": str(tmp_path)}}), "default/gpt")
-    offloader = Offloader(station.board, station.vault, Coordinator(station.board))
+    board, coordinator = station.board, Coordinator(station.board)
+    inventory = RemoteListing(board, coordinator.stored)
+    uploader = Uploader(board, station.vault, JobStore(board.config), inventory, coordinator.manifest)
     assert station.board.directive is not None
     with pytest.raises(RemoteCorrupt):
-        offloader._upload(store, station.board.directive, Version(10, 1))
+        uploader._upload(store, station.board.directive, Version(10, 1))
     store.close()
     assert station.vault.held() == ()
     assert [(each.rank, each.version, each.worker) for each in station.board.quarantined] == [(0, Version(10, 1), 0)]

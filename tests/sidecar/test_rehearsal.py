@@ -22,8 +22,8 @@ from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.rehearsal.rehearser import REHEARSAL_FAILED, Rehearser
 from tiercheck_sidecar.restore_sources import RestoreSources
 from tiercheck_sidecar.source_errors import SourceFailed
-from tiercheck_sidecar.vault import Seal
-from tiercheck_sidecar.watermark import Verdict
+from tiercheck_sidecar.vault import Seal, Vault
+from tiercheck_sidecar.watermark import TierVerdict
 
 MakeStations = Callable[..., Stations]
 MakeWorld = Callable[..., World]
@@ -83,7 +83,7 @@ class Stage:
         board = self.me.board
         peer = version if self.job.workers > 1 else None
         with board.lock:
-            board.verdict = Verdict(board.attempt, Watermarks(local=version, peer=peer))
+            board.verdict = TierVerdict(board.attempt, Watermarks(local=version, peer=peer))
         board.bump()
 
     def proved(self) -> dict[Tier, Version]:
@@ -262,12 +262,16 @@ def test_between_two_chunks_no_slot_is_held_here_or_at_the_holder(
     stage.save(stage.version)
     later = Version(stage.version.step + 1, stage.version.attempt)
 
+    def nothing_is_doomed(vault: Vault) -> bool:
+        with vault._table as table:
+            return not any(slot.doomed for slot in table.slots.values())
+
     def overtaken() -> None:
         stage.save(later)
         for station in stage.job.stations:
             station.vault.free(lambda seal: seal.version == stage.version)
             until(
-                lambda vault=station.vault: not any(slot.doomed for slot in vault._slots.values()),
+                lambda vault=station.vault: nothing_is_doomed(vault),
                 "what was freed is free",
             )
 

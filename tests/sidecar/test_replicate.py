@@ -25,7 +25,7 @@ from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.pacing import SMALLEST_PIECE, Portion, TokenBucket
 from tiercheck_sidecar.replicate import still_kept
 from tiercheck_sidecar.vault import Seal
-from tiercheck_sidecar.watermark import Verdict
+from tiercheck_sidecar.watermark import TierVerdict
 
 MIB = 1 << 20
 MakeStations = Callable[..., Stations]
@@ -320,6 +320,6 @@ def test_ranks_take_turns_step_by_step() -> None:
 
 def test_acknowledgements_of_what_the_holder_may_free_are_forgotten() -> None:
     has = frozenset({snapshot(5), snapshot(10), *(delta(step) for step in range(6, 14))})
-    verdict = Verdict(1, Watermarks(local=V(13, 1), peer=V(13, 1)), floor=V(13, 1), anchor=V(10, 1))
+    verdict = TierVerdict(1, Watermarks(local=V(13, 1), peer=V(13, 1)), floor=V(13, 1), anchor=V(10, 1))
     assert still_kept(has, HISTORY, verdict) == {snapshot(10), delta(11), delta(12), delta(13)}
     assert still_kept(has, HISTORY, None) == has

@@ -23,7 +23,7 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import RankRestore, RestoreProgress, RestoreState
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar import bounded_calls
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.exchange import session
 from tiercheck_sidecar.rank_restore import RankRestorer
 from tiercheck_sidecar.report import _essence
@@ -75,7 +75,7 @@ def dead_mount() -> Iterator[Callable[[str], DeadMount]]:
 
 
 def hours_pass(
-    reach: RestoreSources, board: Board, place: str, hangs: threading.Event, monkeypatch: pytest.MonkeyPatch
+    reach: RestoreSources, board: SidecarState, place: str, hangs: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While nothing but `place` is waited for, which hangs. For all others no time passes, however busy this machine is."""
     now = [0.0]

@@ -10,6 +10,8 @@ from world import FakeLauncher, World, until
 
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Tier
+from tiercheck.protocol.local import Reply
+from tiercheck.protocol.requests import NamedRequest
 from tiercheck.protocol.version import Version
 
 MakeWorld = Callable[..., World]
@@ -160,6 +162,16 @@ def test_rank_of_an_older_attempt_is_refused(make_world: MakeWorld) -> None:
         assert "attempt 1 is over" in stale.welcome.error
         assert stale.welcome.attempt == 2
     assert world.report(0).counters.refused_stale >= 2
+
+
+def test_request_of_a_newer_library_is_refused_and_the_connection_goes_on(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.begin()
+    with world.ranks() as (rank,):
+        rank.send(NamedRequest("dance"))
+        assert rank.receive(Reply).error == "unknown request 'dance'"
+        assert rank.save(10)
 
 
 def test_launcher_follows_the_phases_and_its_disappearance_is_a_failure(make_world: MakeWorld) -> None:

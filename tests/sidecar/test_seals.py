@@ -16,7 +16,7 @@ from tiercheck.protocol.slot import SlotLayout
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.decoding import Malformed, read_checked, with_checksum
 from tiercheck_sidecar.digest import digest
-from tiercheck_sidecar.node_memory import OWNER, Claim, Owner
+from tiercheck_sidecar.node_memory import OWNER, FolderClaim, FolderOwner
 from tiercheck_sidecar.vault import Seal, Vault
 from tiercheck_sidecar.vault.seal import read_seal, seal_path, write_seal
 
@@ -135,16 +135,16 @@ def test_seal_of_a_block_that_cannot_be_is_none(slot: Path, share: Share) -> Non
 
 
 def test_a_flip_of_any_bit_of_an_owner_file_makes_it_nobodys(tmp_path: Path) -> None:
-    claim = Claim(tmp_path / "old", 1, 10.0)
+    claim = FolderClaim(tmp_path / "old", 1, 10.0)
     claim.close()
     good = (claim.folder / OWNER).read_bytes()
-    assert read_checked(claim.folder / OWNER, Owner) == Owner(1, 10.0)
+    assert read_checked(claim.folder / OWNER, FolderOwner) == FolderOwner(1, 10.0)
     for bit in range(8 * len(good)):
         bad = bytearray(good)
         bad[bit // 8] ^= 1 << bit % 8
         (claim.folder / OWNER).write_bytes(bad)
         with pytest.raises(Malformed):
-            read_checked(claim.folder / OWNER, Owner)
+            read_checked(claim.folder / OWNER, FolderOwner)
     (claim.folder / "own-1-a.safetensors").write_bytes(b"bytes")
     (claim.folder / "own-1-a.safetensors.seal").write_bytes(b"seal")
-    assert Claim(tmp_path / "new", 1, 20.0).adopt() == 0, "nobody takes what may be another's"
+    assert FolderClaim(tmp_path / "new", 1, 20.0).adopt() == 0, "nobody takes what may be another's"

@@ -15,12 +15,12 @@ from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar import coordinator as coordinating
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.cadence import Needs
 from tiercheck_sidecar.coordinator import BAD_REPORT, BadReport, Coordinator
 from tiercheck_sidecar.sound_reports import objection
 from tiercheck_sidecar.span import Span
-from tiercheck_sidecar.watermark import Copy, RankTiers, Standing, TierReport, Verdict
+from tiercheck_sidecar.watermark import Copy, RankTiers, TierReport, TierStanding, TierVerdict
 
 MakeStations = Callable[..., Stations]
 MakeWorld = Callable[..., World]
@@ -66,17 +66,17 @@ SENSELESS = {
 
 
 @pytest.fixture
-def board(stations: MakeStations) -> Board:
+def board(stations: MakeStations) -> SidecarState:
     return stations(workers=3)[0].board
 
 
-def complete_at(coordinator: Coordinator, step: int, *workers: int) -> Verdict:
+def complete_at(coordinator: Coordinator, step: int, *workers: int) -> TierVerdict:
     for worker in workers:
         verdict = coordinator.hear(report(worker, step))
     return verdict
 
 
-def test_what_honest_workers_say_is_never_objected_to(board: Board) -> None:
+def test_what_honest_workers_say_is_never_objected_to(board: SidecarState) -> None:
     assert board.directive is not None
     for worker in range(3):
         assert objection(report(worker), board.directive) == ""
@@ -86,7 +86,7 @@ def test_what_honest_workers_say_is_never_objected_to(board: Board) -> None:
 
 @pytest.mark.parametrize("bad", SENSELESS.values(), ids=SENSELESS)
 def test_senseless_report_is_refused_counted_and_shown_and_the_last_good_one_stands(
-    board: Board, bad: TierReport, caplog: pytest.LogCaptureFixture
+    board: SidecarState, bad: TierReport, caplog: pytest.LogCaptureFixture
 ) -> None:
     coordinator = Coordinator(board)
     complete_at(coordinator, 4, 0, 1, 2)
@@ -105,7 +105,7 @@ def test_senseless_report_is_refused_counted_and_shown_and_the_last_good_one_sta
     assert news[0].watermarks.peer == Version(4, 1)
 
 
-def test_worker_that_comes_to_its_senses_is_heard_again(board: Board) -> None:
+def test_worker_that_comes_to_its_senses_is_heard_again(board: SidecarState) -> None:
     coordinator = Coordinator(board)
     complete_at(coordinator, 4, 0, 1, 2)
     with pytest.raises(BadReport):
@@ -121,7 +121,7 @@ def breaks_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a bug would: whoever reckons with that step of worker 1 fails."""
     real = coordinating.judge
 
-    def judge(world: int, ranks: Any, *more: Any) -> tuple[Standing, Verdict]:
+    def judge(world: int, ranks: Any, *more: Any) -> tuple[TierStanding, TierVerdict]:
         if 1 in ranks and any(version.step == step for version in ranks[1].snapshots):
             raise ZeroDivisionError
         return real(world, ranks, *more)
@@ -130,7 +130,7 @@ def breaks_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_report_that_breaks_the_reckoning_is_taken_back_and_the_others_go_on(
-    board: Board, monkeypatch: pytest.MonkeyPatch
+    board: SidecarState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     breaks_at(666, monkeypatch)
     coordinator = Coordinator(board)
@@ -157,7 +157,7 @@ def test_report_that_breaks_the_reckoning_is_taken_back_and_the_others_go_on(
 
 
 def test_first_report_of_all_that_breaks_the_reckoning_is_refused_at_once(
-    board: Board, monkeypatch: pytest.MonkeyPatch
+    board: SidecarState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     breaks_at(666, monkeypatch)
     coordinator = Coordinator(board)
@@ -180,7 +180,9 @@ def test_sidecar_of_worker_0_lives_on_beside_a_peer_that_only_talks_nonsense(mak
     assert world.report(0).counters.refused_reports == 4
 
 
-def test_reckoning_that_fails_whatever_is_left_out_ends_nothing(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reckoning_that_fails_whatever_is_left_out_ends_nothing(
+    board: SidecarState, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The loop that reckons is a vital one: what it raises again and again ends the process."""
     coordinator = Coordinator(board)
     complete_at(coordinator, 4, 0, 1, 2)

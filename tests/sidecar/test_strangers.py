@@ -20,8 +20,8 @@ from tiercheck.protocol.version import Version
 from tiercheck_sidecar.decoding import decode
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
-from tiercheck_sidecar.exchange.handshake import Challenge, Claim, Identity, PeerRefused, Proof, dial
-from tiercheck_sidecar.watermark import TierReport, Verdict
+from tiercheck_sidecar.exchange.handshake import CallerClaim, CallerProof, Challenge, Identity, PeerRefused, dial
+from tiercheck_sidecar.watermark import TierReport, TierVerdict
 
 MakeWorld = Callable[..., World]
 
@@ -71,9 +71,9 @@ def test_exchange_refuses_a_caller_that_ignores_the_servers_proof(make_world: Ma
     world.start()
     world.begin()
     wire = Wire(socket.create_connection((world.host(0), names.EXCHANGE_PORT)))
-    wire.send(Claim(JOB_UID, 1, 1, "nonce"))
+    wire.send(CallerClaim(JOB_UID, 1, 1, "nonce"))
     challenge = wire.receive(Challenge)
-    wire.send(Proof(challenge.proof))  # the server's own proof, sent back
+    wire.send(CallerProof(challenge.proof))  # the server's own proof, sent back
     with pytest.raises(WireBroken):
         wire.receive(Say)
     wire.close()
@@ -87,7 +87,7 @@ def test_caller_recognises_a_server_without_the_token(make_world: MakeWorld) -> 
 
         def pretend() -> None:
             wire = Wire(impostor.accept()[0])
-            wire.receive(Claim)
+            wire.receive(CallerClaim)
             wire.send(Challenge(1, "nonce", "0" * 64))
 
         thread = threading.Thread(target=pretend)
@@ -138,11 +138,11 @@ def test_older_directive_verdict_and_tier_report_are_refused(make_world: MakeWor
     old = world.directive(0, Phase.HOLD)
     world.begin()
     status, body = world.call(0, "PUT", "/v1/directive", to_json(old))
-    assert (status, error_of(body)) == (409, "attempt 1 is older than 2")
+    assert (status, error_of(body)) == (409, "attempt 1 is over, the job is at attempt 2")
     status, body = world.call(0, "PUT", "/v1/directive", to_json(world.directive(0, Phase.HOLD)))
     assert status == 409
     assert "past Hold" in error_of(body)
-    stale = Verdict(1, Watermarks(local=Version(99, 1)), floor=Version(99, 1))
+    stale = TierVerdict(1, Watermarks(local=Version(99, 1)), floor=Version(99, 1))
     assert world.call(0, "PUT", "/v1/watermarks", to_json(stale))[0] == 409
     assert world.call(0, "POST", "/v1/tiers", to_json(TierReport(JOB_UID, 1, 0, world.host(0), ())))[0] == 409
     assert world.report(0).counters.refused_stale >= 3

@@ -25,7 +25,7 @@ from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Version
 from tiercheck.supervised import FIRST, LONGEST, REMEMBERED, describe, supervise
 from tiercheck_sidecar import rank_restore
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.exchange.frames import WireBroken
 from tiercheck_sidecar.exchange.server import _MOST_STRANGERS
 from tiercheck_sidecar.listening import incoming
@@ -294,15 +294,15 @@ def test_launcher_that_gets_no_orders_any_more_can_come_again(
     station = stations(workers=1)[0]
     listener = TrainerSocket(station.board, station.vault, object())  # type: ignore[arg-type]
     listener.start()
-    real, failures = Board.wait, iter(["once"])
+    real, failures = SidecarState.wait, iter(["once"])
 
-    def wait(board: Board, seen: int, timeout: float) -> int:
+    def wait(board: SidecarState, seen: int, timeout: float) -> int:
         if threading.current_thread().name == "orders":
             for _ in failures:
                 fail()
         return real(board, seen, timeout)
 
-    monkeypatch.setattr(Board, "wait", wait)
+    monkeypatch.setattr(SidecarState, "wait", wait)
     path = station.board.config.socket_path
     try:
         first = FakeLauncher(path)
@@ -333,7 +333,7 @@ def test_fault_of_the_launcher_is_told_as_those_of_the_sidecar_are(stations: Mak
     )
 
 
-def restoring(job: Stations, monkeypatch: pytest.MonkeyPatch) -> Board:
+def restoring(job: Stations, monkeypatch: pytest.MonkeyPatch) -> SidecarState:
     """Worker 0 begins attempt 2 with what it holds of attempt 1."""
     monkeypatch.setattr(supervised, "FIRST", 0.01)
     station, directive = job[0], job[0].board.directive

@@ -66,7 +66,8 @@ def fail(*_: object, **__: object) -> None:
 
 
 def states(own: Vault) -> set[SlotState]:
-    return {slot.state for slot in own._slots.values()}
+    with own._table as table:
+        return {slot.state for slot in table.slots.values()}
 
 
 def test_slot_is_free_again_whatever_ended_its_sealing(own: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +88,7 @@ def test_slot_is_free_again_whatever_ended_its_completion(own: Vault, monkeypatc
     assert states(own) == {SlotState.FREE}
 
 
-@pytest.mark.parametrize("where", ["Draft", "write_seal"])
+@pytest.mark.parametrize("where", ["SlotDraft", "write_seal"])
 def test_slot_of_a_copy_is_free_again_whatever_ended_it(
     own: Vault, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -115,7 +116,8 @@ def put_folder(path: Path) -> None:
 def test_slot_that_a_trainer_took_away_holds_up_no_other(own: Vault, spoil: Callable[[Path], None]) -> None:
     for step in (5, 6):
         own.seal(save(own, step))
-    first = next(path for path, slot in own._slots.items() if slot.seal and slot.seal.version.step == 5)
+    with own._table as table:
+        first = next(path for path, slot in table.slots.items() if slot.seal and slot.seal.version.step == 5)
     spoil(first)
     own.free(lambda seal: seal.version.step == 5)
     own.free(lambda seal: seal.version.step == 6)
@@ -138,7 +140,8 @@ def test_link_in_place_of_a_slot_leads_the_sidecar_nowhere(
         path.symlink_to(elsewhere)
 
     own.seal(save(own, 5))
-    (sealed,) = (path for path, slot in own._slots.items() if slot.seal)
+    with own._table as table:
+        (sealed,) = (path for path, slot in table.slots.items() if slot.seal)
     point_elsewhere(sealed)
     with pytest.raises(OSError, match="bytes long"):
         own.fault(0, Version(5, 1))

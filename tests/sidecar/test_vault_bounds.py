@@ -18,7 +18,7 @@ from tiercheck.protocol.sizing import Room
 from tiercheck.protocol.slot import SlotLayout
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.digest import digest
-from tiercheck_sidecar.vault import Draft, MemoryTooSmall, NoFreeSlot, Seal, Vault
+from tiercheck_sidecar.vault import MemoryTooSmall, NoFreeSlot, Seal, SlotDraft, Vault
 
 kinds = st.sampled_from(list(Kind))
 own = st.integers(0, 1)
@@ -38,7 +38,7 @@ class VaultUnderUse(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="vault-"))
         self.step = 0
         self.writing: list[tuple[Path, int, Version, Kind]] = []
-        self.drafts: list[Draft] = []
+        self.drafts: list[SlotDraft] = []
         self.sealed: set[tuple[Artifact, Tier]] = set()
         self.plans: dict[int, tuple[int, int]] = {}
 

@@ -23,7 +23,7 @@ from tiercheck.protocol.version import Version
 from tiercheck_sidecar.app import Sidecar
 from tiercheck_sidecar.exchange import handshake
 from tiercheck_sidecar.exchange.frames import END, Ask, Wire, WireBroken
-from tiercheck_sidecar.exchange.handshake import Challenge, Claim, Identity, PeerRefused, Proof, admit, dial
+from tiercheck_sidecar.exchange.handshake import CallerClaim, CallerProof, Challenge, Identity, PeerRefused, admit, dial
 from tiercheck_sidecar.exchange.line import Line
 from tiercheck_sidecar.exchange.protection import TAG, directions
 from tiercheck_sidecar.exchange.sender import Pushed, push
@@ -166,7 +166,7 @@ def test_proof_of_any_text_is_refused_by_the_caller(stations: MakeStations, proo
     host = f"{job.network}.200"
 
     def answer(wire: Wire) -> None:
-        wire.receive(Claim)
+        wire.receive(CallerClaim)
         wire.send(Challenge(1, "nonce", proof))
 
     with answering(answer, host, job.port), pytest.raises(PeerRefused, match="does not know this job's token"):
@@ -178,8 +178,8 @@ def test_proof_of_any_text_is_refused_by_the_one_who_is_called(proof: str) -> No
     ours = socket.create_server(("127.0.0.1", 0))
     with closing(ours), closing(socket.create_connection(ours.getsockname())) as theirs:
         caller = Wire(theirs)
-        caller.send(Claim(JOB, 1, 1, "nonce"))
-        caller.send(Proof(proof))
+        caller.send(CallerClaim(JOB, 1, 1, "nonce"))
+        caller.send(CallerProof(proof))
         with (
             closing(Wire(ours.accept()[0])) as wire,
             pytest.raises(PeerRefused, match="does not know this job's token"),
@@ -447,14 +447,14 @@ def test_caller_that_wants_encryption_hangs_up_on_one_who_does_not_grant_it(stat
     job[0].identity.encrypts = lambda: True
 
     def answer(wire: Wire) -> None:
-        claim = wire.receive(Claim)
+        claim = wire.receive(CallerClaim)
         blank = Challenge(1, "nonce", "", 1)
         proof = handshake._proof(TOKEN, "server", claim, blank, (host, job.port))
         wire.send(Challenge(1, "nonce", proof, 1))
         with suppress(WireBroken):
-            said.append(wire.receive(Proof))
+            said.append(wire.receive(CallerProof))
 
-    said: list[Proof] = []
+    said: list[CallerProof] = []
     with answering(answer, host, job.port), pytest.raises(PeerRefused, match="does not encrypt"):
         dial(job[0].identity, 1, Peer(1, host), job.port)
     assert said == []

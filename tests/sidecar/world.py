@@ -29,8 +29,9 @@ from tiercheck.protocol.address import join_address
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, RankSources, Restore, Source, Tier
 from tiercheck.protocol.encoding import to_json
-from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Request, Welcome
+from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Welcome
 from tiercheck.protocol.report import Report
+from tiercheck.protocol.requests import REQUESTS, ReportProgress
 from tiercheck.protocol.slot import SlotLayout
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_sidecar.decoding import decode
@@ -411,7 +412,7 @@ class FakeRank(Lines):
         self.close()
 
     def ask(self, op: str, **more: Any) -> Reply:
-        self.send(Request(op, **more))
+        self.send(REQUESTS[op](**more))
         return self.receive(Reply)
 
     def reserve(self, size: int, delta: int = 0) -> Reply:
@@ -436,7 +437,7 @@ class FakeRank(Lines):
                 file.write(plan.state_word)
 
     def send_progress(self, step: int, not_finite: int = 0) -> None:
-        self.send(Request("progress", step=step, not_finite=not_finite))
+        self.send(ReportProgress(step, not_finite=not_finite))
 
     def save(self, step: int) -> bool:
         """Capture `step`; False if it was skipped."""

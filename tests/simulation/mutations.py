@@ -24,7 +24,6 @@ from tiercheck_operator.planning import recovery
 from tiercheck_sidecar import (
     coordinator,
     forgetting,
-    offload,
     rank_restore,
     rank_session,
     reclaim,
@@ -32,10 +31,11 @@ from tiercheck_sidecar import (
     restore_plan,
     watermark,
 )
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.exchange import backoff
 from tiercheck_sidecar.exchange.frames import Say
 from tiercheck_sidecar.exchange.session import Session
+from tiercheck_sidecar.offload import upload
 from tiercheck_sidecar.remote import retention
 from tiercheck_sidecar.remote import store as remote_store
 
@@ -89,7 +89,7 @@ def _both(*conditions: Callable[[Plan], bool]) -> Callable[[Plan], bool]:
 
 
 def _stale_directives() -> list[Patch]:
-    return [(Board, "_check", lambda self, directive: None)]
+    return [(SidecarState, "_check", lambda self, directive: None)]
 
 
 def _minimum_of_newest() -> list[Patch]:
@@ -150,7 +150,11 @@ def _restore_what_is_at_hand() -> list[Patch]:
 
     def near_enough(rank: int, version: Version, history: History, own: Any, places: Any) -> Any:
         at_hand = newest(own, history)
-        return real(rank, version, history, own, places) if at_hand is None else restore_plan.Plan(Chain(at_hand), ())
+        return (
+            real(rank, version, history, own, places)
+            if at_hand is None
+            else restore_plan.RestorePlan(Chain(at_hand), ())
+        )
 
     def chain(self: Any, directive: Any, version: Version) -> Chain | None:
         at_hand = newest(self._vault.own(self._hello.rank), directive.history)
@@ -304,7 +308,7 @@ def _holders_of_before() -> list[Patch]:
 
 
 def _rotten_uploads_stay() -> list[Patch]:
-    return [(offload, "distrust", lambda *_: None)]
+    return [(upload, "distrust", lambda *_: None)]
 
 
 def _labels_are_believed() -> list[Patch]:

@@ -15,7 +15,7 @@ from unittest import mock
 
 from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.slot import TORN, NotASlot, SlotLayout, read_header
-from tiercheck_sidecar.vault import Seal, slots, vault
+from tiercheck_sidecar.vault import Seal, slot_table, slots, vault
 from tiercheck_sidecar.vault.inventory import fault
 from tiercheck_sidecar.vault.slots import Pool, Slot, SlotState
 
@@ -82,8 +82,8 @@ class Volumes:
         with contextlib.ExitStack() as stack:
             for where, name, what in (
                 (vault, "create", self.create),
-                (vault, "remove", self.remove),
-                (vault, "tear", self.tear),
+                (slot_table, "remove", self.remove),
+                (slot_table, "tear", self.tear),
                 (vault, "write_seal", self.seal),
                 (vault, "take_inventory", self.inventory),
                 (Slot, "_lasting", lasting),

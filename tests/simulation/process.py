@@ -1,4 +1,4 @@
-"""One life of a sidecar's process, in one thread: the real board, vault, coordinator, tiers, reclaim, replication, restore and offload.
+"""One life of a sidecar's process, in one thread: the real state, vault, coordinator, tiers, reclaim, replication, restore and offload.
 
 A loop of the sidecar runs turn by turn: it is called as it is, and where it would wait for news it is left again (`OneTurn`).
 What blocks in reality (a call to the store, a transfer, a fetch) lets simulated time pass instead, in which everybody else
@@ -21,8 +21,8 @@ from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Directive, Peer, Source, Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Break, Quarantined, Report
-from tiercheck_sidecar import offload, rank_restore, replicate, restore, tiers
-from tiercheck_sidecar.board import Board, Refused
+from tiercheck_sidecar import rank_restore, replicate, restore, tiers
+from tiercheck_sidecar.board import DirectiveRefused, SidecarState
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.control_client import CallFailed
 from tiercheck_sidecar.coordinator import Coordinator, NotNow
@@ -30,27 +30,31 @@ from tiercheck_sidecar.decoding import decode
 from tiercheck_sidecar.digest import first_mismatch
 from tiercheck_sidecar.exchange.agenda import first_of_each_rank
 from tiercheck_sidecar.exchange.backoff import Backoff
-from tiercheck_sidecar.exchange.frames import Ask, Listed, PeerSilent, WireBroken
-from tiercheck_sidecar.exchange.handshake import Claim
+from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, PeerSilent, WireBroken
+from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.exchange.pulse import neighbours
 from tiercheck_sidecar.exchange.sender import Pushed, PushRefused
 from tiercheck_sidecar.exchange.session import Session
 from tiercheck_sidecar.exchange.streams import TooDamaged
 from tiercheck_sidecar.exchange.transfers import Inbox
-from tiercheck_sidecar.offload import Offloader
+from tiercheck_sidecar.offload import remote_inventory
+from tiercheck_sidecar.offload.job_store import JobStore
+from tiercheck_sidecar.offload.remote_inventory import RemoteListing
+from tiercheck_sidecar.offload.remote_source import RemoteSource
+from tiercheck_sidecar.offload.upload import Uploader
 from tiercheck_sidecar.reclaim import Reclaimer
 from tiercheck_sidecar.remote import store as remote_store
 from tiercheck_sidecar.replicate import Replicator
 from tiercheck_sidecar.report import Reporter
 from tiercheck_sidecar.restore import Restorer
-from tiercheck_sidecar.restore_plan import Place
+from tiercheck_sidecar.restore_plan import SourceOffer
 from tiercheck_sidecar.restore_sources import Brought, TriedInVain
 from tiercheck_sidecar.source_errors import SourceFailed
-from tiercheck_sidecar.tiers import TierClient, take
+from tiercheck_sidecar.tiers import TierClient
 from tiercheck_sidecar.trainer_socket import TrainerSocket
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.slots import Slot
-from tiercheck_sidecar.watermark import TierReport, Verdict
+from tiercheck_sidecar.watermark import TierReport, TierVerdict
 
 if TYPE_CHECKING:
     from tests.simulation.whole import Pod, Simulation
@@ -133,25 +137,25 @@ class Process:
             remote="{}" if world.job.spec.remote is not None else None,
             token="",
         )
-        self.board = Board(config, clock=lambda: world.now + world.skew.get(pod.node, 0.0))
+        self.board = SidecarState(config, clock=lambda: world.now + world.skew.get(pod.node, 0.0))
         self.board.wait = self._wait  # type: ignore[method-assign]
         self.board.wait_until = self._wait_until  # type: ignore[method-assign]
         self.board.bump = self._bump  # type: ignore[method-assign]
         self.board.peers._changed = self._bump
-        self.vault = RecordedVault(pod.folder, config.memory_limit, config.ranks, self._bump)
+        self.vault = RecordedVault(pod.folder, config.memory_limit, config.ranks, self._bump, instance=name)
         self.vault.process = self
-        self.vault._instance = name
-        self.board.on_identity = lambda changed: self.vault.identify(changed.ranks)
+        self.board.when_identified(lambda changed: self.vault.identify(changed.ranks))
         self.coordinator = Coordinator(self.board, clock=lambda: world.now)
-        self.offloader = Offloader(self.board, self.vault, self.coordinator)
-        if config.remote is not None:
-            self.folder = Folder(world.bucket, self.wait, lambda: world.no_store(pod.uid))
-            self.offloader._store = remote_store.RemoteStore(self.folder, JOB)
+        self.folder = Folder(world.bucket, self.wait, lambda: world.no_store(pod.uid))
+        stores = JobStore(config, lambda: remote_store.RemoteStore(self.folder, JOB))
+        inventory = RemoteListing(self.board, self.coordinator.stored)
+        self.uploader = Uploader(self.board, self.vault, stores, inventory, self.coordinator.manifest)
+        self.remote = RemoteSource(self.board, self.vault, stores)
         self.reach = Reach(self)
         self.reclaimer = Reclaimer(self.board, self.vault)
         self.restorer = Restorer(self.board, self.vault, self.reach)  # type: ignore[arg-type]
         self.replicator = Replicator(self.board, self.vault, None, 0)  # type: ignore[arg-type]
-        self.tiers = TierClient(self.board, self.vault, self.replicator.acknowledged, self.offloader)
+        self.tiers = TierClient(self.board, self.vault, self.replicator.acknowledged, self.uploader.uploaded)
         self.reporter = Reporter(self.board, self.vault)
         self.board.instance = name
         self.reporter.owes = self.replicator.owes
@@ -164,7 +168,7 @@ class Process:
         self._busy: set[str] = set()
         self.vault.open()
         self.watched: dict[Any, Any] = {}
-        self.seen_verdict: Verdict | None = None
+        self.seen_verdict: TierVerdict | None = None
         self._bump()
 
     # Waiting
@@ -245,8 +249,8 @@ class Process:
             return
         self._pulses()
         self.inbox.sweep()
-        if self.offloader._store is not None and self.world.now >= self._offload_after:
-            pause = self._turn("offload", self.offloader.run, 0)
+        if self.board.config.remote is not None and self.world.now >= self._offload_after:
+            pause = self._turn("offload", self.uploader.run, 0)
             self._offload_after = self.world.now + pause
         self._bump()
 
@@ -277,9 +281,9 @@ class Process:
             self.world.post(self.pod.uid, host, lambda other: other.hear_verdict(verdict))
         self.coordinator.announced(verdict)
 
-    def hear_verdict(self, verdict: Verdict) -> None:
+    def hear_verdict(self, verdict: TierVerdict) -> None:
         """`PUT /v1/watermarks`."""
-        take(self.board, decode(to_json(verdict), Verdict))
+        self.board.follow(decode(to_json(verdict), TierVerdict))
         self.note_verdict()
 
     def hear_report(self, body: bytes) -> bytes:
@@ -299,7 +303,7 @@ class Process:
 
     def session(self, worker: int, attempt: int) -> Session:
         """With a caller that has proved who it is."""
-        claim = Claim(JOB_UID, worker, attempt, "")
+        claim = CallerClaim(JOB_UID, worker, attempt, "")
         return Session(self.board, self.vault, self.inbox, None, claim)  # type: ignore[arg-type]
 
     def _pulses(self) -> None:
@@ -335,10 +339,10 @@ class Process:
 
     def accept(self, directive: Directive) -> bool:
         """`PUT /v1/directive`."""
-        self.board.controller_at = self.board.clock()
+        self.board.hear_controller()
         try:
             self.board.accept(directive)
-        except Refused:
+        except DirectiveRefused:
             return False
         return True
 
@@ -359,7 +363,7 @@ class _Lane:
         self._name = f"lane {holder.worker} {kind.value}"
         self._reviewed_at = process.world.now
 
-    def _list(self, rank: int) -> tuple[Listed, ...]:
+    def _list(self, rank: int) -> tuple[ListedArtifact, ...]:
         mine = self._process.board
         return self._process.dial(self._holder).session(mine.config.worker, mine.attempt)._list(rank).listed
 
@@ -429,13 +433,13 @@ class Reach:
     """Where a restore fetches from: as `RestoreSources`, with calls for connections."""
 
     def __init__(self, process: Process) -> None:
-        self._process, self.remote = process, process.offloader
+        self._process, self.remote = process, process.remote
 
-    def ask(self, rank: int, version: Any, sources: Sequence[Source]) -> tuple[list[Place], list[str]]:
+    def ask(self, rank: int, version: Any, sources: Sequence[Source]) -> tuple[list[SourceOffer], list[str]]:
         places, failures = [], []
         for source in sources:
             try:
-                places.append(Place(source, self._list(rank, version, source)))
+                places.append(SourceOffer(source, self._list(rank, version, source)))
             except SourceFailed as error:
                 failures.append(str(error))
         return places, failures
@@ -532,7 +536,7 @@ def in_simulation(world: Simulation) -> Iterator[None]:
         for where, name, what in (
             (tiers, "time", clock),
             (tiers, "ControlClient", _Client),
-            (offload, "time", clock),
+            (remote_inventory, "time", clock),
             (replicate, "time", clock),
             (replicate, "push", push),
             (restore, "time", clock),

@@ -15,8 +15,16 @@ from typing import TYPE_CHECKING, Any
 from tests.simulation import pages
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import DeltaMode, Phase
-from tiercheck.protocol.local import Hello, LauncherEvent, Order, Request, Welcome
+from tiercheck.protocol.local import Hello, LauncherEvent, Order, Welcome
 from tiercheck.protocol.report import SPARE
+from tiercheck.protocol.requests import (
+    BeginSlot,
+    CompleteSlot,
+    ReportProgress,
+    ReportRestored,
+    Request,
+    ReserveSlots,
+)
 from tiercheck.protocol.slot import NotASlot
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.rank_session import RankSession
@@ -163,10 +171,10 @@ class Launcher:
         self._every = welcome.snapshot_every or self._every  # a sidecar that has just begun may not know it yet
         self._deltas = welcome.delta is not DeltaMode.NONE
         deltas = pages.DELTA_BYTES if self._deltas else 0
-        self._ask(Request("reserve", bytes=pages.SNAPSHOT_BYTES, delta_bytes=deltas))
+        self._ask(ReserveSlots(pages.SNAPSHOT_BYTES, deltas))
         if self.loaded:
             self._ask(
-                Request("restored")
+                ReportRestored()
             )  # a sidecar that was started again keeps what it would load, until it hears this
         return welcome
 
@@ -197,7 +205,7 @@ class Launcher:
             self._end(life, 1)
             return
         self.position = version.step if version else 0
-        self._ask(Request("restored"))
+        self._ask(ReportRestored())
         self.loaded = True
         self.world.record(
             "started", pod=self.pod.uid, rank=self.rank, attempt=self.attempt, version=version, state=self.state
@@ -230,7 +238,7 @@ class Launcher:
             self._hang_up()
         if self._session is None and self._greet() is None:
             return
-        self._ask(Request("progress", step=self.position, step_seconds=1.0))
+        self._ask(ReportProgress(self.position, step_seconds=1.0))
         if self._deltas:
             self._save(Kind.DELTA, before)
         if self._every and self.position % self._every == 0:
@@ -238,7 +246,7 @@ class Launcher:
 
     def _save(self, kind: Kind, before: bytes) -> None:
         size = pages.SNAPSHOT_BYTES if kind is Kind.SNAPSHOT else pages.DELTA_BYTES
-        reply = self._ask(Request("begin", self.position, size, kind=kind))
+        reply = self._ask(BeginSlot(self.position, size, kind))
         self._every = reply.snapshot_every or self._every or (self._session._board.every if self._session else 0)
         if not reply.path:
             return
@@ -259,6 +267,6 @@ class Launcher:
                 pages.write_snapshot(area, name, world_size, state)
             else:
                 pages.write_delta(area, name, world_size, before, state)
-            session._answer(Request("complete", path=reply.path, bytes=size, kind=kind))
+            session._answer(CompleteSlot(reply.path, bytes=size, kind=kind))
 
         self.world.later(self.world.rng.uniform(0.05, 0.8), write)

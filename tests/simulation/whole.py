@@ -344,7 +344,7 @@ class Simulation(World):
 
     def record_verdict(self, process: Process, verdict: Any) -> None:
         """What a coordinator says, whenever that changes."""
-        name = process.vault._instance
+        name = process.board.instance
         if self._verdicts.get(name) == verdict:
             return
         self._verdicts[name] = verdict

@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.encoding import from_json, to_json
-from tiercheck.protocol.local import Hello, Reply, Request, Welcome
+from tiercheck.protocol.local import Hello, Reply, Welcome
+from tiercheck.protocol.requests import BeginSlot, ReportProgress, Request, ReserveSlots
 from tiercheck.protocol.version import Version
 
 DEADLINE = 30.0
@@ -63,8 +65,10 @@ class ScriptedSidecar:
         self._connections.clear()
         self._threads.clear()
 
-    def asked(self, op: str, kind: Kind = Kind.SNAPSHOT) -> list[Request]:
-        return [request for request in list(self.requests) if request.op == op and request.kind is kind]
+    def asked(self, op: str, kind: Kind = Kind.SNAPSHOT) -> list[Any]:
+        """Requests of one operation; of those about an artifact, the ones of this kind."""
+        found = [request for request in list(self.requests) if request.op == op]
+        return [request for request in found if getattr(request, "kind", kind) is kind]
 
     def completed(self, kind: Kind) -> dict[int, str]:
         """Paths of what was handed over, by step."""
@@ -84,7 +88,7 @@ class ScriptedSidecar:
         """From now on whoever begins an artifact waits for it."""
 
         def late(request: Request) -> Reply | None:
-            if request.op == "begin":
+            if isinstance(request, BeginSlot):
                 assert event.wait(DEADLINE)
             return self.behave(request)
 
@@ -92,11 +96,11 @@ class ScriptedSidecar:
 
     def behave(self, request: Request) -> Reply | None:
         """A healthy sidecar."""
-        if request.op == "progress":
+        if isinstance(request, ReportProgress):
             return None
-        if request.op == "reserve":
+        if isinstance(request, ReserveSlots):
             self._slot_bytes = {Kind.SNAPSHOT: request.bytes, Kind.DELTA: request.delta_bytes or 0}
-        if request.op == "begin":
+        if isinstance(request, BeginSlot):
             path = self._folder / f"{request.kind.value}-{request.step}-{len(self.hellos)}"
             with open(path, "wb") as file:
                 file.truncate(self._slot_bytes[request.kind])
@@ -118,7 +122,7 @@ class ScriptedSidecar:
                 self.hellos.append(from_json(lines.readline(), Hello))
                 connection.sendall(to_json(self.welcome) + b"\n")
                 for line in lines:
-                    request = from_json(line, Request)
+                    request: Request = from_json(line, Request)  # type: ignore[arg-type]
                     self.requests.append(request)
                     reply = self.answer(request)
                     if reply is not None:

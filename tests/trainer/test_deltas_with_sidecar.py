@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
-from tiercheck.protocol.local import Reply, Request, Welcome
+from tiercheck.protocol.local import Reply, Welcome
+from tiercheck.protocol.requests import Request
 from tiercheck.protocol.slot import read_header
 from tiercheck.trainer import copying, sidecar_backend
 from tiercheck.trainer.backend import RestoreError

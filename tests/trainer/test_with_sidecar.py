@@ -15,7 +15,8 @@ from scripted_sidecar import DEADLINE, ScriptedSidecar, until
 from small_runs import Run, adamw, same_bits
 
 from tiercheck import failpoints
-from tiercheck.protocol.local import Reply, Request, Welcome
+from tiercheck.protocol.local import Reply, Welcome
+from tiercheck.protocol.requests import Request
 from tiercheck.protocol.slot import read_header
 from tiercheck.protocol.version import Version
 from tiercheck.trainer import sidecar_backend
@@ -216,7 +217,7 @@ def test_first_and_last_step_are_reported_though_not_every_one_is(sidecar: Scrip
     until(lambda: len(sidecar.asked("progress")) == 1, "the first step is reported at once")
     with run.checkpointer._backend._telling:  # type: ignore[attr-defined]  # nobody gets to tell anything
         losses = run.train(200)
-    until(lambda: sidecar.requests[-1].step == 201, "the last step is reported though training pauses")
+    until(lambda: sidecar.asked("progress")[-1].step == 201, "the last step is reported though training pauses")
     reported = sidecar.asked("progress")
     assert [each.step for each in reported] == [1, 201]
     assert reported[-1].loss is not None

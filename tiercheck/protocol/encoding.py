@@ -49,15 +49,18 @@ def to_builtins(value: Any) -> Any:
 
 
 def field_names(kind: type) -> tuple[str, ...] | None:
-    """Of a dataclass; None if it is none."""
+    """What is written of a dataclass, the name of its operation first if its class has one; None if it is no dataclass."""
     if kind not in _FIELDS:
         found = dataclasses.is_dataclass(kind)
-        _FIELDS[kind] = tuple(field.name for field in dataclasses.fields(kind)) if found else None
+        names = tuple(field.name for field in dataclasses.fields(kind)) if found else None
+        _FIELDS[kind] = ("op", *names) if names is not None and "op" not in names and hasattr(kind, "op") else names
     return _FIELDS[kind]
 
 
 def from_json(text: bytes | str, cls: type[T], most: int = MOST_BYTES) -> T:
     """Decode `text`, of at most `most` bytes, into `cls`. Unknown fields are ignored (a newer sender may add some).
+
+    Of a union of dataclasses it becomes the one whose class has the `op` that `text` names.
 
     Raises Malformed, with the path of the first fault.
     """
@@ -98,7 +101,14 @@ def _decode_union(raw: Any, options: tuple[Any, ...], path: str) -> Any:
         if type(None) in options:
             return None
         raise Malformed(f"{path}: must not be null")
-    return _decode(raw, next(option for option in options if option is not type(None)), path)
+    kinds = [option for option in options if option is not type(None)]
+    if len(kinds) == 1:
+        return _decode(raw, kinds[0], path)
+    named = raw.get("op") if isinstance(raw, dict) else None
+    kind = next((each for each in kinds if each.op == named), None)
+    if kind is None:
+        raise Malformed(f"{path}.op: {named!r} is none of {', '.join(each.op for each in kinds)}")
+    return _decode(raw, kind, path)
 
 
 def _decode_all(raw: Any, kind: Any, path: str) -> tuple[Any, ...]:

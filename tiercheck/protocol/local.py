@@ -3,8 +3,7 @@
 One JSON object per line. A connection opens with `Hello`; after it
 
 - a *launcher* receives `Order` lines whenever the wanted state changes, and sends `Exited` / `Started` events;
-- a *rank* (one training process) sends `Request` lines, each answered by one `Reply` line, in order. Progress is a
-  `Request` with `op="progress"` that gets no reply.
+- a *rank* (one training process) sends one of `requests.Request` per line, each answered by one `Reply` line, in order.
 
 Only small messages travel here; state bytes stay in the slots.
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode, HealthCheck, Phase
 from tiercheck.protocol.version import Version
 
@@ -67,47 +65,6 @@ class LauncherEvent:
     message: str = ""
     fault: str = ""
     """What went wrong in the launcher itself, of a kind that nobody thought of, since it last said so: a few words. It goes on."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """From a rank.
-
-    - "reserve": the rank's snapshot slots must hold `bytes` each, its delta slots `delta_bytes`
-      (0: it takes no deltas; None: not known yet). `numa`: the NUMA node of its device; -1: none is known.
-      Answered when the snapshot slots are allocated and pre-faulted; delta slots follow.
-    - "begin": a slot for the artifact of `kind` after `step`, of at most `bytes`. Reply carries `path`, or `skip` with the reason.
-    - "complete": the slot at `path` is written; its first `bytes` are the artifact.
-    - "abandon": the slot at `path` will not be completed.
-    - "progress": `step` was reached, with `loss` if known; `not_finite` steps in a row up to it were refused by the sanity
-      gate. No reply.
-    - "no-deltas": this rank takes none, because `message`; empty: it does again. With a `step`, those that it took in this attempt from that step on must not
-      be replayed either, wherever they lie.
-    - "cannot-save": nothing of this rank can be saved, because `message`; empty: it can again.
-    - "mismatch": of `kind` delta: replaying that of `step` did not give the state that it was taken from (`message` says where); of
-      `kind` snapshot: replicas did not hold the same when it was taken. No version that needs it may be restored again.
-    - "restored": the rank has loaded the version it was offered.
-    - "borrow": the snapshot of another `rank` after `step`, as far as `ranges` of its bytes are concerned (none: its header and
-      table of pieces, which are always there). Reply carries the `path` of a file with these bytes at their places, verified; what
-      else is in it is undefined. It is there until "restored".
-    - "failing": the process is about to end with `exit_code`, because of `message`; `reason` is a CamelCase word for it.
-    """
-
-    op: str
-    step: int = 0
-    bytes: int = 0
-    delta_bytes: int | None = 0
-    numa: int = -1
-    kind: Kind = Kind.SNAPSHOT
-    path: str = ""
-    loss: float | None = None
-    step_seconds: float | None = None
-    not_finite: int = 0
-    message: str = ""
-    rank: int = -1
-    ranges: tuple[tuple[int, int], ...] = ()
-    reason: str = ""
-    exit_code: int = 0
 
 
 @dataclass(frozen=True)

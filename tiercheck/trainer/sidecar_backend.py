@@ -10,8 +10,22 @@ from pathlib import Path
 
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
-from tiercheck.protocol.local import Hello, Reply, Request, Welcome
+from tiercheck.protocol.local import Hello, Reply, Welcome
 from tiercheck.protocol.names import ENV_ATTEMPT, SOCKET_NAME
+from tiercheck.protocol.requests import (
+    AbandonSlot,
+    BeginSlot,
+    BorrowArtifact,
+    CompleteSlot,
+    DeclineDeltas,
+    ReportCannotSave,
+    ReportFailing,
+    ReportMismatch,
+    ReportProgress,
+    ReportRestored,
+    Request,
+    ReserveSlots,
+)
 from tiercheck.protocol.version import Version
 from tiercheck.trainer.backend import Offer, Ranges, RestoreError, Skipped, WarnOnce
 from tiercheck.trainer.sidecar_link import LinkBroken, SidecarLink
@@ -44,7 +58,7 @@ class SidecarBackend:
         self._link: SidecarLink | None = None
         self._welcome: Welcome | None = None
         self._restored_step: int | None = None
-        self._no_deltas = Request("no-deltas")
+        self._no_deltas = DeclineDeltas()
         self._lacking = ""
         self._reserved: tuple[int, int | None] = (0, 0)
         self._wanted = (0, 0)
@@ -95,7 +109,7 @@ class SidecarBackend:
         )
 
     def _borrow(self, version: Version, rank: int, ranges: Ranges) -> str:
-        wanted = Request("borrow", step=version.step, rank=rank, ranges=tuple(ranges))
+        wanted = BorrowArtifact(rank, version.step, Kind.SNAPSHOT, tuple(ranges))
         try:
             return self._ask(wanted, BORROW_SECONDS)
         except Skipped as error:
@@ -103,10 +117,10 @@ class SidecarBackend:
 
     def restored(self, step: int) -> None:
         self._restored_step = step
-        self._say(Request("restored", step=step))
+        self._say(ReportRestored(step))
 
     def mismatch(self, step: int, message: str, kind: Kind = Kind.DELTA) -> None:
-        self._say(Request("mismatch", step=step, kind=kind, message=message))
+        self._say(ReportMismatch(step, message, kind))
 
     def reserve(self, size: int, delta_size: int) -> None:
         self._wanted = (size, delta_size)
@@ -122,33 +136,33 @@ class SidecarBackend:
                 raise
             # Asking all the same tells the others that this version will not come.
             self._warn(skipped.kind, str(skipped))
-        return self._ask(Request("begin", step=step, bytes=size, kind=kind), ANSWER_SECONDS)
+        return self._ask(BeginSlot(step, size, kind), ANSWER_SECONDS)
 
     def complete(self, path: str, step: int, size: int, kind: Kind) -> None:
-        self._ask(Request("complete", step=step, bytes=size, path=path, kind=kind), ANSWER_SECONDS)
+        self._ask(CompleteSlot(path, step, size, kind), ANSWER_SECONDS)
 
     def abandon(self, path: str, step: int, kind: Kind) -> None:
-        self._say(Request("abandon", step=step, path=path, kind=kind))
+        self._say(AbandonSlot(path, step, kind))
 
     def pass_over(self, step: int) -> None:
         try:
             # To ask for the slot and give it back is how the sidecar learns that this rank has come past `step`.
-            path = self._ask(Request("begin", step=step, bytes=self._wanted[0]), ANSWER_SECONDS)
+            path = self._ask(BeginSlot(step, self._wanted[0]), ANSWER_SECONDS)
         except Skipped as skipped:
             self._warn(skipped.kind, str(skipped))
         else:
             self.abandon(path, step, Kind.SNAPSHOT)
 
     def no_deltas(self, message: str, since: int = 0) -> None:
-        self._no_deltas = Request("no-deltas", step=since, message=message)
+        self._no_deltas = DeclineDeltas(message, since)
         self._say(self._no_deltas)
 
     def cannot_save(self, message: str) -> None:
         self._lacking = message
-        self._say(Request("cannot-save", message=message))
+        self._say(ReportCannotSave(message))
 
     def failing(self, reason: str, message: str, exit_code: int) -> None:
-        self._say(Request("failing", kind=Kind.SNAPSHOT, reason=reason, message=message, exit_code=exit_code))
+        self._say(ReportFailing(reason, message, exit_code))
 
     def progress(self, step: int, loss: float | None, seconds: float | None, not_finite: int) -> None:
         with self._owed_lock:
@@ -185,7 +199,7 @@ class SidecarBackend:
         if owed is None or link is None or link.closed:
             return
         step, loss, seconds, not_finite = owed
-        request = Request("progress", step=step, loss=loss, step_seconds=seconds, not_finite=not_finite)
+        request = ReportProgress(step, loss, seconds, not_finite)
         try:
             if link.tell(request):
                 self._told_at = time.monotonic()
@@ -202,7 +216,7 @@ class SidecarBackend:
         undecided = delta_size == 0 and self.delta is not DeltaMode.NONE and not self._no_deltas.message
         wanted = (size, None if undecided else delta_size)
         if self._reserved != wanted:
-            said = Request("reserve", bytes=size, delta_bytes=wanted[1], numa=self.numa)
+            said = ReserveSlots(size, wanted[1], self.numa)
             self._ask(said, RESERVE_SECONDS)
             self._reserved = wanted
 
@@ -243,11 +257,11 @@ class SidecarBackend:
         try:
             link = self._connect()
             if self._restored_step is not None:
-                self._exchange(link, Request("restored", step=self._restored_step), ANSWER_SECONDS)
+                self._exchange(link, ReportRestored(self._restored_step), ANSWER_SECONDS)
             if self._no_deltas.message:
                 self._exchange(link, self._no_deltas, ANSWER_SECONDS)
             if self._lacking:
-                self._exchange(link, Request("cannot-save", message=self._lacking), ANSWER_SECONDS)
+                self._exchange(link, ReportCannotSave(self._lacking), ANSWER_SECONDS)
         except LinkBroken as error:
             self._retry_at = time.monotonic() + self._backoff
             self._backoff = min(2 * self._backoff, _BACKOFF[1])

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from tiercheck.protocol.encoding import Malformed, from_json, to_json
-from tiercheck.protocol.local import Hello, Reply, Request, Welcome
+from tiercheck.protocol.local import Hello, Reply, Welcome
+from tiercheck.protocol.requests import Request
 
 T = TypeVar("T")
 

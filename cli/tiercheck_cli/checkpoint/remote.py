@@ -15,11 +15,11 @@ from tiercheck_cli.failure import NOT_FOUND, USAGE, CannotDo
 
 try:
     from tiercheck_sidecar.remote import (
-        Finding,
-        Owner,
         RemoteConfigError,
         RemoteError,
         RemoteStore,
+        StoreFinding,
+        StoreOwner,
         examine_place,
         open_store,
         put_alone,
@@ -125,7 +125,7 @@ def put(store: RemoteStore, version: Version, path: Path) -> None:
         raise CannotDo(str(error)) from error
 
 
-def examine(settings: str) -> Iterator[Finding]:
+def examine(settings: str) -> Iterator[StoreFinding]:
     """Try the place out, in a folder of its own. Raises CannotDo."""
     try:
         yield from examine_place(settings)
@@ -133,7 +133,7 @@ def examine(settings: str) -> Iterator[Finding]:
         raise CannotDo(str(error), USAGE) from error
 
 
-def owner_of(store: RemoteStore) -> Owner | None:
+def owner_of(store: RemoteStore) -> StoreOwner | None:
     """Whose the job's folder is. Raises CannotDo."""
     try:
         return store.owner()
@@ -141,7 +141,7 @@ def owner_of(store: RemoteStore) -> Owner | None:
         raise CannotDo(str(error)) from error
 
 
-def give_to(store: RemoteStore, job_uid: str, cluster: str) -> Owner | None:
+def give_to(store: RemoteStore, job_uid: str, cluster: str) -> StoreOwner | None:
     """Make the folder a job's; whose it was. Raises CannotDo."""
     try:
         return store.give_to(job_uid, cluster)

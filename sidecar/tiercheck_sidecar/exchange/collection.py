@@ -26,7 +26,7 @@ _AHEAD = 2
 """Chunks asked for before the previous one has arrived, so that the line is never idle."""
 
 
-class Collection:
+class ChunkCollection:
     """Raises NoFreeSlot, OSError. After `run`, `reasons` and `bad` tell what went wrong, and `workers` who helped."""
 
     def __init__(self, vault: Vault, seal: Seal, openings: Sequence[Opening]) -> None:

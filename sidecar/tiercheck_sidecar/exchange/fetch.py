@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Tier
-from tiercheck_sidecar.exchange.collection import Collection
-from tiercheck_sidecar.exchange.frames import Ask, Listed, Say, Wire, WireBroken
+from tiercheck_sidecar.exchange.collection import ChunkCollection
+from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.sources import BadCopy, Dial, Opening, Senseless, open_copy
 from tiercheck_sidecar.vault import Seal, Vault
@@ -43,13 +43,13 @@ class FetchFailed(Exception):
         self.reasons, self.bad = tuple(reasons), tuple(bad)
 
 
-def holdings(dial: Dial, rank: int) -> tuple[Listed, ...]:
+def holdings(dial: Dial, rank: int) -> tuple[ListedArtifact, ...]:
     """The whole artifacts of `rank` that a peer holds. Raises WireBroken, PeerRefused."""
     with contextlib.closing(dial.connect()) as wire:
         return list_held(wire, rank)
 
 
-def list_held(wire: Wire, rank: int) -> tuple[Listed, ...]:
+def list_held(wire: Wire, rank: int) -> tuple[ListedArtifact, ...]:
     """As `holdings`, on a connection that is there already. Raises WireBroken."""
     wire.send(Ask("list", rank))
     return wire.receive(Say).listed
@@ -64,7 +64,7 @@ def fetch(vault: Vault, artifact: Artifact, sources: Sequence[Dial], tier: Tier 
             stack.callback(opening.wire.close)
             groups.setdefault(opening.seal, []).append(opening)
         for seal in sorted(groups, key=lambda each: -len(groups[each])):  # most holders first; they should all agree
-            collection = Collection(vault, seal, groups[seal])
+            collection = ChunkCollection(vault, seal, groups[seal])
             done = collection.run()
             troubles.reasons.extend(collection.reasons)
             troubles.bad.extend(collection.bad)

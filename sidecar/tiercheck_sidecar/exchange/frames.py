@@ -99,7 +99,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedArtifact:
     """A whole artifact that a peer holds."""
 
     artifact: Artifact
@@ -118,13 +118,13 @@ class Say:
     damaged: tuple[int, ...] = ()
     verified: str = ""
     """With "send": which chunks an earlier stream brought already (`bitmap`)."""
-    listed: tuple[Listed, ...] = ()
+    listed: tuple[ListedArtifact, ...] = ()
     attempt: int = 0
     """The newest attempt that the one who answers follows; 0: not said."""
     tags: Tags | None = None
 
 
-class Pace(Protocol):
+class BytePace(Protocol):
     """Grants bytes; `piece` says how many should be asked for at once."""
 
     def take(self, size: int) -> None: ...
@@ -241,7 +241,7 @@ class Wire:
         self._send_all(header + self._sending(_PART + header).tag())
 
     def send_chunk(
-        self, file: int, index: int, offset: int, length: int, pace: Pace | None = None, *, bare: bool = False
+        self, file: int, index: int, offset: int, length: int, pace: BytePace | None = None, *, bare: bool = False
     ) -> None:
         """From the open file `file`; `bare` if the other end has its tag. Nothing travels bare where it is to be encrypted. Raises WireBroken."""
         bare = bare and not self._out_is_encrypted
@@ -366,7 +366,7 @@ def _nobody(_: int) -> None:
     """For connections that nobody watches."""
 
 
-def _portions(offset: int, length: int, pace: Pace | None) -> Iterator[tuple[int, int]]:
+def _portions(offset: int, length: int, pace: BytePace | None) -> Iterator[tuple[int, int]]:
     """Where to send from next, and how many bytes, as `pace` grants them."""
     end = offset + length
     while offset < end:

@@ -38,7 +38,7 @@ class PeerRefused(Exception):
 
 
 @dataclass(frozen=True)
-class Claim:
+class CallerClaim:
     """Who calls, about which job, in which attempt."""
 
     job_uid: str
@@ -62,7 +62,7 @@ class Challenge:
 
 
 @dataclass(frozen=True)
-class Proof:
+class CallerProof:
     proof: str
 
 
@@ -93,7 +93,7 @@ def dial(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
         raise type(broken(error))(f"{host} cannot be reached: {error}") from error
     wire = Wire(connection, CONNECT_TIMEOUT)
     try:
-        claim = Claim(identity.job_uid, identity.worker, attempt, secrets.token_hex(16), identity.encrypts())
+        claim = CallerClaim(identity.job_uid, identity.worker, attempt, secrets.token_hex(16), identity.encrypts())
         wire.send(claim)
         challenge = wire.receive(Challenge, LONGEST_STRANGER)
         if not _same(challenge.proof, _proof(identity.token, "server", claim, challenge, wire.far_end)):
@@ -106,7 +106,7 @@ def dial(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
             )
         if claim.encrypted and not challenge.encrypted:
             raise PeerRefused(f"{host} does not encrypt")
-        wire.send(Proof(_proof(identity.token, "client", claim, challenge, wire.far_end)))
+        wire.send(CallerProof(_proof(identity.token, "client", claim, challenge, wire.far_end)))
         out, into = directions(identity.token, _said("keys", claim, challenge, wire.far_end), challenge.encrypted)
         wire.protect(out, into, identity.tagger)
         said = wire.receive(Say, LONGEST_STRANGER)
@@ -122,10 +122,10 @@ def dial(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
 def admit(
     wire: Wire,
     identity: Identity,
-    objection: Callable[[Claim], str],
+    objection: Callable[[CallerClaim], str],
     attempt: Callable[[], int] = lambda: 0,
     newest: Callable[[], int] = lambda: 0,
-) -> Claim:
+) -> CallerClaim:
     """The other end of `dial`. `objection` gives a sentence if a proven caller is refused. It is told the `attempt` that we follow, and
     the `newest` that we know.
 
@@ -133,13 +133,13 @@ def admit(
     """
     wire.patience(CONNECT_TIMEOUT)
     wire.hurry(CONNECT_TIMEOUT)
-    claim = wire.receive(Claim, LONGEST_STRANGER)
+    claim = wire.receive(CallerClaim, LONGEST_STRANGER)
     follows = attempt()  # first: who is another worker from an attempt on is so before it follows that
     encrypted = claim.encrypted or identity.encrypts()
     blank = Challenge(identity.worker, secrets.token_hex(16), "", follows, encrypted)
     proof = _proof(identity.token, "server", claim, blank, wire.near_end)
     wire.send(dataclasses.replace(blank, proof=proof))
-    given = wire.receive(Proof, LONGEST_STRANGER).proof
+    given = wire.receive(CallerProof, LONGEST_STRANGER).proof
     if not _same(given, _proof(identity.token, "client", claim, blank, wire.near_end)):
         raise PeerRefused("the caller does not know this job's token, or meant another address")
     into, out = directions(identity.token, _said("keys", claim, blank, wire.near_end), encrypted)
@@ -153,11 +153,11 @@ def admit(
     return claim
 
 
-def _proof(token: str, role: str, claim: Claim, challenge: Challenge, address: tuple[str, int]) -> str:
+def _proof(token: str, role: str, claim: CallerClaim, challenge: Challenge, address: tuple[str, int]) -> str:
     return hmac.new(token.encode(), _said(role, claim, challenge, address), hashlib.sha256).hexdigest()
 
 
-def _said(role: str, claim: Claim, challenge: Challenge, address: tuple[str, int]) -> bytes:
+def _said(role: str, claim: CallerClaim, challenge: Challenge, address: tuple[str, int]) -> bytes:
     """`address`: IP address and port of the one who is called, as dialled and as bound: between pods nothing rewrites it."""
     return to_json([role, claim, dataclasses.replace(challenge, proof=""), list(address)])
 

@@ -12,7 +12,7 @@ import threading
 
 from tiercheck.protocol.directive import Directive, Peer
 from tiercheck.protocol.report import Break
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.exchange.frames import Ask, PeerSilent, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
 
@@ -35,7 +35,7 @@ def neighbours(directive: Directive) -> frozenset[Peer]:
 class Pulse:
     """`run` keeps a thread per neighbour of the current attempt."""
 
-    def __init__(self, board: Board, identity: Identity, port: int) -> None:
+    def __init__(self, board: SidecarState, identity: Identity, port: int) -> None:
         self._board, self._identity, self._port = board, identity, port
         self._attempt = 0
         self._peers: frozenset[Peer] = frozenset()

@@ -8,7 +8,7 @@ from functools import partial
 
 from tiercheck.failpoints import failpoint
 from tiercheck_sidecar.digest import length_of
-from tiercheck_sidecar.exchange.frames import Ask, Pace, Say, Wire, WireBroken, from_bitmap
+from tiercheck_sidecar.exchange.frames import Ask, BytePace, Say, Wire, WireBroken, from_bitmap
 from tiercheck_sidecar.exchange.line import Line
 from tiercheck_sidecar.exchange.persistence import push_on
 from tiercheck_sidecar.exchange.streams import Deal, run_all, stream_count
@@ -26,7 +26,7 @@ class PushRefused(Exception):
     """The holder will not take it; the message is its sentence."""
 
 
-def push(vault: Vault, seal: Seal, line: Line, pace: Pace | None = None) -> Pushed:
+def push(vault: Vault, seal: Seal, line: Line, pace: BytePace | None = None) -> Pushed:
     """Send `seal`'s artifact. A stream that breaks is taken up again where it stopped. Whatever is raised, `line` is hung up.
 
     Raises NotHeld, OSError, WireBroken, PeerRefused, PushRefused, TooDamaged.
@@ -34,7 +34,7 @@ def push(vault: Vault, seal: Seal, line: Line, pace: Pace | None = None) -> Push
     return push_on(vault, seal, line, lambda file: _push(seal, line, file, pace))
 
 
-def _push(seal: Seal, line: Line, file: int, pace: Pace | None) -> Pushed:
+def _push(seal: Seal, line: Line, file: int, pace: BytePace | None) -> Pushed:
     (wire,) = line.wires(1)
     failpoint("before-push")
     wire.send(Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind, tags=seal.tags))
@@ -68,7 +68,7 @@ class _Sending:
     seal: Seal
     file: int
     deal: Deal
-    pace: Pace | None
+    pace: BytePace | None
 
     def stream(self, wire: Wire) -> None:
         """As many chunks as `wire` gets to carry. Raises WireBroken, PushRefused, TooDamaged."""

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from functools import partial
 
 from tiercheck.strangers import Guest, Strangers, hang_up
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
-from tiercheck_sidecar.exchange.handshake import Claim, Identity, PeerRefused, admit
+from tiercheck_sidecar.exchange.handshake import CallerClaim, Identity, PeerRefused, admit
 from tiercheck_sidecar.exchange.session import Language, Session
 from tiercheck_sidecar.exchange.transfers import Inbox
 from tiercheck_sidecar.listening import incoming
@@ -32,7 +32,7 @@ _SWEEP_SECONDS = 5.0
 class ExchangeServer:
     """`start` raises OSError if the address cannot be used."""
 
-    def __init__(self, board: Board, vault: Vault, identity: Identity, port: int) -> None:
+    def __init__(self, board: SidecarState, vault: Vault, identity: Identity, port: int) -> None:
         self._board, self._vault, self._identity = board, vault, identity
         self._listener = socket.socket(socket.AF_INET6 if ":" in identity.host else socket.AF_INET, socket.SOCK_STREAM)
         self._port = port
@@ -101,14 +101,13 @@ class ExchangeServer:
             with self._lock:
                 self._known[worker] -= 1
 
-    def _objection(self, claim: Claim) -> str:
+    def _objection(self, claim: CallerClaim) -> str:
         if claim.job_uid != self._identity.job_uid:
             return f"this sidecar belongs to job {self._identity.job_uid}"
-        if claim.attempt < self._board.attempt:
-            self._board.count(refused_stale=1)
-            return f"attempt {claim.attempt} is over, the job is at attempt {self._board.attempt}"
-        self._board.learn(claim.attempt)
-        return ""
+        late = self._board.fence.refuse_past(claim.attempt, self._board.directive)
+        if not late:
+            self._board.learn(claim.attempt)
+        return late
 
     def _sweep(self) -> None:
         while not self._board.wait_until(lambda: False, _SWEEP_SECONDS) and not self._board.stopping:

@@ -9,16 +9,26 @@ from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.slot import NotASlot
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.digest import length_of
-from tiercheck_sidecar.exchange.frames import END, IDLE_TIMEOUT, IO_TIMEOUT, Ask, Listed, Say, Wire, WireBroken, bitmap
-from tiercheck_sidecar.exchange.handshake import Claim
+from tiercheck_sidecar.exchange.frames import (
+    END,
+    IDLE_TIMEOUT,
+    IO_TIMEOUT,
+    Ask,
+    ListedArtifact,
+    Say,
+    Wire,
+    WireBroken,
+    bitmap,
+)
+from tiercheck_sidecar.exchange.handshake import CallerClaim
+from tiercheck_sidecar.exchange.offers import refuse_offer
 from tiercheck_sidecar.exchange.transfers import Inbox
 from tiercheck_sidecar.plain_files import open_plain
-from tiercheck_sidecar.tags import is_well_described
 from tiercheck_sidecar.vault import NoFreeSlot, NotHeld, Seal, Vault
 
-Language = Callable[[Wire, Claim], None]
+Language = Callable[[Wire, CallerClaim], None]
 """Serves a proven connection until the caller hangs up. Raises WireBroken, OSError."""
 
 
@@ -27,11 +37,11 @@ class Session:
 
     def __init__(
         self,
-        board: Board,
+        board: SidecarState,
         vault: Vault,
         inbox: Inbox,
         wire: Wire,
-        claim: Claim,
+        claim: CallerClaim,
         *,
         languages: Mapping[str, Language] | None = None,
     ) -> None:
@@ -68,11 +78,16 @@ class Session:
     # A copy is brought
 
     def _offer(self, ask: Ask) -> Say:
-        reason = self._unwanted(ask)
-        if reason:
-            return reason
+        directive, worker = self._board.directive, self._claim.worker
+        named = None if ask.version is None or ask.rank < 0 else ask.artifact
+        unwanted = refuse_offer(self._board.fence, directive, self._claim, named, digests=ask.digests, tags=ask.tags)
+        if unwanted:
+            return Say(*unwanted)
+        assert directive is not None
         assert ask.version is not None
         assert ask.digests is not None
+        if worker not in {peer.worker for peer in directive.hosted}:
+            return Say("refused", f"this worker does not keep copies for worker {worker}")
         seal = Seal(ask.rank, ask.version, ask.world_size, Tier.PEER, ask.digests, ask.kind, tags=ask.tags)
         if self._vault.find(ask.rank, ask.version, Tier.PEER, ask.kind) == seal:
             return Say("have")
@@ -81,23 +96,6 @@ class Session:
         except (NoFreeSlot, OSError) as error:
             return Say("busy", str(error))
         return Say("send", transfer=transfer.name, verified=bitmap(transfer.verified))
-
-    def _unwanted(self, ask: Ask) -> Say | None:
-        directive = self._board.directive
-        if directive is None or directive.attempt < self._claim.attempt:
-            return Say("busy", f"attempt {self._claim.attempt} is not known here yet")
-        if directive.attempt > self._claim.attempt:
-            self._board.count(refused_stale=1)
-            return Say("refused", f"attempt {self._claim.attempt} is over")
-        if ask.version is None or not is_well_described(ask.digests, ask.tags):
-            return Say("refused", "the offer is malformed")
-        if self._claim.worker not in {peer.worker for peer in directive.hosted}:
-            return Say("refused", f"this worker does not keep copies for worker {self._claim.worker}")
-        if ask.rank // directive.procs_per_worker != self._claim.worker:
-            return Say("refused", f"rank {ask.rank} is not of worker {self._claim.worker}")
-        if not directive.history.accepts(ask.version):
-            return Say("refused", f"{ask.version} is not of the accepted history")
-        return None
 
     def _join(self, ask: Ask) -> None:
         transfer = self._inbox.find(ask.transfer, self._claim.worker)
@@ -112,9 +110,9 @@ class Session:
         if not transfer.complete:
             missing = len(transfer.seal.digests.values) - len(transfer.verified)
             return Say("again", f"{missing} chunks are missing", verified=bitmap(transfer.verified))
-        if self._board.attempt != self._claim.attempt:
-            self._board.count(refused_stale=1)
-            return Say("refused", f"attempt {self._claim.attempt} is over")
+        other = self._board.fence.refuse_other(self._claim.attempt, self._board.directive)
+        if other:
+            return Say("refused", other)
         try:
             self._inbox.keep(transfer)
         except (NotASlot, OSError) as error:
@@ -126,7 +124,7 @@ class Session:
 
     def _list(self, rank: int) -> Say:
         seals = [seal for seal in self._vault.held() if seal.rank == rank and seal.share is None]
-        listed = {Listed(Artifact(rank, seal.version, seal.kind), seal.digests.size) for seal in seals}
+        listed = {ListedArtifact(Artifact(rank, seal.version, seal.kind), seal.digests.size) for seal in seals}
         return Say("listed", listed=tuple(sorted(listed, key=lambda each: each.artifact)))
 
     def _read(self, ask: Ask) -> None:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from tiercheck_sidecar.digest import length_of, piece
 from tiercheck_sidecar.exchange.chunks import Chunks
 from tiercheck_sidecar.exchange.frames import END, Wire, WireBroken
-from tiercheck_sidecar.exchange.handshake import Claim
-from tiercheck_sidecar.vault import Draft, NoFreeSlot, Seal, Vault
+from tiercheck_sidecar.exchange.handshake import CallerClaim
+from tiercheck_sidecar.vault import NoFreeSlot, Seal, SlotDraft, Vault
 
 LINGER = 30.0
 """Seconds that an unfinished transfer waits for its sender to come back. It gives way sooner to an artifact that needs its slot."""
@@ -26,7 +26,7 @@ LINGER = 30.0
 class Transfer:
     """One artifact that is arriving, over any number of streams. Thread-safe."""
 
-    def __init__(self, draft: Draft, claim: Claim, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, draft: SlotDraft, claim: CallerClaim, clock: Callable[[], float] = time.monotonic) -> None:
         self.draft, self.claim, self.name = draft, claim, uuid.uuid4().hex
         self.verified: set[int] = set()
         self._clock = clock
@@ -140,7 +140,7 @@ class Inbox:
         self._lock = threading.Lock()
         self._transfers: dict[str, Transfer] = {}
 
-    def open(self, claim: Claim, seal: Seal) -> Transfer:
+    def open(self, claim: CallerClaim, seal: Seal) -> Transfer:
         """Where the artifact goes: a transfer that broke off, or a new one. Raises NoFreeSlot, OSError."""
         for transfer in self._of(claim.worker, lambda each: each.seal.artifact == seal.artifact):
             if (transfer.seal, transfer.claim.attempt) == (seal, claim.attempt):

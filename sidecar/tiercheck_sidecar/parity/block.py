@@ -16,7 +16,7 @@ from tiercheck.protocol.version import Version
 from tiercheck_sidecar.digest import CHUNK, digest_chunk, piece
 from tiercheck_sidecar.parity import coding
 from tiercheck_sidecar.tags import Tags
-from tiercheck_sidecar.vault import Draft, Seal
+from tiercheck_sidecar.vault import Seal, SlotDraft
 
 _STRIPES = 64
 
@@ -28,7 +28,7 @@ class BlockGone(Exception):
 class Block:
     """Thread-safe. Chunks of different members and of different places are folded at the same time."""
 
-    def __init__(self, share: Share, version: Version, kind: Kind, world_size: int, draft: Draft) -> None:
+    def __init__(self, share: Share, version: Version, kind: Kind, world_size: int, draft: SlotDraft) -> None:
         self.share, self.version, self.kind, self.world_size = share, version, kind, world_size
         self._draft = draft
         self._coefficients = dict(zip(share.ranks, coding.row(len(share.ranks), share.index), strict=True))

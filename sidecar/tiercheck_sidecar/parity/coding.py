@@ -53,14 +53,14 @@ def fold(block: memoryview, coefficient: int, piece: memoryview) -> None:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RebuildRecipe:
     """A lost member is the sum of these, each times its weight: `members` by coding order, `blocks` by index."""
 
     members: Mapping[int, int]
     blocks: Mapping[int, int]
 
 
-def recipe(data: int, wanted: int, lost: Collection[int], blocks: Collection[int]) -> Recipe:
+def recipe(data: int, wanted: int, lost: Collection[int], blocks: Collection[int]) -> RebuildRecipe:
     """How to get member `wanted` when all of `lost` (itself among them) are missing and `blocks` are at hand.
 
     Uses the first blocks that suffice, so XOR where it can. Raises NotRecoverable; LibraryMissing.
@@ -80,7 +80,7 @@ def recipe(data: int, wanted: int, lost: Collection[int], blocks: Collection[int
         for member in range(data)
         if member not in lost
     }
-    return Recipe(survivors, weights)
+    return RebuildRecipe(survivors, weights)
 
 
 def _sum_of_products(pairs: Sequence[tuple[int, int]]) -> int:

@@ -13,16 +13,16 @@ from tiercheck.protocol.directive import Directive, ParityGroup, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.sizing import roomy
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.digest import CHUNK
-from tiercheck_sidecar.exchange.handshake import Claim
+from tiercheck_sidecar.exchange.handshake import CallerClaim
+from tiercheck_sidecar.exchange.offers import refuse_offer
 from tiercheck_sidecar.parity import isal
 from tiercheck_sidecar.parity.block import Block, BlockGone
 from tiercheck_sidecar.parity.groups import shares
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.parity.overtaken import overtaken
 from tiercheck_sidecar.parity.scratch import Scratch
-from tiercheck_sidecar.tags import is_well_described
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, Vault
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _OPENING = 10.0
 class ParityHolder:
     """Thread-safe. `run` gives up what can no longer become complete, or need not."""
 
-    def __init__(self, board: Board, vault: Vault) -> None:
+    def __init__(self, board: SidecarState, vault: Vault) -> None:
         self._board, self._vault = board, vault
         self.scratch = Scratch()
         self._lock = threading.Lock()
@@ -51,15 +51,17 @@ class ParityHolder:
             seen = self._board.wait(seen, timeout=5.0)
             self.prune()
 
-    def offer(self, claim: Claim, ask: ParityAsk) -> ParitySay:
+    def offer(self, claim: CallerClaim, ask: ParityAsk) -> ParitySay:
         """A member wants its artifact to be protected."""
-        refusal = self._unwanted(claim, ask)
-        if refusal:
-            return refusal
         directive, artifact, digests = self._board.directive, ask.artifact, ask.digests
+        unwanted = refuse_offer(self._board.fence, directive, claim, artifact, digests=digests, tags=ask.tags)
+        if unwanted:
+            return ParitySay(*unwanted)
         assert directive is not None
         assert artifact is not None
         assert digests is not None
+        if digests.chunk != CHUNK:
+            return ParitySay("refused", "the offer is malformed")
         share = self._share(directive, claim.worker, artifact.rank)
         if share is None:
             return ParitySay("refused", f"this worker keeps no parity for worker {claim.worker}")
@@ -84,7 +86,7 @@ class ParityHolder:
         self.settle(block)
         return ParitySay("in")
 
-    def block_for(self, claim: Claim, artifact: Artifact) -> Block | None:
+    def block_for(self, claim: CallerClaim, artifact: Artifact) -> Block | None:
         """The block that an offered artifact of the caller's is folded into."""
         directive = self._board.directive
         if directive is None or artifact.rank // directive.procs_per_worker != claim.worker:
@@ -104,7 +106,7 @@ class ParityHolder:
             self._blocks = {key: each for key, each in self._blocks.items() if each is not block}
         self._board.bump()
 
-    def status(self, claim: Claim) -> ParitySay:
+    def status(self, claim: CallerClaim) -> ParitySay:
         """What of the caller's artifacts is here."""
         directive = self._board.directive
         if directive is None or directive.attempt != claim.attempt:
@@ -185,22 +187,6 @@ class ParityHolder:
         if block is not None:
             block.discard()
             self._board.bump()
-
-    def _unwanted(self, claim: Claim, ask: ParityAsk) -> ParitySay | None:
-        directive = self._board.directive
-        if directive is None or directive.attempt < claim.attempt:
-            return ParitySay("busy", f"attempt {claim.attempt} is not known here yet")
-        if directive.attempt > claim.attempt:
-            self._board.count(refused_stale=1)
-            return ParitySay("refused", f"attempt {claim.attempt} is over")
-        described = ask.digests is not None and is_well_described(ask.digests, ask.tags)
-        if ask.artifact is None or ask.digests is None or not described or ask.digests.chunk != CHUNK:
-            return ParitySay("refused", "the offer is malformed")
-        if ask.artifact.rank // directive.procs_per_worker != claim.worker:
-            return ParitySay("refused", f"rank {ask.artifact.rank} is not of worker {claim.worker}")
-        if not directive.history.accepts(ask.artifact.version):
-            return ParitySay("refused", f"{ask.artifact.version} is not of the accepted history")
-        return None
 
     def _share(self, directive: Directive, worker: int, rank: int) -> Share | None:
         """Which block the artifacts of a member's rank are folded into here."""

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.report import RestoreState
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.exchange.agenda import due, first_of_each_rank
 from tiercheck_sidecar.exchange.backoff import Backoff
-from tiercheck_sidecar.exchange.frames import Pace, Wire, WireBroken
+from tiercheck_sidecar.exchange.frames import BytePace, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.line import Line
 from tiercheck_sidecar.exchange.streams import TooDamaged
@@ -42,7 +42,7 @@ class Link:
 
     def __init__(
         self,
-        board: Board,
+        board: SidecarState,
         vault: Vault,
         holder: Peer,
         attempt: int,
@@ -146,7 +146,7 @@ class Link:
                 else:
                     seen = self._board.wait(seen, timeout=1.0)
 
-    def _bring(self, seal: Seal, line: Line, pace: Pace, waits: Backoff[int | None]) -> None:
+    def _bring(self, seal: Seal, line: Line, pace: BytePace, waits: Backoff[int | None]) -> None:
         """One artifact, and what follows from what became of it: a rank, or the whole lane, may have to wait."""
         now, artifact = time.monotonic, seal.artifact
         try:

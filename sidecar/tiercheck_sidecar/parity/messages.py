@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tiercheck.protocol.artifact import Artifact, Share
 from tiercheck.protocol.manifest import Digests
-from tiercheck_sidecar.exchange.frames import Listed
+from tiercheck_sidecar.exchange.frames import ListedArtifact
 from tiercheck_sidecar.tags import Tags
 
 
@@ -46,5 +46,5 @@ class ParitySay:
     digests: Digests | None = None
     members: tuple[Digests, ...] = ()
     """Of each member's artifact, in coding order."""
-    listed: tuple[Listed, ...] = ()
+    listed: tuple[ListedArtifact, ...] = ()
     """With "listed": each member's artifacts that the blocks are made of."""

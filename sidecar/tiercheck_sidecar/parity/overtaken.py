@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.version import History, Version
-from tiercheck_sidecar.watermark import Verdict
+from tiercheck_sidecar.watermark import TierVerdict
 
 
-def overtaken(version: Version, kind: Kind, history: History, verdict: Verdict | None) -> bool:
+def overtaken(version: Version, kind: Kind, history: History, verdict: TierVerdict | None) -> bool:
     """Whether an incomplete block of `version` can be given up in attempt `history.attempt`.
 
     One snapshot is copied at a time, so one older than the named one will get no more chunks. The named one is wanted even when

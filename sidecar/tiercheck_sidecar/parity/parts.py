@@ -24,7 +24,7 @@ class PartMissing(Exception):
 
 
 @dataclass(frozen=True)
-class Part:
+class RebuildPart:
     """Where one part lies. `artifact` is a member's, or names the version and kind of the block `share`."""
 
     peer: Peer
@@ -35,7 +35,7 @@ class Part:
         what = str(self.artifact) if self.share is None else f"parity block {self.share.index}"
         return f"{what} at worker {self.peer.worker}"
 
-    def ask(self, wire: Wire) -> Found:
+    def ask(self, wire: Wire) -> DescribedPart:
         """Begin to read it on `wire`; then chunks can be asked for by index. Raises PartMissing, WireBroken."""
         said: Say | ParitySay
         if self.share is None:
@@ -49,9 +49,9 @@ class Part:
             raise PartMissing(f"{self}: {said.message or 'it is not there'}")
         if not is_well_formed(digests) or digests.chunk != CHUNK:
             raise PartMissing(f"{self}: it has senseless digests")
-        return Found(digests, said.world_size, said.members if isinstance(said, ParitySay) else ())
+        return DescribedPart(digests, said.world_size, said.members if isinstance(said, ParitySay) else ())
 
-    def find(self, dial: Dial) -> Found:
+    def find(self, dial: Dial) -> DescribedPart:
         """Raises PartMissing, also if its worker cannot be reached."""
         try:
             with contextlib.closing(dial(self.peer)) as wire:
@@ -75,7 +75,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Found:
+class DescribedPart:
     """What a worker says about its part. `members`: of a block, the digests of each member's artifact."""
 
     digests: Digests
@@ -88,7 +88,7 @@ class Found:
 
 
 @contextlib.contextmanager
-def opened(part: Part, dial: Dial, expected: Digests) -> Iterator[Wire]:
+def opened(part: RebuildPart, dial: Dial, expected: Digests) -> Iterator[Wire]:
     """A connection on which chunks can be asked for. Raises PartMissing, WireBroken, PeerRefused."""
     with contextlib.closing(dial(part.peer)) as wire:
         if part.ask(wire).digests != expected:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from tiercheck_sidecar.digest import length_of
-from tiercheck_sidecar.exchange.frames import Ask, Pace, Wire, WireBroken
+from tiercheck_sidecar.exchange.frames import Ask, BytePace, Wire, WireBroken
 from tiercheck_sidecar.exchange.line import Line
 from tiercheck_sidecar.exchange.persistence import push_on
 from tiercheck_sidecar.exchange.streams import Deal, TooDamaged, run_all, stream_count
@@ -22,7 +22,7 @@ def converse(wire: Wire) -> Wire:
     return wire
 
 
-def push(vault: Vault, seal: Seal, line: Line, pace: Pace | None = None) -> ParitySay:
+def push(vault: Vault, seal: Seal, line: Line, pace: BytePace | None = None) -> ParitySay:
     """Offer an own artifact on `line` (whose connections talk parity) and send what is missing. Returns the holder's last
     word: "in", "have", "late", "busy" or "refused". Raises NotHeld, OSError, WireBroken, PeerRefused, TooDamaged; then `line`
     is hung up.
@@ -30,7 +30,7 @@ def push(vault: Vault, seal: Seal, line: Line, pace: Pace | None = None) -> Pari
     return push_on(vault, seal, line, lambda file: _push(seal, line, file, pace))
 
 
-def _push(seal: Seal, line: Line, file: int, pace: Pace | None) -> ParitySay:
+def _push(seal: Seal, line: Line, file: int, pace: BytePace | None) -> ParitySay:
     artifact, digests = seal.artifact, seal.digests
 
     def stream(wire: Wire, deal: Deal, left: list[int], bare: bool) -> None:

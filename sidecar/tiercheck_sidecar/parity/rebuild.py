@@ -19,7 +19,7 @@ from tiercheck.protocol.report import Quarantined
 from tiercheck_sidecar.exchange.streams import STREAMS
 from tiercheck_sidecar.parity import coding, isal
 from tiercheck_sidecar.parity.groups import coded_with
-from tiercheck_sidecar.parity.parts import Dial, Found, Part, PartMissing
+from tiercheck_sidecar.parity.parts import DescribedPart, Dial, PartMissing, RebuildPart
 from tiercheck_sidecar.parity.unfold import PartFailed, Unfolding
 from tiercheck_sidecar.plain_files import open_plain
 from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
@@ -73,18 +73,18 @@ class Rebuild:
         self._me = ranks.index(artifact.rank)
         self._data = len(ranks)
         self._members = {
-            position: Part(peer, Artifact(rank, artifact.version, artifact.kind))
+            position: RebuildPart(peer, Artifact(rank, artifact.version, artifact.kind))
             for position, (peer, rank) in enumerate(zip(group.members, ranks, strict=True))
             if position != self._me and peer.host
         }
         self._blocks = {
-            index: Part(peer, artifact, Share(index, tuple(ranks)))
+            index: RebuildPart(peer, artifact, Share(index, tuple(ranks)))
             for index, peer in enumerate(group.holders)
             if peer.host
         }
-        self._found: dict[Part, Found] = {}
+        self._found: dict[RebuildPart, DescribedPart] = {}
         self._failures: list[str] = []
-        self._strikes: Counter[Part] = Counter()
+        self._strikes: Counter[RebuildPart] = Counter()
         self._corrupt = False
         block = self._search()
         self.digests, self.world_size = block.members[self._me], block.world_size
@@ -99,7 +99,7 @@ class Rebuild:
             except PartFailed as failed:
                 self._give_up(failed)
 
-    def _search(self) -> Found:
+    def _search(self) -> DescribedPart:
         """Ask everybody at once what they have. Returns what the blocks say. Raises SourceFailed."""
         parts = (*self._blocks.values(), *self._members.values())
         with ThreadPoolExecutor(max(1, len(parts)), thread_name_prefix="rebuild") as pool:
@@ -118,14 +118,14 @@ class Rebuild:
                 self._drop(part, "it was made from other bytes")
         return truth
 
-    def _ask(self, part: Part) -> Found | None:
+    def _ask(self, part: RebuildPart) -> DescribedPart | None:
         try:
             return part.find(self._dial)
         except PartMissing as error:
             self._failures.append(str(error))
             return None
 
-    def _recipe(self) -> dict[Part, tuple[int, Found]]:
+    def _recipe(self) -> dict[RebuildPart, tuple[int, DescribedPart]]:
         """Which parts to read now, with their weights. Raises SourceFailed."""
         lost = set(range(self._data)) - {place for place, part in self._members.items() if part in self._found}
         left = [index for index, part in self._blocks.items() if part in self._found]
@@ -153,7 +153,7 @@ class Rebuild:
         if self._strikes[part] >= _STRIKES:
             self._drop(part, str(failed))
 
-    def _drop(self, part: Part, reason: str) -> None:
+    def _drop(self, part: RebuildPart, reason: str) -> None:
         log.warning("rebuild of %s goes on without %s: %s", self._artifact, part, reason)
         self._failures.append(f"{part}: {reason}")
         self._found.pop(part, None)

@@ -6,7 +6,7 @@ import threading
 
 from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import Identity, dial
 from tiercheck_sidecar.pacing import TokenBucket
@@ -18,7 +18,7 @@ class ParitySender:
     """Thread-safe. `run` keeps the links of the current attempt."""
 
     def __init__(
-        self, board: Board, vault: Vault, identity: Identity, port: int, bucket: TokenBucket | None = None
+        self, board: SidecarState, vault: Vault, identity: Identity, port: int, bucket: TokenBucket | None = None
     ) -> None:
         """`bucket`: what is sent to holders of copies takes from it too."""
         self._board, self._vault, self._identity, self._port = board, vault, identity, port

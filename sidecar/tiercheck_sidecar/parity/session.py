@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.report import Quarantined
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.exchange.chunks import Chunks
-from tiercheck_sidecar.exchange.frames import END, IDLE_TIMEOUT, IO_TIMEOUT, Listed, Wire, WireBroken
-from tiercheck_sidecar.exchange.handshake import Claim
+from tiercheck_sidecar.exchange.frames import END, IDLE_TIMEOUT, IO_TIMEOUT, ListedArtifact, Wire, WireBroken
+from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.parity.block import BlockGone
 from tiercheck_sidecar.parity.holder import ParityHolder
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
@@ -22,7 +22,7 @@ _STATUS_EVERY = 5.0
 """Seconds after which an unchanged status is said again, so that both ends know that the other lives."""
 
 
-def serving(board: Board, vault: Vault, holder: ParityHolder) -> Callable[[Wire, Claim], None]:
+def serving(board: SidecarState, vault: Vault, holder: ParityHolder) -> Callable[[Wire, CallerClaim], None]:
     """For the exchange server: what to do with a connection that was turned to parity."""
     return lambda wire, claim: ParitySession(board, vault, holder, wire, claim).serve()
 
@@ -30,7 +30,7 @@ def serving(board: Board, vault: Vault, holder: ParityHolder) -> Callable[[Wire,
 class ParitySession:
     """`serve` ends when the caller hangs up, or this sidecar ends. Raises WireBroken."""
 
-    def __init__(self, board: Board, vault: Vault, holder: ParityHolder, wire: Wire, claim: Claim) -> None:
+    def __init__(self, board: SidecarState, vault: Vault, holder: ParityHolder, wire: Wire, claim: CallerClaim) -> None:
         self._board, self._vault, self._holder = board, vault, holder
         self._wire, self._claim = wire, claim
         self._said: ParitySay | None = None
@@ -84,9 +84,9 @@ class ParitySession:
 
     def _must_be_current(self) -> None:
         """Raises WireBroken."""
-        if self._board.attempt != self._claim.attempt:
-            self._board.count(refused_stale=1)
-            raise WireBroken(f"attempt {self._claim.attempt} is over")
+        other = self._board.fence.refuse_other(self._claim.attempt, self._board.directive)
+        if other:
+            raise WireBroken(other)
 
     def _status(self) -> ParitySay:
         """Level-based: whatever was missed is in the next answer."""
@@ -123,7 +123,7 @@ class ParitySession:
         return ParitySay(
             "listed",
             listed=tuple(
-                Listed(Artifact(rank, seal.version, seal.kind), digests.size)
+                ListedArtifact(Artifact(rank, seal.version, seal.kind), digests.size)
                 for seal in blocks
                 for rank, digests in zip(seal.share.ranks if seal.share else (), seal.members, strict=True)
             ),

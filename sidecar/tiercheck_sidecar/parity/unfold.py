@@ -18,7 +18,7 @@ from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.streams import run_all
 from tiercheck_sidecar.exchange.transfers import write_all
 from tiercheck_sidecar.parity import coding
-from tiercheck_sidecar.parity.parts import Dial, Found, Part, PartMissing, opened
+from tiercheck_sidecar.parity.parts import DescribedPart, Dial, PartMissing, RebuildPart, opened
 
 FRAGMENT = 512 * 1024
 """Bytes of each part that are added up at a time: of a few parts, they fit into a core's cache."""
@@ -26,14 +26,14 @@ _AHEAD = 2
 """Chunks asked for before the previous one has arrived, so that no line is ever idle."""
 _CHUNKS_PER_STREAM = 2
 
-Parts = Mapping[Part, tuple[int, Found]]
+Parts = Mapping[RebuildPart, tuple[int, DescribedPart]]
 """What is read, with its weight."""
 
 
 class PartFailed(Exception):
     """A part could not be read, or gave bytes that do not match its digests (`corrupt`), or has digests of wrong bytes (`certain`)."""
 
-    def __init__(self, part: Part, reason: str, *, corrupt: bool = False, certain: bool = False) -> None:
+    def __init__(self, part: RebuildPart, reason: str, *, corrupt: bool = False, certain: bool = False) -> None:
         super().__init__(reason)
         self.part, self.corrupt, self.certain = part, corrupt, certain
 
@@ -62,7 +62,7 @@ class Unfolding:
         """`extra`: without it, the rebuild is only slower."""
         try:
             with contextlib.ExitStack() as stack:
-                wires: dict[Part, Wire] = {}
+                wires: dict[RebuildPart, Wire] = {}
                 try:
                     for part, (_, found) in parts.items():
                         with _blaming(part):
@@ -76,7 +76,7 @@ class Unfolding:
             self._stopped = True
             raise
 
-    def _chunks(self, parts: Parts, wires: Mapping[Part, Wire]) -> None:
+    def _chunks(self, parts: Parts, wires: Mapping[RebuildPart, Wire]) -> None:
         buffers = [memoryview(bytearray(FRAGMENT)) for _ in parts]
         chunk = memoryview(bytearray(length_of(self._digests, 0)))
         adder = coding.Adder(chunk, [weight for weight, _ in parts.values()], buffers)
@@ -104,7 +104,7 @@ class Unfolding:
         with self._lock:
             return None if self._stopped or not self._waiting else self._waiting.popleft()
 
-    def _ask(self, index: int, parts: Parts, wires: Mapping[Part, Wire]) -> None:
+    def _ask(self, index: int, parts: Parts, wires: Mapping[RebuildPart, Wire]) -> None:
         for part, (_, found) in parts.items():
             if found.length(index):
                 with _blaming(part):
@@ -138,7 +138,7 @@ class Unfolding:
 class _Inflow:
     """One chunk of one part, as it streams in."""
 
-    part: Part
+    part: RebuildPart
     wire: Wire
     length: int
     buffer: memoryview
@@ -170,7 +170,7 @@ def _receive(index: int, inflows: list[_Inflow], adder: coding.Adder, size: int)
 
 
 @contextlib.contextmanager
-def _blaming(part: Part) -> Iterator[None]:
+def _blaming(part: RebuildPart) -> Iterator[None]:
     """Whatever goes wrong is this part's. Raises PartFailed."""
     try:
         yield

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from tiercheck.protocol.directive import Directive, Phase, Tier
 from tiercheck.protocol.report import Proof, RestoreState
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.rehearsal.ledger import Ledger
 from tiercheck_sidecar.rehearsal.pace import Look, due_in, rest
 from tiercheck_sidecar.rehearsal.routes import routes
@@ -37,11 +37,11 @@ Wait = Callable[[Callable[[], bool], float], bool]
 
 
 class Rehearser:
-    """One thread. `wait` as `Board.wait_until`."""
+    """One thread. `wait` as `SidecarState.wait_until`."""
 
     def __init__(
         self,
-        board: Board,
+        board: SidecarState,
         vault: Vault,
         reach: RestoreSources,
         *,
@@ -132,15 +132,15 @@ class Rehearser:
     def _publish(self, ledger: Ledger) -> None:
         self._ledger = ledger
         with self._board.lock:
-            self._board.proofs = ledger.shown(self._vault.ranks)
+            self._board.show(ledger.shown(self._vault.ranks))
         self._board.problem(REHEARSAL_FAILED, ledger.complaint())
         self._board.bump()
 
 
 class _Ground:
-    """`walk.Ground` by the board and the vault."""
+    """`walk.RehearsalGround` by the state and the vault."""
 
-    def __init__(self, board: Board, vault: Vault, directive: Directive, tier: Tier, wait: Wait) -> None:
+    def __init__(self, board: SidecarState, vault: Vault, directive: Directive, tier: Tier, wait: Wait) -> None:
         self._board, self._vault, self._directive, self._tier, self._wait = board, vault, directive, tier, wait
 
     def newest(self) -> Version:

@@ -22,7 +22,7 @@ from tiercheck_sidecar.exchange.sources import Dial, NotOffered, Opening, Sensel
 from tiercheck_sidecar.lending import receive_chunks
 from tiercheck_sidecar.parity.groups import coded_with
 from tiercheck_sidecar.parity.rebuild import Rebuild
-from tiercheck_sidecar.restore_plan import OutOfReach, Plan, plan
+from tiercheck_sidecar.restore_plan import OutOfReach, RestorePlan, plan
 from tiercheck_sidecar.restore_sources import RestoreSources, name_of
 from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.stock import own_artifacts
@@ -262,7 +262,7 @@ def routes(tier: Tier, directive: Directive, vault: Vault, reach: RestoreSources
     return found
 
 
-def _artifacts(found: Plan | OutOfReach, rank: int) -> tuple[Artifact, ...]:
+def _artifacts(found: RestorePlan | OutOfReach, rank: int) -> tuple[Artifact, ...]:
     if isinstance(found, OutOfReach):
         raise Gone(str(found))
     return found.artifacts(rank)

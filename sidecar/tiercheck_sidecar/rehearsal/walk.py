@@ -36,7 +36,7 @@ class Disproved(Exception):
     """It would not come back; the message is a sentence."""
 
 
-class Ground(Protocol):
+class RehearsalGround(Protocol):
     """What goes on around."""
 
     def newest(self) -> Version:
@@ -66,7 +66,7 @@ class Walked:
 class Walk:
     """Used once."""
 
-    def __init__(self, route: Route, rank: int, history: History, ground: Ground) -> None:
+    def __init__(self, route: Route, rank: int, history: History, ground: RehearsalGround) -> None:
         self._route, self._rank, self._history, self._ground = route, rank, history, ground
         self._done = self._bytes = self._parts = 0
         self._at: Artifact | None = None

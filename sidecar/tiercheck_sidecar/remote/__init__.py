@@ -20,15 +20,13 @@ from tiercheck_sidecar.remote.errors import (
     RemoteOwned,
 )
 from tiercheck_sidecar.remote.objects import Objects
-from tiercheck_sidecar.remote.ownership import Claimant, Owner
-from tiercheck_sidecar.remote.preflight import Finding, examine
+from tiercheck_sidecar.remote.ownership import Claimant, StoreOwner
+from tiercheck_sidecar.remote.preflight import StoreFinding, examine
 from tiercheck_sidecar.remote.seeding import put_alone
 from tiercheck_sidecar.remote.store import RemoteStore
 
 __all__ = [
     "Claimant",
-    "Finding",
-    "Owner",
     "Reason",
     "RemoteClosed",
     "RemoteConfigError",
@@ -37,6 +35,8 @@ __all__ = [
     "RemoteMissing",
     "RemoteOwned",
     "RemoteStore",
+    "StoreFinding",
+    "StoreOwner",
     "examine_place",
     "open_store",
     "put_alone",
@@ -58,7 +58,7 @@ def open_store(remote_json: str, job: str, claimant: Claimant | None = None) -> 
     return RemoteStore(_objects(settings, folder), job, claimant)
 
 
-def examine_place(remote_json: str) -> Iterator[Finding]:
+def examine_place(remote_json: str) -> Iterator[StoreFinding]:
     """Try out a place that no job uses yet, in a folder of its own. Raises RemoteConfigError."""
     settings = parse(remote_json)
     objects = _objects(

@@ -25,7 +25,7 @@ _TRIES = 5
 
 
 @dataclass(frozen=True)
-class Owner:
+class StoreOwner:
     """A job that owns its folder, as written there."""
 
     cluster: str
@@ -47,18 +47,18 @@ class Claimant:
     """A job that wants to write."""
 
     cluster: str
-    """As in `Owner`."""
+    """As in `StoreOwner`."""
     job_uid: str
     take_over_from: str = ""
     """UID of the job whose folder it may take, once, wherever that job is."""
 
 
-def owns(owner: Owner | None, claimant: Claimant) -> bool:
+def owns(owner: StoreOwner | None, claimant: Claimant) -> bool:
     """Whether the folder is the claimant's."""
     return owner is not None and owner.job_uid == claimant.job_uid and claimant.cluster in ("", owner.cluster)
 
 
-def may_claim(owner: Owner | None, claimant: Claimant) -> bool:
+def may_claim(owner: StoreOwner | None, claimant: Claimant) -> bool:
     """Whether the claimant may become the next owner without asking anybody."""
     if owner is None or (owner.job_uid == claimant.job_uid and not owner.cluster):
         return True  # whom a person named may lack the cluster; then the job writes it down
@@ -70,7 +70,7 @@ def may_claim(owner: Owner | None, claimant: Claimant) -> bool:
     return bool(claimant.take_over_from) and owner.job_uid == claimant.take_over_from
 
 
-def refusal(owner: Owner, claimant: Claimant, location: str) -> str:
+def refusal(owner: StoreOwner, claimant: Claimant, location: str) -> str:
     """What to say to a claimant that may not write: who owns the folder and what to do."""
     lost = claimant.job_uid in owner.former
     return (
@@ -93,9 +93,9 @@ class Ownership:
 
     def __init__(self, objects: Objects, claimant: Claimant | None) -> None:
         self._objects, self._claimant = objects, claimant
-        self._known: tuple[int, Owner] | None = None
+        self._known: tuple[int, StoreOwner] | None = None
 
-    def owner(self) -> Owner | None:
+    def owner(self) -> StoreOwner | None:
         """Whose the folder is; None: nobody's yet."""
         return self._read(self._number())
 
@@ -113,11 +113,11 @@ class Ownership:
             number = self._number()
             owner = self._read(number)
             self._judge(owner, claimant)
-            if owns(owner, claimant) or self._succeed(number, owner, Owner(claimant.cluster, claimant.job_uid)):
+            if owns(owner, claimant) or self._succeed(number, owner, StoreOwner(claimant.cluster, claimant.job_uid)):
                 return
         raise RemoteError(Reason.OWNED, f"{self._objects.location} changes hands all the time.", retriable=True)
 
-    def give_to(self, job_uid: str, cluster: str = "") -> Owner | None:
+    def give_to(self, job_uid: str, cluster: str = "") -> StoreOwner | None:
         """Make the folder a job's, whoever had it: a person's word. Returns who had it."""
         while True:
             number, owner = self._number(), None
@@ -125,14 +125,14 @@ class Ownership:
                 owner = self._read(number)
             if owner is not None and owner.job_uid == job_uid and cluster in ("", owner.cluster):
                 return owner
-            if self._succeed(number, owner, Owner(cluster, job_uid)):
+            if self._succeed(number, owner, StoreOwner(cluster, job_uid)):
                 return owner
 
-    def _judge(self, owner: Owner | None, claimant: Claimant) -> None:
+    def _judge(self, owner: StoreOwner | None, claimant: Claimant) -> None:
         if owner is not None and not owns(owner, claimant) and not may_claim(owner, claimant):
             raise RemoteOwned(refusal(owner, claimant, self._objects.location))
 
-    def _succeed(self, number: int, before: Owner | None, owner: Owner) -> bool:
+    def _succeed(self, number: int, before: StoreOwner | None, owner: StoreOwner) -> bool:
         former = (
             () if before is None else tuple(each for each in (*before.former, before.job_uid) if each != owner.job_uid)
         )
@@ -146,7 +146,7 @@ class Ownership:
     def _number(self) -> int:
         return max((keys.owner_number(stored.key) for stored in self._objects.list(keys.OWNERS)), default=0)
 
-    def _read(self, number: int) -> Owner | None:
+    def _read(self, number: int) -> StoreOwner | None:
         if number == 0:
             return None
         known = self._known
@@ -158,7 +158,7 @@ class Ownership:
         if body is None:
             raise RemoteError(Reason.OWNED, f"{place} went while it was being read.", retriable=True)
         try:
-            owner = from_json(body, Owner)
+            owner = from_json(body, StoreOwner)
         except Malformed as error:
             raise RemoteCorrupt(f"{place}, which says whose the folder is, cannot be read: {error}.") from error
         self._known = number, owner

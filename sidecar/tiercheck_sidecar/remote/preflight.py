@@ -26,7 +26,7 @@ MOST_SKEW = 60.0
 
 
 @dataclass(frozen=True)
-class Finding:
+class StoreFinding:
     """One promise of a durable place, and whether it keeps it."""
 
     name: str
@@ -45,7 +45,7 @@ class Broken(Exception):
     """A promise is not kept; the message says what was seen and what to do."""
 
 
-def examine(objects: Objects) -> Iterator[Finding]:
+def examine(objects: Objects) -> Iterator[StoreFinding]:
     """One finding after the other; only the first, if the place cannot be used at all."""
     folder = f"{keys.CHECK}{uuid.uuid4().hex}/"
     try:
@@ -59,13 +59,13 @@ def examine(objects: Objects) -> Iterator[Finding]:
             objects.delete([stored.key for stored in objects.list(folder)])
 
 
-def _tried(name: str, check: Check, objects: Objects, folder: str) -> Finding:
+def _tried(name: str, check: Check, objects: Objects, folder: str) -> StoreFinding:
     try:
-        return Finding(name, True, check(objects, folder))
+        return StoreFinding(name, True, check(objects, folder))
     except Broken as broken:
-        return Finding(name, False, str(broken))
+        return StoreFinding(name, False, str(broken))
     except RemoteError as error:
-        return Finding(name, False, str(error), passing=error.retriable)
+        return StoreFinding(name, False, str(error), passing=error.retriable)
 
 
 def _access(objects: Objects, folder: str) -> str:

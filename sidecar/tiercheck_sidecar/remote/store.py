@@ -25,8 +25,8 @@ from tiercheck_sidecar.plain_files import open_plain
 from tiercheck_sidecar.remote import keys, retention
 from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteCorrupt, RemoteError, RemoteMissing
 from tiercheck_sidecar.remote.objects import Objects
-from tiercheck_sidecar.remote.ownership import Claimant, Owner, Ownership
-from tiercheck_sidecar.remote.preflight import Finding, examine
+from tiercheck_sidecar.remote.ownership import Claimant, Ownership, StoreOwner
+from tiercheck_sidecar.remote.preflight import StoreFinding, examine
 from tiercheck_sidecar.remote.verify import (
     Arriving,
     check_chunks,
@@ -75,15 +75,15 @@ class RemoteStore:
         """What the place was found not to do as promised: a sentence. Known after `check`."""
         return self._objects.weakness
 
-    def owner(self) -> Owner | None:
+    def owner(self) -> StoreOwner | None:
         """Whose the job's folder is; None: nobody has written there, or releases that did not say."""
         return self._ownership.owner()
 
-    def give_to(self, job_uid: str, cluster: str = "") -> Owner | None:
+    def give_to(self, job_uid: str, cluster: str = "") -> StoreOwner | None:
         """Make the folder a job's, whoever had it: a person's word. Returns who had it."""
         return self._ownership.give_to(job_uid, cluster)
 
-    def examine(self) -> Iterator[Finding]:
+    def examine(self) -> Iterator[StoreFinding]:
         """Try out all that the remote tier relies on, one thing after the other. Raises nothing."""
         return examine(self._objects)
 

@@ -22,7 +22,7 @@ Key = TypeVar("Key", int, Share)
 
 
 class Demand:
-    """Not thread-safe: the vault's lock guards it."""
+    """Not thread-safe: the table of slots has it."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

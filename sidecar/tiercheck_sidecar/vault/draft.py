@@ -12,7 +12,7 @@ from tiercheck_sidecar.vault.seal import Seal
 from tiercheck_sidecar.vault.slots import Slot, blank
 
 
-class Draft:
+class SlotDraft:
     """`view` is the artifact's bytes, to be written chunk by verified chunk; all zero at first for a parity block."""
 
     def __init__(

@@ -51,7 +51,7 @@ class SlotState(Enum):
 
 @dataclass(eq=False)
 class Slot:
-    """Guarded by the vault's lock, except for the bytes themselves."""
+    """The table of slots changes it, under the vault's lock, except for the bytes themselves."""
 
     path: Path
     size: int

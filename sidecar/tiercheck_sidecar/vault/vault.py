@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import threading
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -22,20 +20,24 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.slot import NotASlot, SlotHeader, read_header
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.tags import Tagger, digest_and_tag
-from tiercheck_sidecar.vault.demand import Demand
-from tiercheck_sidecar.vault.draft import Draft
-from tiercheck_sidecar.vault.errors import MemoryTooSmall, NoDeltas, NoFreeSlot, NotHeld
-from tiercheck_sidecar.vault.inventory import SLOT_SUFFIX, fault, take_inventory
+from tiercheck_sidecar.vault.draft import SlotDraft
+from tiercheck_sidecar.vault.errors import MemoryTooSmall, NoFreeSlot
+from tiercheck_sidecar.vault.guarded import Guarded
+from tiercheck_sidecar.vault.inventory import fault, take_inventory
 from tiercheck_sidecar.vault.numa import near
 from tiercheck_sidecar.vault.refusals import deltas_refused, saving_refused
 from tiercheck_sidecar.vault.seal import Seal, write_seal
-from tiercheck_sidecar.vault.slots import Pool, Slot, SlotState, create, remove, tear
+from tiercheck_sidecar.vault.slot_table import SlotTable, remove_files
+from tiercheck_sidecar.vault.slots import Slot, SlotState, create
 
 log = logging.getLogger(__name__)
 
 
 class Vault:
-    """Thread-safe. No method waits for the network; only allocation and sealing touch many bytes, outside the lock."""
+    """Thread-safe. No method waits for the network; only allocation and sealing touch many bytes, outside the lock.
+
+    The table of slots is to be had under the lock only: what needs the lock is a method of it.
+    """
 
     def __init__(
         self,
@@ -44,19 +46,17 @@ class Vault:
         ranks: Sequence[int],
         on_change: Callable[[], None] = lambda: None,
         tagger: Callable[[Artifact], Tagger | None] = lambda _: None,
+        *,
+        instance: str = "",
     ) -> None:
-        """`tagger`: makes the tags of an own artifact that is sealed now; None if they are not worth it."""
+        """`tagger`: makes the tags of an own artifact that is sealed now; None if they are not worth it. `instance`: tells this
+        vault's files from those of an earlier one in this place."""
         self.limit = limit
         self.ranks = tuple(ranks)
         """The worker's own; none while this is a spare. See `identify`."""
         self._directory = directory
         self._on_change, self._tagger = on_change, tagger
-        self._lock = threading.RLock()
-        self._slots: dict[Path, Slot] = {}
-        self._demand = Demand(limit)
-        self._nodes: dict[int, int] = {}
-        """NUMA nodes of own ranks' devices."""
-        self._instance, self._serial = uuid.uuid4().hex[:6], 0
+        self._table = Guarded(SlotTable(directory, limit, instance or uuid.uuid4().hex[:6]))
 
     def open(self) -> None:
         """Take inventory of what an earlier process left. Raises OSError if the volume cannot be used."""
@@ -64,48 +64,39 @@ class Vault:
         self._directory.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(PermissionError):  # the volume's root may belong to the kubelet
             self._directory.chmod(0o777)
-        for slot in take_inventory(self._directory):
-            self._slots[slot.path] = slot
-            self._demand.found(slot.pool, slot.size)
+        found = take_inventory(self._directory)
+        with self._table as table:
+            table.enter(found)
 
     # What is here
 
     def held(self) -> tuple[Seal, ...]:
         """Every verified artifact and parity block, oldest first."""
-        with self._lock:
-            seals = [slot.seal for slot in self._slots.values() if _readable(slot) and slot.seal]
+        with self._table as table:
+            seals = table.held()
         return tuple(sorted(seals, key=_age))
 
     def find(self, rank: int, version: Version, tier: Tier | None = None, kind: Kind = Kind.SNAPSHOT) -> Seal | None:
         """A whole artifact; never a parity block."""
-        with self._lock:
-            slot = self._find(rank, version, tier, kind)
+        with self._table as table:
+            slot = table.find(rank, version, tier, kind)
             return slot.seal if slot else None
 
     def find_share(self, share: Share, version: Version, kind: Kind) -> Seal | None:
         """A complete parity block."""
-        with self._lock:
-            slot = self._find(share.ranks[0], version, Tier.PEER, kind, share)
+        with self._table as table:
+            slot = table.find(share.ranks[0], version, Tier.PEER, kind, share)
             return slot.seal if slot else None
 
     def own(self, rank: int) -> set[Artifact]:
         """What an own rank is writing, wrote or has sealed."""
-        used = (SlotState.WRITING, SlotState.SEALING, SlotState.SEALED)
-        with self._lock:
-            return {
-                Artifact(rank, slot.seal.version if slot.seal else Version(slot.step, slot.attempt), slot.kind)
-                for slot in self._slots.values()
-                if slot.rank == rank and slot.tier is Tier.LOCAL and slot.state in used and not slot.doomed
-            }
+        with self._table as table:
+            return table.artifacts(SlotState.WRITING, SlotState.SEALING, SlotState.SEALED, of=rank)
 
     def unfinished(self) -> set[Artifact]:
         """What own ranks are writing, or wrote and is not sealed yet."""
-        with self._lock:
-            return {
-                Artifact(slot.rank, Version(slot.step, slot.attempt), slot.kind)
-                for slot in self._slots.values()
-                if slot.tier is Tier.LOCAL and slot.state in (SlotState.WRITING, SlotState.SEALING) and not slot.doomed
-            }
+        with self._table as table:
+            return table.artifacts(SlotState.WRITING, SlotState.SEALING)
 
     def pin(
         self, rank: int, version: Version, tier: Tier | None = None, kind: Kind = Kind.SNAPSHOT
@@ -130,38 +121,38 @@ class Vault:
     # Room
 
     def size_plan(self) -> sizing.Sizing:
-        with self._lock:
-            return self._demand.plan()
+        with self._table as table:
+            return table.demand.plan()
 
     def used(self) -> int:
         """Bytes of the volume taken by slots and seals."""
-        with self._lock:
-            return sum(_cost(slot) for slot in self._slots.values())
+        with self._table as table:
+            return table.used()
 
     def reserved(self, rank: int) -> sizing.Room | None:
         """What an own rank asked for, as far as it is known."""
-        with self._lock:
-            return self._demand.own.get(rank)
+        with self._table as table:
+            return table.demand.own.get(rank)
 
     def identify(self, ranks: Sequence[int]) -> None:
         """This worker has these ranks from now on. What lies here of others, own ones until now, stays as it is, and no slots are
         kept ready for it.
         """
-        with self._lock:
+        with self._table as table:
             self.ranks = tuple(ranks)
-            self._demand.only(self.ranks)
+            table.demand.only(self.ranks)
 
     def host(self, ranks: Iterable[int], shares: Iterable[Share] = ()) -> None:
         """Whose copies and which parity blocks are kept here from now on."""
-        with self._lock:
-            known = [(slot.pool, slot.size) for slot in self._slots.values() if slot.tier is Tier.PEER]
-            self._demand.host(ranks, shares, known)
+        with self._table as table:
+            known = [(slot.pool, slot.size) for slot in table.slots.values() if slot.tier is Tier.PEER]
+            table.demand.host(ranks, shares, known)
         self.tidy()
 
     def expect(self, cadence: int, guess: sizing.Room) -> None:
         """The coordinator's word: steps between snapshots, and the largest slots that any rank of the job has."""
-        with self._lock:
-            news = self._demand.expect(cadence, guess)
+        with self._table as table:
+            news = table.demand.expect(cadence, guess)
         if news:
             self.tidy()
             self._on_change()
@@ -172,9 +163,9 @@ class Vault:
         """
         if rank not in self.ranks or size <= 0 or (delta_size or 0) < 0:
             raise ValueError(f"cannot reserve {size} and {delta_size} bytes for rank {rank}")
-        with self._lock:
-            self._nodes[rank] = numa
-            self._demand.reserve(rank, size, delta_size)
+        with self._table as table:
+            table.numa[rank] = numa
+            table.demand.reserve(rank, size, delta_size)
         reason = self.too_small()
         if reason:
             raise MemoryTooSmall(reason)
@@ -182,13 +173,13 @@ class Vault:
 
     def too_small(self) -> str:
         """Why saving is refused, with the numbers; empty if memory is large enough."""
-        with self._lock:
-            return saving_refused(self._demand)
+        with self._table as table:
+            return saving_refused(table.demand)
 
     def no_deltas(self) -> str:
         """Why ranks that want to take deltas cannot, with the numbers; empty if they can, or none wants to."""
-        with self._lock:
-            return deltas_refused(self._demand)
+        with self._table as table:
+            return deltas_refused(table.demand)
 
     def tidy(self) -> None:
         """Bring the snapshot slots to the planned number and size, as far as memory is free. Slow: pre-faults.
@@ -206,21 +197,13 @@ class Vault:
 
     def begin(self, rank: int, version: Version, kind: Kind = Kind.SNAPSHOT, size: int = 0) -> Path:
         """A slot for the trainer to write at most `size` bytes (0: as many as it reserved). Raises NoFreeSlot, MemoryTooSmall."""
-        pool = Pool(Tier.LOCAL, rank, kind)
-        with self._lock:
-            capacity = self._demand.capacity(pool) or 0
-            if size > capacity > 0:
-                raise NoFreeSlot(f"the {kind.value} has {size} bytes, {capacity} were reserved")
-            slot = self._free_slot(pool, capacity)
-            if slot is None:
-                self._refuse(kind)
-                raise NoFreeSlot(f"no slot is free: older {kind.value}s are still needed or being copied")
-            slot.state, slot.step, slot.attempt = SlotState.WRITING, version.step, version.attempt
-            return slot.path
+        with self._table as table:
+            return table.begin(rank, version, kind, size).path
 
     def complete(self, path: Path, world_size: int) -> Kind:
         """The trainer has written the slot; `seal` must follow. Raises NotASlot; then the slot is free again."""
-        slot = self._writing(path)
+        with self._table as table:
+            slot = table.writing(path)
         try:
             with slot.mapped() as view:
                 wrong = _unlike(slot, read_header(view), world_size)
@@ -232,13 +215,14 @@ class Vault:
         if wrong:
             self._drop(slot)
             raise NotASlot(wrong)
-        with self._lock:
+        with self._table:
             slot.state = SlotState.SEALING
         return slot.kind
 
     def seal(self, path: Path) -> Seal | None:
         """Digest and seal a completed slot; None if it could not be (it is free again). Slow: reads every byte."""
-        slot = self._slots[path]
+        with self._table as table:
+            slot = table.slots[path]
         try:
             with slot.mapped() as view:
                 header = read_header(view)
@@ -257,167 +241,85 @@ class Vault:
 
     def abandon(self, path: Path) -> None:
         """The trainer says that it will not complete the slot. Raises NotASlot."""
-        self._drop(self._writing(path))
+        with self._table as table:
+            slot = table.writing(path)
+        self._drop(slot)
 
     def lose(self, path: Path) -> None:
         """The trainer is gone, or silent: it may still be writing, so the file is never used again."""
-        with self._lock:
-            slot = self._slots.get(path)
-            if slot is None or slot.state is not SlotState.WRITING:
-                return
-            slot.state = SlotState.GONE
-        self._trim()
+        with self._table as table:
+            lost = table.give_up(lambda slot: slot.path == path)
+        if lost:
+            self._trim()
 
     # Copies, parity blocks and restored artifacts: this sidecar writes
 
-    def draft(self, seal: Seal) -> Draft:
+    def draft(self, seal: Seal) -> SlotDraft:
         """A slot to receive an artifact into, or to fold a parity block in. Raises NoFreeSlot, OSError."""
-        pool = Pool(seal.tier, seal.rank, seal.kind, seal.share)
-        with self._lock:
-            if seal.tier is Tier.PEER and any(
-                slot.state is SlotState.WRITING
-                and slot.pool == pool
-                and Version(slot.step, slot.attempt) == seal.version
-                for slot in self._slots.values()
-            ):
-                raise NoFreeSlot("this artifact is being received already")
-            with self._demand.learning(pool, seal.digests.size):
-                slot = self._obtain(pool, seal.digests.size)
-            if slot.state is SlotState.FREE:
-                slot.state = SlotState.WRITING
-            slot.step, slot.attempt = seal.version.step, seal.version.attempt
+        with self._table as table:
+            slot = table.draft(seal)
         if slot.state is SlotState.ALLOCATING and not self._allocate(slot, SlotState.WRITING):
             raise NoFreeSlot("the memory volume is full")
         try:
-            return Draft(slot, seal, self._seal, self._drop)
+            return SlotDraft(slot, seal, self._seal, self._drop)
         except BaseException:
             self._drop(slot)
             raise
 
     def leave(self, artifact: Artifact) -> None:
         """Whoever fills a slot with this own artifact may never come to an end, and may still be writing: the file is never used again."""
-        with self._lock:
-            for slot in self._slots.values():
-                filling = slot.state is SlotState.WRITING and slot.tier is Tier.LOCAL
-                if filling and Artifact(slot.rank, Version(slot.step, slot.attempt), slot.kind) == artifact:
-                    slot.state = SlotState.GONE
+
+        def fills(slot: Slot) -> bool:
+            begun = Artifact(slot.rank, Version(slot.step, slot.attempt), slot.kind)
+            return slot.tier is Tier.LOCAL and begun == artifact
+
+        with self._table as table:
+            table.give_up(fills)
         self._trim()
 
     # Freeing
 
     def free(self, unwanted: Callable[[Seal], bool]) -> tuple[Seal, ...]:
         """Free every held artifact that `unwanted` names, those in use as soon as they are not. Returns them."""
-        with self._lock:
-            doomed = [slot for slot in self._slots.values() if _readable(slot) and slot.seal and unwanted(slot.seal)]
-            seals = tuple(slot.seal for slot in doomed if slot.seal)
-            for slot in doomed:
-                slot.doomed = True
-                self._settle(slot)
-                failpoint("mid-reclaim")
-        if doomed:
+        with self._table as table:
+            seals = table.doom(unwanted)
+        if seals:
             self._trim()
             self._on_change()
         return seals
 
-    # Inside (the lock is held where a name says nothing else)
+    # Inside
 
     @contextlib.contextmanager
     def _pin(self, rank: int, version: Version, tier: Tier | None, kind: Kind, share: Share | None) -> Iterator[Slot]:
-        with self._lock:
-            slot = self._find(rank, version, tier, kind, share)
-            if slot is None:
-                raise NotHeld(f"the {kind.value} of rank {rank}, {version}, is not here")
-            slot.pins += 1
+        with self._table as table:
+            slot = table.pin(rank, version, tier, kind, share)
         try:
             yield slot
         finally:
-            with self._lock:
-                slot.pins -= 1
-                self._settle(slot)
-
-    def _find(
-        self, rank: int, version: Version, tier: Tier | None, kind: Kind, share: Share | None = None
-    ) -> Slot | None:
-        for slot in self._slots.values():
-            seal, pool = slot.seal, slot.pool
-            if seal is None or seal.version != version or (pool.rank, pool.kind, pool.share) != (rank, kind, share):
-                continue
-            if tier in (None, pool.tier) and _readable(slot):
-                return slot
-        return None
-
-    def _writing(self, path: Path) -> Slot:
-        with self._lock:
-            slot = self._slots.get(path)
-            if slot is None or slot.state is not SlotState.WRITING or slot.tier is not Tier.LOCAL:
-                raise NotASlot(f"{path.name} was not begun here")
-            return slot
-
-    def _refuse(self, kind: Kind) -> None:
-        reason = saving_refused(self._demand)
-        if reason:
-            raise MemoryTooSmall(reason)
-        if kind is Kind.DELTA and self._demand.plan().delta_slots == 0:
-            raise NoDeltas(deltas_refused(self._demand) or "no delta slots were reserved")
-
-    def _free_slot(self, pool: Pool, size: int) -> Slot | None:
-        exact = pool.tier is Tier.LOCAL or (pool.kind is Kind.SNAPSHOT and pool.share is None)
-        for slot in self._slots.values():
-            fits = slot.size == size or (slot.size > size and not exact)
-            if slot.state is SlotState.FREE and slot.pool == pool and fits:
-                return slot
-        return None
-
-    def _obtain(self, pool: Pool, size: int) -> Slot:
-        slot = self._free_slot(pool, size)
-        if slot is not None:
-            return slot
-        self._trim()
-        # A restore needs the whole chain at once, however few slots training gets afterwards: only memory bounds it.
-        bounded = pool.tier is Tier.PEER or pool.kind is Kind.SNAPSHOT
-        cap = self._demand.cap(pool)
-        if bounded and self._count()[pool] >= cap:
-            raise NoFreeSlot(f"all {cap} {pool.kind.value} slots for rank {pool.rank} hold what is still needed")
-        capacity = size
-        if pool.tier is Tier.PEER:
-            capacity = max(size, self._demand.capacity(pool) or 0)
-        cost = sizing.cost(capacity, pool.parts)
-        if self.used() + cost > self.limit:
-            raise NoFreeSlot(f"{self.used()} of {self.limit} bytes are in use, {cost} more do not fit")
-        return self._place(pool, capacity)
-
-    def _count(self) -> Counter[Pool]:
-        return Counter(slot.pool for slot in self._slots.values() if slot.state is not SlotState.GONE)
-
-    def _place(self, pool: Pool, size: int) -> Slot:
-        self._serial += 1
-        word = "own" if pool.tier is Tier.LOCAL else "parity" if pool.share else "copy"
-        what = "delta-" if pool.kind is Kind.DELTA else ""
-        path = self._directory / f"{word}-{what}{pool.rank}-{self._instance}-{self._serial}{SLOT_SUFFIX}"
-        slot = Slot(path=path, size=size, pool=pool)
-        self._slots[path] = slot
-        return slot
+            with self._table as table:
+                table.unpin(slot)
 
     def _allocate(self, slot: Slot, state: SlotState = SlotState.FREE) -> bool:
-        """Not under the lock."""
+        with self._table as table:
+            numa = table.numa_of(slot)
         try:
-            with near(self._nodes.get(slot.rank, -1) if slot.tier is Tier.LOCAL else -1):
+            with near(numa):
                 slot.adopt(create(slot.path, slot.size))
         except OSError as error:
             log.warning("cannot allocate %d bytes for %s: %s", slot.size, slot.path.name, error)
-            with self._lock:
-                self._slots.pop(slot.path, None)
+            with self._table as table:
+                table.forget([slot])
             return False
         except BaseException:
-            with self._lock:
-                self._slots.pop(slot.path, None)
+            with self._table as table:
+                table.forget([slot])
             raise
-        with self._lock:
+        with self._table:
             slot.state = state
         return True
 
     def _grow(self, kind: Kind) -> None:
-        """Not under the lock."""
         added = False
         while (slot := self._next_missing(kind)) is not None and self._allocate(slot):
             added = True
@@ -425,85 +327,36 @@ class Vault:
             self._on_change()
 
     def _next_missing(self, kind: Kind) -> Slot | None:
-        """An own slot that the plan wants and memory allows, entered but not yet allocated."""
-        with self._lock:
-            if not self._demand.plan().fits:
-                return None  # saving is refused, so a slot would only raise hopes
-            count = self._count()
-            for rank in self._demand.own:
-                pool = Pool(Tier.LOCAL, rank, kind)
-                size = self._demand.capacity(pool)
-                if not size or count[pool] >= self._demand.cap(pool):
-                    continue
-                if self.used() + sizing.cost(size) <= self.limit:
-                    return self._place(pool, size)
-        return None
+        with self._table as table:
+            return table.next_missing(kind)
 
     def _seal(self, slot: Slot, seal: Seal) -> None:
         if slot.state is SlotState.GONE:
             raise OSError(errno.ESTALE, f"{slot.path.name} was given up")
         write_seal(slot.path, seal)
         failpoint("after-seal")
-        with self._lock:
-            slot.seal, slot.state = seal, SlotState.SEALED
-            self._settle(slot)
+        with self._table as table:
+            table.keep(slot, seal)
         self._on_change()
 
     def _drop(self, slot: Slot) -> None:
-        with self._lock:
-            if slot.state in (SlotState.WRITING, SlotState.SEALING):
-                slot.state = _emptied(slot)
+        with self._table as table:
+            table.drop(slot)
         self._on_change()
 
-    def _settle(self, slot: Slot) -> None:
-        """Free a doomed slot that nobody uses."""
-        if slot.doomed and slot.pins == 0 and slot.state is SlotState.SEALED:
-            slot.seal, slot.doomed, slot.state = None, False, _emptied(slot)
-
     def _trim(self) -> None:
-        """Remove free slots that the plan has no use for, and lost ones. The files go outside the lock if it can be."""
-        with self._lock:
-            count = self._count()
-            for slot in self._slots.values():
-                if slot.state is SlotState.FREE and self._useless(slot, count[slot.pool]):
-                    slot.state = SlotState.GONE
-                    count[slot.pool] -= 1
-            gone = [slot for slot in self._slots.values() if slot.state is SlotState.GONE]
-        for slot in gone:
-            try:
-                remove(slot.path)
-            except OSError as error:  # a trainer put something else in its place; it holds up no other slot
-                log.warning("%s cannot be removed: %s", slot.path.name, error)
-            slot.unmap()
-            with self._lock:
-                self._slots.pop(slot.path, None)
-
-    def _useless(self, slot: Slot, count: int) -> bool:
-        capacity = self._demand.capacity(slot.pool)
-        return capacity is None or capacity not in (0, slot.size) or count > self._demand.cap(slot.pool)
+        """Remove free slots that the plan has no use for, and lost ones."""
+        with self._table as table:
+            gone = table.retire()
+        remove_files(gone)
+        if gone:
+            with self._table as table:
+                table.forget(gone)
 
 
 def _age(seal: Seal) -> tuple[int, int, int, str, bool]:
     version = seal.version
     return version.step, version.attempt, seal.rank, seal.kind, seal.share is not None
-
-
-def _readable(slot: Slot) -> bool:
-    return slot.state is SlotState.SEALED and not slot.doomed
-
-
-def _emptied(slot: Slot) -> SlotState:
-    """Make a slot that is given back unreadable. What becomes of it: one whose file was cut off, or taken away, is never used again."""
-    try:
-        tear(slot)
-        return SlotState.FREE if slot.is_whole() else SlotState.GONE
-    except OSError as error:
-        log.warning("%s is given up: %s", slot.path.name, error)
-        return SlotState.GONE
-
-
-def _cost(slot: Slot) -> int:
-    return sizing.cost(slot.size, slot.pool.parts)
 
 
 def _unlike(slot: Slot, header: SlotHeader, world_size: int) -> str:

@@ -18,7 +18,7 @@ from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Phase, Po
 from tiercheck.protocol.report import RestoreReport, RestoreState, Watermarks
 from tiercheck.protocol.slot import SlotLayout
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.config import SidecarConfig
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import Identity, dial
@@ -29,7 +29,7 @@ from tiercheck_sidecar.parity.rebuild import rebuild
 from tiercheck_sidecar.parity.sender import ParitySender
 from tiercheck_sidecar.parity.session import serving
 from tiercheck_sidecar.vault import Seal, Vault
-from tiercheck_sidecar.watermark import Verdict
+from tiercheck_sidecar.watermark import TierVerdict
 
 T = TypeVar("T")
 DEADLINE = 30.0
@@ -55,7 +55,7 @@ class Station:
     def __init__(self, job: Job, worker: int, limit: int) -> None:
         self.job, self.worker = job, worker
         self.directory = job.memory / f"worker-{worker}-{job.lives[worker]}"
-        self.board = Board(
+        self.board = SidecarState(
             SidecarConfig(
                 job="default/gpt",
                 job_uid=JOB,
@@ -96,7 +96,7 @@ class Station:
 
     def name(self, version: Version | None, **more: Any) -> None:
         """The coordinator names the snapshot to copy."""
-        verdict = Verdict(self.board.attempt, Watermarks(), copy=version, **more)
+        verdict = TierVerdict(self.board.attempt, Watermarks(), copy=version, **more)
         with self.board.lock:
             self.board.verdict = verdict
         self.board.bump()

@@ -14,7 +14,7 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
-from tiercheck_sidecar.exchange.handshake import Claim, PeerRefused, dial
+from tiercheck_sidecar.exchange.handshake import CallerClaim, PeerRefused, dial
 from tiercheck_sidecar.parity import coding
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.parity.push import converse
@@ -125,8 +125,8 @@ def test_a_claim_that_does_not_fit_makes_no_later_block_impossible(make_job: Mak
     job.protect(V, 5_000_000)
 
 
-def claim(job: Job, worker: int) -> Claim:
-    return Claim("uid", worker, job.attempt, "")
+def claim(job: Job, worker: int) -> CallerClaim:
+    return CallerClaim("uid", worker, job.attempt, "")
 
 
 def test_broken_stream_goes_on_where_it_stopped_and_nothing_is_folded_twice(make_job: MakeJob) -> None:

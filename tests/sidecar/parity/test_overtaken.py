@@ -10,7 +10,7 @@ from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_sidecar.parity.overtaken import overtaken
-from tiercheck_sidecar.watermark import Verdict
+from tiercheck_sidecar.watermark import TierVerdict
 
 HISTORY = History((Branch(1, 0), Branch(2, 20)))
 
@@ -19,13 +19,13 @@ def v(step: int) -> Version:
     return Version(step, 1 if step <= 20 else 2)
 
 
-def verdict(**more: Any) -> Verdict:
-    return Verdict(2, Watermarks(), **more)
+def verdict(**more: Any) -> TierVerdict:
+    return TierVerdict(2, Watermarks(), **more)
 
 
 @pytest.mark.parametrize("kind", Kind)
 def test_without_a_word_in_this_attempt_only_other_histories_are_given_up(kind: Kind) -> None:
-    for word in (None, Verdict(1, Watermarks(), floor=v(19), copy=v(19))):
+    for word in (None, TierVerdict(1, Watermarks(), floor=v(19), copy=v(19))):
         assert not overtaken(v(3), kind, HISTORY, word)
         assert overtaken(Version(21, 1), kind, HISTORY, word)
 

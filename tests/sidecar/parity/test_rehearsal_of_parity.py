@@ -12,21 +12,21 @@ from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Policy, Tier
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.rehearsal.rehearser import Rehearser
 from tiercheck_sidecar.restore_sources import RestoreSources
-from tiercheck_sidecar.watermark import Verdict
+from tiercheck_sidecar.watermark import TierVerdict
 
 MakeJob = Callable[..., Job]
 V = Version(10, 1)
 
 
-def rehearsed(job: Job) -> Board:
+def rehearsed(job: Job) -> SidecarState:
     """Worker 0, once it has looked at all tiers."""
     me = job.stations[0]
     me.board.accept(replace(job.directive(0), policy=Policy(1, 1_000_000, 5, rehearse_every=600.0)))
     with me.board.lock:
-        me.board.verdict = Verdict(1, Watermarks(local=V, peer=V))
+        me.board.verdict = TierVerdict(1, Watermarks(local=V, peer=V))
     reach = RestoreSources(me.board, me.vault, me.identity, 8471, NoRemote())
     Rehearser(me.board, me.vault, reach, wait=lambda until, seconds: until()).look()
     return me.board

@@ -17,10 +17,10 @@ from world import World, until
 
 from tiercheck.protocol.manifest import Manifest
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.board import Board
+from tiercheck_sidecar.board import SidecarState
 from tiercheck_sidecar.config import SidecarConfig
-from tiercheck_sidecar.offload import Offloader
-from tiercheck_sidecar.remote import Finding, examine_place, preflight, s3, s3_multipart, s3_transfers
+from tiercheck_sidecar.offload.remote_inventory import RemoteListing
+from tiercheck_sidecar.remote import StoreFinding, examine_place, preflight, s3, s3_multipart, s3_transfers
 from tiercheck_sidecar.remote.directory import DirectoryObjects
 from tiercheck_sidecar.remote.objects import Stored
 from tiercheck_sidecar.remote.preflight import CHUNK, examine
@@ -111,7 +111,7 @@ def test_clock_that_is_wrong_is_named(tmp_path: Path) -> None:
         def list(self, prefix: str) -> list[Stored]:
             return [Stored(each.key, each.size, each.modified - 400) for each in super().list(prefix)]
 
-    findings: dict[str, Finding] = {each.name: each for each in examine(Behind(str(tmp_path), "f"))}
+    findings: dict[str, StoreFinding] = {each.name: each for each in examine(Behind(str(tmp_path), "f"))}
     assert [name for name, each in findings.items() if not each.ok] == ["clock"]
     assert re.search("(399|400) s behind this machine", findings["clock"].message)
 
@@ -153,9 +153,12 @@ def test_examination_that_was_cut_short_is_repeated_and_blames_nobody(tmp_path: 
     class Store:
         examined = 0
 
-        def examine(self) -> list[Finding]:
+        def examine(self) -> list[StoreFinding]:
             self.examined += 1
-            return [Finding("access", True, "well"), Finding("delete", False, "it is busy", passing=self.examined == 1)]
+            return [
+                StoreFinding("access", True, "well"),
+                StoreFinding("delete", False, "it is busy", passing=self.examined == 1),
+            ]
 
     env = {name: "1" for name in ("PROCS_PER_WORKER", "POD_UID", "MEMORY_LIMIT", "JOB", "JOB_UID", "POD_IP")}
     (tmp_path / "token").write_text("x")
@@ -163,11 +166,11 @@ def test_examination_that_was_cut_short_is_repeated_and_blames_nobody(tmp_path: 
         {f"TIERCHECK_{name}": value for name, value in env.items()}
         | {"TIERCHECK_WORKER": "0", "TIERCHECK_CREDENTIALS_DIR": str(tmp_path)}
     )
-    board, store = Board(config), Store()
-    offloader = Offloader(board, None, None)  # type: ignore[arg-type]
-    offloader._examine(store)  # type: ignore[arg-type]
+    board, store = SidecarState(config), Store()
+    inventory = RemoteListing(board, lambda _: None)
+    inventory._examine(store)  # type: ignore[arg-type]
     assert board.problems == ()
-    offloader._examine(store)  # type: ignore[arg-type]
+    inventory._examine(store)  # type: ignore[arg-type]
     assert [each.reason for each in board.problems] == ["RemoteNotSafe"]
     board.withdraw("Remote", but="RemoteNotSafe")
     assert board.problems, "it lasts, whatever comes and goes"

@@ -1,0 +1,1 @@
+"""What every room of the sidecar knows; it imports none of them."""

@@ -1,0 +1,34 @@
+"""The fence: a message of an attempt that is over is refused and counted, whoever sent it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tiercheck.protocol.directive import Directive
+
+
+class Fence:
+    """Thread-safe. Each method says why a message is refused, in a sentence; empty if it is not.
+
+    The directive that is followed is the caller's: whatever else is judged by it must be judged by the same one.
+    """
+
+    def __init__(self, count_stale: Callable[[], None]) -> None:
+        self._count_stale = count_stale
+
+    def refuse_past(self, attempt: int, followed: Directive | None) -> str:
+        """Refuse what is of an older attempt."""
+        if followed is None or attempt >= followed.attempt:
+            return ""
+        self._count_stale()
+        return f"attempt {attempt} is over, the job is at attempt {followed.attempt}"
+
+    def refuse_future(self, attempt: int, followed: Directive | None) -> str:
+        """Refuse what is of an attempt that this sidecar was not told of yet."""
+        if followed is None or attempt > followed.attempt:
+            return f"attempt {attempt} is not known here yet"
+        return ""
+
+    def refuse_other(self, attempt: int, followed: Directive | None) -> str:
+        """Refuse what is of any other attempt."""
+        return self.refuse_past(attempt, followed) or self.refuse_future(attempt, followed)

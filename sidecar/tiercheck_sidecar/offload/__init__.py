@@ -1,0 +1,1 @@
+"""Offload: versions go to the remote tier, what lies there is known, and a restore reads from there."""

@@ -1,0 +1,262 @@
+"""The table of slots: which there are, what is in each, which there should be. Whoever has it holds the vault's lock."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from tiercheck.failpoints import failpoint
+from tiercheck.protocol import sizing
+from tiercheck.protocol.artifact import Artifact, Kind, Share
+from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.slot import NotASlot
+from tiercheck.protocol.version import Version
+from tiercheck_sidecar.vault.demand import Demand
+from tiercheck_sidecar.vault.errors import MemoryTooSmall, NoDeltas, NoFreeSlot, NotHeld
+from tiercheck_sidecar.vault.inventory import SLOT_SUFFIX
+from tiercheck_sidecar.vault.refusals import deltas_refused, saving_refused
+from tiercheck_sidecar.vault.seal import Seal
+from tiercheck_sidecar.vault.slots import Pool, Slot, SlotState, remove, tear
+
+log = logging.getLogger(__name__)
+
+
+class SlotTable:
+    """Not thread-safe: the vault gives it out under its lock only (`Guarded`). Allocates nothing and digests nothing."""
+
+    def __init__(self, directory: Path, limit: int, instance: str) -> None:
+        """`instance`: tells the files of this process from those of earlier ones."""
+        self.limit = limit
+        self.slots: dict[Path, Slot] = {}
+        self.demand = Demand(limit)
+        self.numa: dict[int, int] = {}
+        """NUMA nodes of own ranks' devices."""
+        self._directory, self._instance, self._serial = directory, instance, 0
+
+    def enter(self, found: Iterable[Slot]) -> None:
+        """What an earlier process left."""
+        for slot in found:
+            self.slots[slot.path] = slot
+            self.demand.found(slot.pool, slot.size)
+
+    # What is here
+
+    def held(self) -> list[Seal]:
+        return [slot.seal for slot in self.slots.values() if _readable(slot) and slot.seal]
+
+    def find(
+        self, rank: int, version: Version, tier: Tier | None, kind: Kind, share: Share | None = None
+    ) -> Slot | None:
+        for slot in self.slots.values():
+            seal, pool = slot.seal, slot.pool
+            if seal is None or seal.version != version or (pool.rank, pool.kind, pool.share) != (rank, kind, share):
+                continue
+            if tier in (None, pool.tier) and _readable(slot):
+                return slot
+        return None
+
+    def artifacts(self, *states: SlotState, of: int | None = None) -> set[Artifact]:
+        """In own slots of these states; `of`: of that rank only."""
+        return {
+            Artifact(slot.rank, slot.seal.version if slot.seal else Version(slot.step, slot.attempt), slot.kind)
+            for slot in self.slots.values()
+            if of in (None, slot.pool.rank) and slot.tier is Tier.LOCAL and slot.state in states and not slot.doomed
+        }
+
+    def used(self) -> int:
+        """Bytes of the volume taken by slots and seals."""
+        return sum(sizing.cost(slot.size, slot.pool.parts) for slot in self.slots.values())
+
+    def pin(self, rank: int, version: Version, tier: Tier | None, kind: Kind, share: Share | None) -> Slot:
+        """Raises NotHeld."""
+        slot = self.find(rank, version, tier, kind, share)
+        if slot is None:
+            raise NotHeld(f"the {kind.value} of rank {rank}, {version}, is not here")
+        slot.pins += 1
+        return slot
+
+    def unpin(self, slot: Slot) -> None:
+        slot.pins -= 1
+        self._settle(slot)
+
+    # What is being written
+
+    def begin(self, rank: int, version: Version, kind: Kind, size: int) -> Slot:
+        """A slot for the trainer to write. Raises NoFreeSlot, MemoryTooSmall."""
+        pool = Pool(Tier.LOCAL, rank, kind)
+        capacity = self.demand.capacity(pool) or 0
+        if size > capacity > 0:
+            raise NoFreeSlot(f"the {kind.value} has {size} bytes, {capacity} were reserved")
+        slot = self._free_slot(pool, capacity)
+        if slot is None:
+            self._refuse(kind)
+            raise NoFreeSlot(f"no slot is free: older {kind.value}s are still needed or being copied")
+        slot.state, slot.step, slot.attempt = SlotState.WRITING, version.step, version.attempt
+        return slot
+
+    def writing(self, path: Path) -> Slot:
+        """What the trainer writes. Raises NotASlot."""
+        slot = self.slots.get(path)
+        if slot is None or slot.state is not SlotState.WRITING or slot.tier is not Tier.LOCAL:
+            raise NotASlot(f"{path.name} was not begun here")
+        return slot
+
+    def draft(self, seal: Seal) -> Slot:
+        """A slot for this sidecar to write; if it is new, it is still to be allocated. Raises NoFreeSlot."""
+        pool, version = Pool(seal.tier, seal.rank, seal.kind, seal.share), seal.version
+        if seal.tier is Tier.PEER and any(
+            slot.state is SlotState.WRITING and slot.pool == pool and Version(slot.step, slot.attempt) == version
+            for slot in self.slots.values()
+        ):
+            raise NoFreeSlot("this artifact is being received already")
+        with self.demand.learning(pool, seal.digests.size):
+            slot = self._obtain(pool, seal.digests.size)
+        if slot.state is SlotState.FREE:
+            slot.state = SlotState.WRITING
+        slot.step, slot.attempt = version.step, version.attempt
+        return slot
+
+    def give_up(self, unwanted: Callable[[Slot], bool]) -> bool:
+        """Never use these slots again, of those that are being written: their writer may be alive. Whether there was one."""
+        lost = [slot for slot in self.slots.values() if slot.state is SlotState.WRITING and unwanted(slot)]
+        for slot in lost:
+            slot.state = SlotState.GONE
+        return bool(lost)
+
+    def keep(self, slot: Slot, seal: Seal) -> None:
+        """The slot is sealed."""
+        slot.seal, slot.state = seal, SlotState.SEALED
+        self._settle(slot)
+
+    def drop(self, slot: Slot) -> None:
+        """What is in a slot that was being written is worth nothing."""
+        if slot.state in (SlotState.WRITING, SlotState.SEALING):
+            slot.state = _emptied(slot)
+
+    # What goes
+
+    def doom(self, unwanted: Callable[[Seal], bool]) -> tuple[Seal, ...]:
+        """Free what is held and unwanted, as soon as nobody uses it."""
+        doomed = [slot for slot in self.slots.values() if _readable(slot) and slot.seal and unwanted(slot.seal)]
+        seals = tuple(slot.seal for slot in doomed if slot.seal)
+        for slot in doomed:
+            slot.doomed = True
+            self._settle(slot)
+            failpoint("mid-reclaim")
+        return seals
+
+    def retire(self) -> list[Slot]:
+        """Free slots that the plan has no use for, and lost ones: `remove_files`, then `forget` them."""
+        count = self._count()
+        for slot in self.slots.values():
+            if slot.state is SlotState.FREE and self._is_useless(slot, count[slot.pool]):
+                slot.state = SlotState.GONE
+                count[slot.pool] -= 1
+        return [slot for slot in self.slots.values() if slot.state is SlotState.GONE]
+
+    def forget(self, slots: Sequence[Slot]) -> None:
+        """There are no such slots any more."""
+        for slot in slots:
+            self.slots.pop(slot.path, None)
+
+    # What there should be
+
+    def next_missing(self, kind: Kind) -> Slot | None:
+        """An own slot that the plan wants and memory allows, entered but not yet allocated."""
+        if not self.demand.plan().fits:
+            return None  # saving is refused, so a slot would only raise hopes
+        count = self._count()
+        for rank in self.demand.own:
+            pool = Pool(Tier.LOCAL, rank, kind)
+            size = self.demand.capacity(pool)
+            if not size or count[pool] >= self.demand.cap(pool):
+                continue
+            if self.used() + sizing.cost(size) <= self.limit:
+                return self._place(pool, size)
+        return None
+
+    def numa_of(self, slot: Slot) -> int:
+        """Where its memory should lie; -1: anywhere."""
+        return self.numa.get(slot.rank, -1) if slot.tier is Tier.LOCAL else -1
+
+    def _refuse(self, kind: Kind) -> None:
+        reason = saving_refused(self.demand)
+        if reason:
+            raise MemoryTooSmall(reason)
+        if kind is Kind.DELTA and self.demand.plan().delta_slots == 0:
+            raise NoDeltas(deltas_refused(self.demand) or "no delta slots were reserved")
+
+    def _free_slot(self, pool: Pool, size: int) -> Slot | None:
+        exact = pool.tier is Tier.LOCAL or (pool.kind is Kind.SNAPSHOT and pool.share is None)
+        for slot in self.slots.values():
+            fits = slot.size == size or (slot.size > size and not exact)
+            if slot.state is SlotState.FREE and slot.pool == pool and fits:
+                return slot
+        return None
+
+    def _obtain(self, pool: Pool, size: int) -> Slot:
+        slot = self._free_slot(pool, size)
+        if slot is not None:
+            return slot
+        gone = self.retire()
+        remove_files(gone)
+        self.forget(gone)
+        # A restore needs the whole chain at once, however few slots training gets afterwards: only memory bounds it.
+        bounded = pool.tier is Tier.PEER or pool.kind is Kind.SNAPSHOT
+        cap = self.demand.cap(pool)
+        if bounded and self._count()[pool] >= cap:
+            raise NoFreeSlot(f"all {cap} {pool.kind.value} slots for rank {pool.rank} hold what is still needed")
+        capacity = size
+        if pool.tier is Tier.PEER:
+            capacity = max(size, self.demand.capacity(pool) or 0)
+        cost = sizing.cost(capacity, pool.parts)
+        if self.used() + cost > self.limit:
+            raise NoFreeSlot(f"{self.used()} of {self.limit} bytes are in use, {cost} more do not fit")
+        return self._place(pool, capacity)
+
+    def _place(self, pool: Pool, size: int) -> Slot:
+        self._serial += 1
+        word = "own" if pool.tier is Tier.LOCAL else "parity" if pool.share else "copy"
+        what = "delta-" if pool.kind is Kind.DELTA else ""
+        path = self._directory / f"{word}-{what}{pool.rank}-{self._instance}-{self._serial}{SLOT_SUFFIX}"
+        slot = Slot(path=path, size=size, pool=pool)
+        self.slots[path] = slot
+        return slot
+
+    def _count(self) -> Counter[Pool]:
+        return Counter(slot.pool for slot in self.slots.values() if slot.state is not SlotState.GONE)
+
+    def _settle(self, slot: Slot) -> None:
+        """Free a doomed slot that nobody uses."""
+        if slot.doomed and slot.pins == 0 and slot.state is SlotState.SEALED:
+            slot.seal, slot.doomed, slot.state = None, False, _emptied(slot)
+
+    def _is_useless(self, slot: Slot, count: int) -> bool:
+        capacity = self.demand.capacity(slot.pool)
+        return capacity is None or capacity not in (0, slot.size) or count > self.demand.cap(slot.pool)
+
+
+def remove_files(gone: Sequence[Slot]) -> None:
+    """Of retired slots; needs no lock."""
+    for slot in gone:
+        try:
+            remove(slot.path)
+        except OSError as error:  # a trainer put something else in its place; it holds up no other slot
+            log.warning("%s cannot be removed: %s", slot.path.name, error)
+        slot.unmap()
+
+
+def _readable(slot: Slot) -> bool:
+    return slot.state is SlotState.SEALED and not slot.doomed
+
+
+def _emptied(slot: Slot) -> SlotState:
+    """Make a slot that is given back unreadable. What becomes of it: one whose file was cut off, or taken away, is never used again."""
+    try:
+        tear(slot)
+        return SlotState.FREE if slot.is_whole() else SlotState.GONE
+    except OSError as error:
+        log.warning("%s is given up: %s", slot.path.name, error)
+        return SlotState.GONE
