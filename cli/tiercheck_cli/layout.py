@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tiercheck_cli.cluster import Cluster, Refused
+from tiercheck_cli.cluster import Cluster, Forbidden
 from tiercheck_cli.failure import CannotDo
 from tiercheck_operator.planning.existing import existing_placement
 from tiercheck_operator.planning.kueue_topology import levels_of
@@ -75,7 +75,7 @@ def node_labels(cluster: Cluster, saved: SavedPlacement | None) -> tuple[dict[st
     """(labels by node, what is wrong with them). Where the user may not read nodes, as the operator wrote them down."""
     try:
         nodes = cluster.nodes()
-    except Refused:
+    except Forbidden:
         if saved is not None and saved.domains is not None:
             return saved.domains.labels(), ""
         return {}, "you may not read nodes, so their racks and zones are not known: only hosts are told apart"

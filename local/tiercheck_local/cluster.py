@@ -20,10 +20,9 @@ from typing import Any, TypeVar
 import yaml
 
 from tiercheck.failpoints import ENV_FAILPOINTS
-from tiercheck_local import api, links, markers, remains
+from tiercheck_cli.api_server import CRDS, NODES, PODS, ApiServer, Object, RequestFailed
+from tiercheck_local import links, markers, remains
 from tiercheck_local.addresses import Octet, free_ports
-from tiercheck_local.api import Api
-from tiercheck_local.client import CRDS, NODES, PODS, ApiFailure, Object
 from tiercheck_local.controllers.node_lifecycle import ready_status
 from tiercheck_local.controlplane import ControlPlane, open_control_plane
 from tiercheck_local.faults import Faults
@@ -33,6 +32,24 @@ from tiercheck_local.nodespec import NodeSpec
 T = TypeVar("T")
 
 _PATIENCE = 60.0
+
+
+class GaveUp(AssertionError):
+    """What was waited for did not come; the message says what was seen instead."""
+
+
+def wait_for(
+    condition: Callable[[], T | None], deadline: float, what: str, explain: Callable[[], str] = lambda: ""
+) -> T:
+    """The first truthy result of `condition`, asked ten times a second. After `deadline` seconds GaveUp with `explain()`."""
+    end = time.monotonic() + deadline
+    while True:
+        result = condition()
+        if result:
+            return result
+        if time.monotonic() > end:
+            raise GaveUp(f"waited {deadline:.0f} s in vain for {what}; last answer: {result!r}\n{explain()}")
+        time.sleep(0.1)
 
 
 class LocalCluster:
@@ -72,7 +89,7 @@ class LocalCluster:
         self._numbers = {node.name: number for number, node in enumerate(nodes, start=1)}
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
         self._controllers: subprocess.Popen[bytes] | None = None
-        self._api: Api | None = None
+        self._api: ApiServer | None = None
         self._octet: Octet | None = None
         self._control_plane: ControlPlane | None = None
         self.id = ""
@@ -93,7 +110,7 @@ class LocalCluster:
         return self._control_plane.kubeconfig
 
     @property
-    def api(self) -> Api:
+    def api(self) -> ApiServer:
         """Valid between `start` and `stop`."""
         assert self._api is not None, "the cluster is not started"
         return self._api
@@ -114,7 +131,7 @@ class LocalCluster:
             remains.remove_all_at(self._octet.value)
             self._control_plane = open_control_plane(self._kind, self.directory / "control-plane")
             self._control_plane.start()
-            self._api = Api(self.kubeconfig)
+            self._api = ApiServer.of(self.kubeconfig)
             if self._control_plane.needs_controllers:
                 self.start_controllers()
             for name in self.nodes:
@@ -206,7 +223,7 @@ class LocalCluster:
     # What tests and the demo do with it.
 
     def apply(self, manifest: Object) -> Object:
-        """Create or merge. Raises ApiFailure."""
+        """Create or merge. Raises RequestFailed."""
         return self.api.apply(manifest)
 
     def apply_file(self, path: Path) -> list[Object]:
@@ -226,7 +243,7 @@ class LocalCluster:
 
     def wait_for(self, condition: Callable[[], T | None], deadline: float, what: str) -> T:
         """The first truthy result of `condition` within `deadline` seconds. Raises GaveUp, which tells how things stand."""
-        return api.wait_for(condition, deadline, what, self.explain)
+        return wait_for(condition, deadline, what, self.explain)
 
     def explain(self) -> str:
         """Nodes, pods with their reasons, and the ends of the newest logs."""
@@ -270,7 +287,7 @@ class LocalCluster:
     def _answers(self, path: str) -> bool:
         try:
             self.api.request("GET", path)
-        except ApiFailure as failure:
+        except RequestFailed as failure:
             if failure.code in {404, 429, 503}:
                 return False
             raise

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from tiercheck.failpoints import STRUCK, Arming
 from tiercheck.protocol.slot import NotASlot, SlotHeader, read_header
 from tiercheck.warm import IDLE_NAME
+from tiercheck_cli.api_server import NODES, PODS, Object, RequestFailed
 from tiercheck_local import links, markers
-from tiercheck_local.client import NODES, PODS, ApiFailure, Object
 from tiercheck_local.node.agent import LOSE_EVERY_POD
 from tiercheck_local.node.container import HOLD, OUT_OF_MEMORY
 from tiercheck_local.nodespec import RACK
@@ -99,7 +99,7 @@ class Faults:
     # Pods.
 
     def evict_pod(self, pod: str, namespace: str = "default") -> None:
-        """Through the Eviction API, once. Raises ApiFailure 429 if a disruption budget forbids it."""
+        """Through the Eviction API, once. Raises RequestFailed 429 if a disruption budget forbids it."""
         eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
         self._cluster.api.request("POST", PODS.path(namespace, pod, "eviction"), eviction)
 
@@ -109,7 +109,7 @@ class Faults:
         def evicted() -> bool:
             try:
                 self.evict_pod(pod, namespace)
-            except ApiFailure as failure:
+            except RequestFailed as failure:
                 if failure.code != 429:
                     raise
                 return False

@@ -7,7 +7,7 @@ from typing import Any
 
 import recorded
 
-from tiercheck_cli.cluster import Cluster, Refused
+from tiercheck_cli.cluster import Cluster, Forbidden
 from tiercheck_operator.planning.saved_placement import SavedPlacement, read_placement_data
 
 
@@ -29,7 +29,7 @@ class FakeCluster(Cluster):
 
     def nodes(self) -> list[dict[str, Any]]:
         if not self._may_read_nodes:
-            raise Refused("nodes is forbidden")
+            raise Forbidden("nodes is forbidden")
         return recorded.nodes()
 
     def events(self, job: Mapping[str, Any]) -> list[dict[str, Any]]:

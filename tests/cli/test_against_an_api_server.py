@@ -14,7 +14,7 @@ import recorded
 import yaml
 from commands_run import Ran, run
 
-from tiercheck_local.api import Api
+from tiercheck_cli.api_server import ApiServer
 from tiercheck_local.controlplane import ControlPlane
 from tiercheck_local.controlplane.kubeconfig import write_kubeconfig
 
@@ -212,7 +212,7 @@ def test_the_charts_viewer_role_is_enough_and_gives_nothing_away(
 
 def _bound(admin: Path, role: dict[str, Any], folder: Path) -> Path:
     """The kubeconfig of a service account that has this role in the namespace of the recorded job, and no other."""
-    api = Api(admin)
+    api = ApiServer.of(admin)
     rbac = "/apis/rbac.authorization.k8s.io/v1"
     accounts = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts"
     try:

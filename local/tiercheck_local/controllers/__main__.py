@@ -10,9 +10,9 @@ import signal
 import sys
 from pathlib import Path
 
+from tiercheck_cli.api_server import DISRUPTION_BUDGETS, LEASES, NODES, PODS, Object
 from tiercheck_local import markers, remains
-from tiercheck_local.cache import Cache
-from tiercheck_local.client import DISRUPTION_BUDGETS, LEASES, NODES, PODS, Client, Object
+from tiercheck_local.client import Cache, Client
 from tiercheck_local.controllers.disruption import Disruption
 from tiercheck_local.controllers.garbage import DEPENDENTS, GarbageCollector
 from tiercheck_local.controllers.node_lifecycle import NodeLifecycle

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from tiercheck_cli.api_server import DISRUPTION_BUDGETS, Object, RequestFailed
 from tiercheck_local.apiserver.selectors import matches_selector
-from tiercheck_local.cache import Cache
-from tiercheck_local.client import DISRUPTION_BUDGETS, ApiFailure, Client, Object
+from tiercheck_local.client import Cache, Client
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Disruption:
             for budget in list(self._budgets.objects.values()):
                 try:
                     await self._update(budget)
-                except ApiFailure as failure:
+                except RequestFailed as failure:
                     if failure.code not in {404, 409}:  # deleted or changed meanwhile: the watch will tell
                         log.warning("budget %s: %s", budget["metadata"]["name"], failure)
 

@@ -12,11 +12,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import aiohttp
-
+from tiercheck_cli.api_server import NODES, PODS, Object, RequestFailed
 from tiercheck_local import clock
-from tiercheck_local.cache import Cache
-from tiercheck_local.client import NODES, PODS, ApiFailure, Client, Object
+from tiercheck_local.client import Cache, Client
 from tiercheck_local.controllers.scheduling import is_finished, toleration
 
 log = logging.getLogger(__name__)
@@ -53,7 +51,7 @@ class NodeLifecycle:
             for node in list(self._nodes.objects.values()):
                 try:
                     await self._judge(node)
-                except (ApiFailure, aiohttp.ClientError, TimeoutError, OSError) as failure:
+                except RequestFailed as failure:
                     log.warning("node %s: %s", node["metadata"]["name"], failure)
 
     async def _judge(self, node: Object) -> None:
@@ -105,7 +103,7 @@ class NodeLifecycle:
             changed = await self._client.patch(
                 NODES, None, node["metadata"]["name"], {**patch, **guard}, subresource=subresource
             )
-        except ApiFailure as failure:
+        except RequestFailed as failure:
             if failure.code not in {404, 409}:
                 raise
             return  # somebody else changed it: judged again at the next look
@@ -138,7 +136,7 @@ class NodeLifecycle:
                     {"metadata": guard, "status": {"conditions": doubted}},
                     subresource="status",
                 )
-            except ApiFailure as failure:
+            except RequestFailed as failure:
                 if failure.code not in {404, 409}:
                     raise
 

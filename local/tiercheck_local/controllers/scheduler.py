@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from tiercheck_cli.api_server import PODS, Object, RequestFailed
 from tiercheck_local import clock
-from tiercheck_local.cache import Cache
-from tiercheck_local.client import PODS, ApiFailure, Client, Object
+from tiercheck_local.client import Cache, Client
 from tiercheck_local.controllers.scheduling import Nowhere, choose, is_finished
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Scheduler:
         for pod in sorted(waiting, key=lambda p: (p["metadata"]["creationTimestamp"], p["metadata"]["name"])):
             try:
                 await self._schedule(pod)
-            except ApiFailure as failure:
+            except RequestFailed as failure:
                 if failure.code not in {404, 409}:  # deleted or changed meanwhile: the watch will tell
                     log.warning("pod %s: %s", pod["metadata"]["name"], failure)
 

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck_local.client import PODS, SECRETS, Object, Resource
+from tiercheck_cli.api_server import JOBS, PODS, SECRETS, Object
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.recovery_watch import RecoveryWatch
 from tiercheck_local.nodespec import RACK
-
-JOBS = Resource(f"{names.API_GROUP}/{names.API_VERSION}", names.PLURAL)
 
 
 @dataclass

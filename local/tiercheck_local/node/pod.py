@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tiercheck.failpoints import ENV_FAILPOINTS
+from tiercheck_cli.api_server import PODS
 from tiercheck_local import clock, links, markers
-from tiercheck_local.client import PODS, Client
+from tiercheck_local.client import Client
 from tiercheck_local.node import environment, references, volumes
 from tiercheck_local.node.back_off import BackOff
 from tiercheck_local.node.container import HOLD, NO_IMAGE, OUT_OF_MEMORY, Container, Kind, Recipe

@@ -7,9 +7,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import aiohttp
-
-from tiercheck_local.client import PODS, ApiFailure, Client
+from tiercheck_cli.api_server import PODS, RequestFailed
+from tiercheck_local.client import Client
 from tiercheck_local.node.status import OWNED
 
 Object = Mapping[str, Any]
@@ -63,7 +62,7 @@ class Publisher:
                 if not await self._write():
                     return
                 pause = 0.05
-            except (aiohttp.ClientError, TimeoutError, OSError, ApiFailure) as failure:
+            except RequestFailed as failure:
                 if pause > 1:
                     log.warning("status of pod %s/%s: %s", self._namespace, self._name, failure)
                 self._dirty.set()
@@ -86,7 +85,7 @@ class Publisher:
                     PODS, self._namespace, self._name, {"metadata": metadata, "status": status}, subresource="status"
                 )
                 return True
-            except ApiFailure as failure:
+            except RequestFailed as failure:
                 if failure.code not in {404, 409}:
                     raise
             found = await self._client.find(PODS, self._namespace, self._name)

@@ -6,7 +6,8 @@ import base64
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tiercheck_local.client import CONFIG_MAPS, SECRETS, Client
+from tiercheck_cli.api_server import CONFIG_MAPS, SECRETS
+from tiercheck_local.client import Client
 from tiercheck_local.node.environment import Lookup
 
 _COLLECTIONS = {"Secret": SECRETS, "ConfigMap": CONFIG_MAPS}

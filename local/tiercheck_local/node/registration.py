@@ -11,10 +11,9 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-import aiohttp
-
+from tiercheck_cli.api_server import LEASES, NAMESPACES, NODES, Changed, Listing, RequestFailed
 from tiercheck_local import clock
-from tiercheck_local.client import LEASES, NAMESPACES, NODES, ApiFailure, Changed, Client, Listed
+from tiercheck_local.client import Client
 from tiercheck_local.node.settings import Settings
 
 LEASE_NAMESPACE = "kube-node-lease"
@@ -91,11 +90,11 @@ class Registration:
             group.create_task(self._keep_lease())
 
     async def register(self) -> None:
-        """Create or correct the Node. Raises ApiFailure."""
+        """Create or correct the Node. Raises RequestFailed."""
         wanted = node_object(self._settings, self._boot_id)
         try:
             await self._client.create(NODES, None, wanted)
-        except ApiFailure as failure:
+        except RequestFailed as failure:
             if failure.code != 409:
                 raise
             metadata = {"labels": wanted["metadata"]["labels"]}
@@ -109,7 +108,7 @@ class Registration:
             if isinstance(news, Changed) and news.object["metadata"]["name"] != self._settings.name:
                 continue
             gone = isinstance(news, Changed) and news.kind == "DELETED"
-            nodes: list[Mapping[str, Any]] = [n for n in news.items] if isinstance(news, Listed) else [news.object]
+            nodes: list[Mapping[str, Any]] = [n for n in news.items] if isinstance(news, Listing) else [news.object]
             mine = [node for node in nodes if node["metadata"]["name"] == self._settings.name and not gone]
             if not mine or not _is_ready(mine[0]):
                 await self._persist(self.register)
@@ -125,7 +124,7 @@ class Registration:
             try:
                 await work()
                 return
-            except (ApiFailure, aiohttp.ClientError, TimeoutError, OSError) as failure:
+            except RequestFailed as failure:
                 log.warning("node %s: %s", self._settings.name, failure)
                 await asyncio.sleep(pause)
                 pause = min(1.0, pause * 2)
@@ -134,7 +133,7 @@ class Registration:
         renewal = {"spec": {"renewTime": clock.micro_timestamp()}}
         try:
             await self._client.patch(LEASES, LEASE_NAMESPACE, self._settings.name, renewal)
-        except ApiFailure as failure:
+        except RequestFailed as failure:
             if failure.code != 404:
                 raise
             await self._create_lease()
@@ -144,7 +143,7 @@ class Registration:
             namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": LEASE_NAMESPACE}}
             try:
                 await self._client.create(NAMESPACES, None, namespace)
-            except ApiFailure as failure:
+            except RequestFailed as failure:
                 if failure.code != 409:  # another node was faster
                     raise
         lease = {

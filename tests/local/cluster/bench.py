@@ -7,7 +7,7 @@ from typing import Any
 
 from pod_builder import PodBuilder
 
-from tiercheck_local.client import PODS
+from tiercheck_cli.api_server import PODS
 from tiercheck_local.cluster import LocalCluster
 
 DEADLINE = 30.0

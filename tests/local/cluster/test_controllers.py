@@ -6,7 +6,7 @@ import pytest
 from bench import Bench
 from pod_builder import PodBuilder, reference
 
-from tiercheck_local.client import CONFIG_MAPS, NODES, SECRETS, SERVICES
+from tiercheck_cli.api_server import CONFIG_MAPS, NODES, SECRETS, SERVICES
 
 pytestmark = pytest.mark.cluster
 

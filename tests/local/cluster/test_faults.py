@@ -13,8 +13,8 @@ import pytest
 from bench import Bench, condition
 from pod_builder import PodBuilder
 
+from tiercheck_cli.api_server import NODES, PODS, RequestFailed
 from tiercheck_local import markers
-from tiercheck_local.client import NODES, PODS, ApiFailure
 from tiercheck_local.faults import NothingToHit
 from tiercheck_local.nodespec import RACK
 
@@ -220,7 +220,7 @@ def test_fault_without_target_says_so(bench: Bench) -> None:
     bench.phase(name, "Succeeded")
     with pytest.raises(NothingToHit, match=name):
         bench.faults.kill_container_process(name, "main")
-    with pytest.raises(ApiFailure, match="not found"):
+    with pytest.raises(RequestFailed, match="not found"):
         bench.faults.evict_pod("no-such-pod")
     with pytest.raises(NothingToHit, match="sealed"):
         bench.faults.flip_bit(name, rank=0)

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from pod_builder import PodBuilder
 
+from tiercheck_cli.api_server import PODS
 from tiercheck_local import markers, remains
-from tiercheck_local.api import wait_for
-from tiercheck_local.client import PODS
-from tiercheck_local.cluster import LocalCluster
+from tiercheck_local.cluster import LocalCluster, wait_for
 from tiercheck_local.nodespec import NodeSpec
 
 pytestmark = pytest.mark.cluster

@@ -9,7 +9,7 @@ import pytest
 from bench import Bench, condition
 from pod_builder import PodBuilder
 
-from tiercheck_local.client import PODS
+from tiercheck_cli.api_server import PODS
 
 pytestmark = pytest.mark.cluster
 

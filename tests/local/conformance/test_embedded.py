@@ -16,6 +16,7 @@ from api_client import Api
 from builders import config_map
 from defining import eventually
 
+from tests.access import load
 from tiercheck_local.controlplane import (
     ControlPlaneFailed,
     EmbeddedControlPlane,
@@ -23,7 +24,6 @@ from tiercheck_local.controlplane import (
     RealControlPlane,
     open_control_plane,
 )
-from tiercheck_local.kubeconfig import load
 
 MAPS = "/api/v1/namespaces/default/configmaps"
 
