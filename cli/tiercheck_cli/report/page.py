@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from html import escape
 
 from tiercheck_cli.report import colours
-from tiercheck_cli.report.charts import loss_chart, progress_chart, recovery_chart
+from tiercheck_cli.report.pictures import loss_svg, progress_svg, recovery_svg
 from tiercheck_cli.report.record import TIERS, FaultRecord, RunRecord
 from tiercheck_cli.report.style import CSS
 from tiercheck_cli.report.words import HEADINGS, TIER_WORDS, plural, rows, seconds
@@ -30,11 +30,11 @@ def page(record: RunRecord) -> str:
                         ("var(--pale)", "uninterrupted run", False),
                         ("var(--again)", "steps trained again", False),
                     ),
-                    loss_chart(record),
+                    loss_svg(record),
                 ),
             ),
-            _section("Progress by the clock", _PROGRESS, _card(_progress_key(record), progress_chart(record))),
-            _section("How long each recovery took", _RECOVERY, _card(_phase_key(), recovery_chart(record))),
+            _section("Progress by the clock", _PROGRESS, _card(_progress_key(record), progress_svg(record))),
+            _section("How long each recovery took", _RECOVERY, _card(_phase_key(), recovery_svg(record))),
             _section("Where each rank came back from", _RANKS, f'<div class="card">{_ranks(record)}</div>'),
             _section("How to read this page", "", _GUIDE),
             _section("The evidence", "", f'<div class="card">{_evidence(record)}</div>'),

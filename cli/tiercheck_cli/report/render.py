@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiercheck_cli.report.page import page
-from tiercheck_cli.report.plots import draw_loss, draw_recovery
+from tiercheck_cli.report.pictures import write_loss_png, write_recovery_png
 from tiercheck_cli.report.record import RunRecord
 
 
@@ -26,6 +26,6 @@ def render(record: RunRecord, folder: Path) -> Rendered:
     files = Rendered(folder / "run.json", folder / "index.html", folder / "loss.png", folder / "recovery.png")
     record.write(files.record)
     files.page.write_text(page(record), encoding="utf-8")
-    draw_loss(record, files.loss)
-    draw_recovery(record, files.recovery)
+    write_loss_png(record, files.loss)
+    write_recovery_png(record, files.recovery)
     return files

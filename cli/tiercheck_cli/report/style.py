@@ -13,7 +13,7 @@ main { max-width: 1040px; margin: 0 auto; padding: 40px 24px 64px; }
 h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 4px; letter-spacing: -0.01em; }
 h2 { font-size: 1.2rem; margin: 44px 0 6px; }
 p { margin: 6px 0 12px; max-width: 75ch; }
-.soft, .tick, .label { color: var(--soft); }
+.soft { color: var(--soft); }
 .card { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 16px; overflow-x: auto; }
 .verdict { border-left: 6px solid var(--good); margin: 24px 0; padding: 14px 18px; font-size: 1.08rem; }
 .verdict.bad { border-left-color: var(--bad); }
@@ -37,16 +37,8 @@ tr:last-child td { border-bottom: 0; }
 .key li { list-style: none; display: flex; align-items: center; gap: 7px; }
 .swatch { width: 22px; height: 10px; border-radius: 2px; display: inline-block; }
 .swatch.dashed { height: 0; border-top: 2.5px dashed; border-radius: 0; }
-svg { display: block; width: 100%; min-width: 640px; height: auto; font: 13px system-ui, sans-serif; }
-svg .tick { fill: var(--soft); font-size: 12px; } svg .label { fill: var(--soft); font-size: 13px; }
-svg .bar-name { fill: var(--ink); font-weight: 600; font-size: 13px; } svg .in-bar { fill: #1c1f23; font-size: 12px; }
-svg .grid { stroke: var(--rule); } svg .axis { stroke: var(--soft); }
-svg .run { fill: none; stroke: var(--run); stroke-width: 1.6; stroke-linejoin: round; }
-svg .reference { fill: none; stroke: var(--pale); stroke-width: 7; stroke-linejoin: round; stroke-linecap: round; }
-svg .watermark { fill: none; stroke-width: 1.4; stroke-dasharray: 5 3; }
-svg .again { fill: var(--again); } svg .down { fill: var(--down); }
-svg .fault { fill: none; stroke: var(--fault); stroke-width: 1.2; }
-svg .badge { fill: var(--fault); } svg .badge-text { fill: var(--card); font-weight: 700; font-size: 12px; }
+svg { display: block; width: 100%; min-width: 640px; height: auto; }
+svg text { font-family: system-ui, sans-serif !important; }
 dl.guide dt { font-weight: 650; margin-top: 10px; } dl.guide dd { margin: 0; max-width: 75ch; color: var(--soft); }
 code { font-size: .88em; overflow-wrap: anywhere; }
 @media print { main { padding: 0; } .card { break-inside: avoid; } }
