@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from tiercheck_local.apiserver.errors import ApiError, bad_request
+from tiercheck_local.apiserver.errors import ApiError, bad_request, unsupported_media_type
 
 
 def merge(target: Any, patch: Any) -> Any:
@@ -19,6 +19,19 @@ def merge(target: Any, patch: Any) -> Any:
         else:
             result[key] = merge(result.get(key), value)
     return result
+
+
+def strategic_merge(target: Any, patch: Any) -> Any:
+    """A strategic merge patch without lists is a merge patch. Raises ApiError 415 for others: their lists have keys."""
+    if _has_lists(patch):
+        raise unsupported_media_type(["application/merge-patch+json", "application/json-patch+json"])
+    return merge(target, patch)
+
+
+def _has_lists(patch: Any) -> bool:
+    if isinstance(patch, dict):
+        return any(key.startswith("$") or _has_lists(value) for key, value in patch.items())
+    return isinstance(patch, list)
 
 
 def json_patch(target: Any, operations: Any) -> Any:

@@ -10,15 +10,13 @@ from typing import Any
 
 import yaml
 
-from tiercheck_local.apiserver import errors, events, pod_verbs
+from tiercheck_local.apiserver import errors, pod_verbs
 from tiercheck_local.apiserver.errors import Object
 from tiercheck_local.apiserver.objects import DeleteOptions, Objects, WriteOptions
-from tiercheck_local.apiserver.patch import json_patch, merge
+from tiercheck_local.apiserver.patch import json_patch, merge, strategic_merge
 from tiercheck_local.apiserver.paths import Target
-from tiercheck_local.apiserver.protobuf import decode
-from tiercheck_local.apiserver.resources import EVENTS, Resource
+from tiercheck_local.apiserver.resources import Resource
 from tiercheck_local.apiserver.selectors import Predicate, field_predicate, label_predicate
-from tiercheck_local.apiserver.strategic import strategic_merge
 from tiercheck_local.apiserver.wire import View
 
 _PATCHES = {
@@ -48,8 +46,6 @@ class Call:
                 return json.loads(self.body)
             if self.content_type in ("application/yaml", "application/apply-patch+yaml"):
                 return yaml.safe_load(self.body)
-            if self.content_type == "application/vnd.kubernetes.protobuf":
-                return decode(self.body)
         except (ValueError, yaml.YAMLError) as error:
             raise errors.bad_request(f"the object provided is unrecognized: {error}") from error
         raise errors.unsupported_media_type(["application/json", "application/yaml"])
@@ -76,7 +72,7 @@ def selection(target: Target, query: Mapping[str, str]) -> Predicate:
 
 def carry_out(objects: Objects, target: Target, call: Call, view: View) -> tuple[int, Object]:
     """Raises ApiError."""
-    resource = EVENTS if target.resource.collection == EVENTS.collection else target.resource
+    resource = target.resource
     verb = (call.method, bool(target.name), target.subresource)
     if call.method == "POST" and target.subresource in ("binding", "eviction"):
         return 201, _pod_verb(objects, target, call)
@@ -86,12 +82,10 @@ def carry_out(objects: Objects, target: Target, call: Call, view: View) -> tuple
         case ("GET", False, ""):
             return 200, _list(objects, target, call, view)
         case ("POST", False, ""):
-            value = _stored_form(target, call.parsed())
-            return 201, view.one(objects.create(resource, target.namespace, value, call.options))
+            return 201, view.one(objects.create(resource, target.namespace, call.parsed(), call.options))
         case ("PUT", True, part):
             key = (target.namespace, target.name)
-            value = _stored_form(target, call.parsed())
-            return 200, view.one(objects.replace(resource, key, value, part, call.options))
+            return 200, view.one(objects.replace(resource, key, call.parsed(), part, call.options))
         case ("PATCH", True, "" | "status"):
             return 200, view.one(_patch(objects, resource, target, call))
         case ("DELETE", True, ""):
@@ -99,13 +93,6 @@ def carry_out(objects: Objects, target: Target, call: Call, view: View) -> tuple
         case ("DELETE", False, ""):
             return 200, _delete_collection(objects, target, call, view)
     raise errors.method_not_allowed()
-
-
-def _stored_form(target: Target, value: Any) -> Any:
-    if target.resource.group == "events.k8s.io" and isinstance(value, dict):
-        # Checked against the core version from here on; a wrong apiVersion stays wrong.
-        return events.to_core(value) if value.get("apiVersion", "events.k8s.io/v1") == "events.k8s.io/v1" else value
-    return value
 
 
 def _list(objects: Objects, target: Target, call: Call, view: View) -> Object:
@@ -154,15 +141,13 @@ def _patch(objects: Objects, resource: Resource, target: Target, call: Call) -> 
     if apply is not json_patch and not isinstance(patch, dict):
         raise errors.bad_request("error decoding patch: it is not an object")
     old = objects.get(resource, *key)
-    if target.resource.group == "events.k8s.io":
-        old = events.to_new(old)
     patched = apply(old, patch)
     if isinstance(patched, dict):
         metadata = patched.get("metadata") or {}
         if not metadata.get("resourceVersion"):
             # A patch is its own read-modify-write: what it does not mention it does not contradict.
             patched = {**patched, "metadata": {**metadata, "resourceVersion": old["metadata"]["resourceVersion"]}}
-    return objects.replace(resource, key, _stored_form(target, patched), target.subresource, call.options)
+    return objects.replace(resource, key, patched, target.subresource, call.options)
 
 
 def _delete_options(query: Mapping[str, str], body: Any) -> DeleteOptions:

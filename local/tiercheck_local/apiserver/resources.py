@@ -51,7 +51,6 @@ BUILT_IN: tuple[Resource, ...] = (
     _core("configmaps", "ConfigMap", short_names=("cm",)),
     _core("events", "Event", short_names=("ev",)),
     _core("serviceaccounts", "ServiceAccount", short_names=("sa",)),
-    Resource("events.k8s.io", "v1", "events", "Event", short_names=("ev",), collection="/events"),
     Resource("batch", "v1", "jobs", "Job", subresources=("status",), categories=("all",)),
     Resource(
         "admissionregistration.k8s.io", "v1", "mutatingwebhookconfigurations", "MutatingWebhookConfiguration", namespaced=False,
@@ -65,9 +64,8 @@ BUILT_IN: tuple[Resource, ...] = (
     ),
 )  # fmt: skip
 
-EVENTS = BUILT_IN[6]
 NAMESPACES, NODES, PODS = BUILT_IN[0], BUILT_IN[1], BUILT_IN[2]
-WEBHOOKS = BUILT_IN[10]
+WEBHOOKS = BUILT_IN[9]
 CRDS = BUILT_IN[-1]
 PDBS = BUILT_IN[-2]
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tiercheck_local.apiserver import events
 from tiercheck_local.apiserver.errors import Object
 from tiercheck_local.apiserver.resources import Resource
 from tiercheck_local.apiserver.table import table
@@ -52,8 +51,6 @@ class View:
         return {"kind": kind, "apiVersion": version, "metadata": metadata, "items": items}
 
     def _versioned(self, value: Object) -> Object:
-        if self.resource.group == "events.k8s.io":
-            return events.to_new(value)
         if value.get("apiVersion") != self.resource.api_version:
             return {**value, "apiVersion": self.resource.api_version}
         return value

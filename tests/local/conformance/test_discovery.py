@@ -10,7 +10,6 @@ WANTED = {
                 "secrets", "configmaps", "events", "serviceaccounts"},
     "/apis/coordination.k8s.io/v1": {"leases"},
     "/apis/policy/v1": {"poddisruptionbudgets"},
-    "/apis/events.k8s.io/v1": {"events"},
     "/apis/apiextensions.k8s.io/v1": {"customresourcedefinitions"},
 }  # fmt: skip
 

@@ -13,7 +13,6 @@ import pytest
 import yaml
 from api_client import DEADLINE, Api
 from builders import config_map, pod, widget
-from defining import eventually
 
 from tiercheck_local.controlplane import ControlPlane
 
@@ -141,33 +140,3 @@ def test_label_annotate_patch_and_edit_status(kubectl: Kubectl) -> None:
 
 def test_explain_knows_the_schema(kubectl: Kubectl) -> None:
     assert "paused" in kubectl("explain", "widget.spec")
-
-
-def test_create_commands(kubectl: Kubectl) -> None:
-    kubectl("create", "configmap", "c", "--from-literal=x=1")
-    kubectl("create", "secret", "generic", "s", "--from-literal=k=v")
-    assert kubectl("get", "configmap", "c", "-o", "jsonpath={.data.x}") == "1"
-    assert kubectl("get", "secret", "s", "-o", "jsonpath={.data.k} {.type}") == "dg== Opaque"
-
-
-def test_drain_evicts_the_pods_of_a_node(kubectl: Kubectl, api: Api, core: str, namespace: str) -> None:
-    node = f"node-{namespace}"
-    api.create("/api/v1/nodes", {"metadata": {"name": node}})
-    api.create(f"{core}/pods", pod("p"))
-    api.create(f"{core}/pods/p/binding", {"metadata": {"name": "p"}, "target": {"kind": "Node", "name": node}})
-    process = kubectl.start("drain", node, "--force", "--grace-period=9", f"--timeout={DEADLINE:.0f}s")
-    try:
-        evicted = eventually(lambda: _deleting(api, f"{core}/pods/p"), "the pod is evicted")
-        assert evicted["metadata"]["deletionGracePeriodSeconds"] == 9
-        assert "EvictionByEvictionAPI" in [c.get("reason") for c in evicted["status"]["conditions"]]
-        api.delete(f"{core}/pods/p", {"gracePeriodSeconds": 0})  # as the node would
-        assert process.wait(DEADLINE) == 0
-    finally:
-        process.kill()
-        process.wait()
-        api.delete(f"/api/v1/nodes/{node}")
-
-
-def _deleting(api: Api, path: str) -> Any:
-    seen = api.get(path)
-    return seen if "deletionTimestamp" in seen["metadata"] else None

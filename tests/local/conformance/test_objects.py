@@ -228,12 +228,10 @@ def test_lease_can_be_taken_with_a_version_precondition(api: Api, namespace: str
     assert api.get(f"{leases}/l")["spec"]["holderIdentity"] == "two"
 
 
-def test_event_is_seen_through_both_apis(api: Api, core: str, namespace: str) -> None:
+def test_events_are_found_by_the_object_that_they_are_about(api: Api, core: str, namespace: str) -> None:
     about = {"kind": "Pod", "namespace": namespace, "name": "p", "uid": "u"}
     body = {"metadata": {"name": "e"}, "involvedObject": about, "reason": "Why", "message": "what", "type": "Normal"}
     api.create(f"{core}/events", body)
-    seen = api.get(f"/apis/events.k8s.io/v1/namespaces/{namespace}/events/e")
-    assert (seen["regarding"]["name"], seen["note"], seen["reason"]) == ("p", "what", "Why")
     found = api.get(f"{core}/events", fieldSelector="involvedObject.name=p,involvedObject.kind=Pod")
     assert [event["metadata"]["name"] for event in found["items"]] == ["e"]
     assert api.get(f"{core}/events", fieldSelector="involvedObject.name=q")["items"] == []
@@ -266,32 +264,6 @@ def test_bad_metadata_is_invalid(api: Api, core: str, metadata: dict[str, Any], 
         api.create(f"{core}/configmaps", {"metadata": {"name": "a", **metadata}})
     assert refused.value.code == 422
     assert sentence in refused.value.message
-
-
-def test_event_is_posted_through_the_newer_api(api: Api, core: str, namespace: str) -> None:
-    path = f"/apis/events.k8s.io/v1/namespaces/{namespace}/events"
-    body = {
-        "apiVersion": "events.k8s.io/v1",
-        "kind": "Event",
-        "metadata": {"name": "e"},
-        "eventTime": "2026-01-01T00:00:00.000000Z",
-        "regarding": {"kind": "Pod", "namespace": namespace, "name": "p"},
-        "reason": "Why",
-        "note": "what",
-        "action": "Doing",
-        "type": "Normal",
-        "reportingController": "conformance.test/suite",
-        "reportingInstance": "one",
-    }
-    assert api.create(path, body)["note"] == "what"
-    seen = api.get(f"{core}/events/e")
-    assert (seen["message"], seen["involvedObject"]["name"]) == ("what", "p")
-    assert (
-        api.merge(f"{path}/e", {"series": {"count": 2, "lastObservedTime": "2026-01-01T00:00:01.000000Z"}})["series"][
-            "count"
-        ]
-        == 2
-    )
 
 
 def test_event_belongs_into_the_namespace_of_its_object(api: Api, core: str) -> None:
