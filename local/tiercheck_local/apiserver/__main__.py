@@ -14,8 +14,8 @@ from pathlib import Path
 
 from aiohttp import web
 
-from tiercheck_local.apiserver.server import application
-from tiercheck_local.apiserver.storage import Storage
+from tiercheck_local.apiserver.http.server import application
+from tiercheck_local.apiserver.store.storage import Storage
 from tiercheck_local.controlplane.kubeconfig import write_kubeconfig
 from tiercheck_local.controlplane.lifetime import die_with_parent
 from tiercheck_operator.certificates import KeyPair, issue_pair

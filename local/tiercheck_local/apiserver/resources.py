@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tiercheck_local.apiserver.crds import CustomVersion
+from tiercheck_local.apiserver.schema.custom_version import CustomVersion
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from tiercheck_cli.api_server import DISRUPTION_BUDGETS, Object, RequestFailed
-from tiercheck_local.apiserver.selectors import matches_selector
+from tiercheck_local.apiserver.store.selectors import matches_selector
 from tiercheck_local.client import Cache, Client
 
 log = logging.getLogger(__name__)

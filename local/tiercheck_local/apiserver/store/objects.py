@@ -12,12 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tiercheck_local.apiserver import built_in, crds, errors
-from tiercheck_local.apiserver import metadata as metadata_rules
-from tiercheck_local.apiserver.clock import now
+from tiercheck_local.apiserver import errors
 from tiercheck_local.apiserver.errors import Cause, Object
 from tiercheck_local.apiserver.resources import CRDS, NAMESPACES, PODS, Registry, Resource
-from tiercheck_local.apiserver.storage import Key, Storage
+from tiercheck_local.apiserver.schema import built_in, crds
+from tiercheck_local.apiserver.schema import metadata as metadata_rules
+from tiercheck_local.apiserver.store.storage import Key, Storage
+from tiercheck_local.clock import timestamp
 
 _SUFFIX_LETTERS = "bcdfghjklmnpqrstvwxz2456789"
 _SERVER_FIELDS = (
@@ -93,7 +94,7 @@ class Objects:
         for field in (*_SERVER_FIELDS, "selfLink"):
             metadata.pop(field, None)
         _drop_empty(metadata)
-        metadata.update(uid=str(uuid.uuid4()), creationTimestamp=now())
+        metadata.update(uid=str(uuid.uuid4()), creationTimestamp=timestamp())
         if _has_generation(resource):
             metadata["generation"] = 1
         value = self._prepared(resource, value, options)
@@ -167,7 +168,7 @@ class Objects:
             metadata["finalizers"] = finalizers
         already = metadata.get("deletionGracePeriodSeconds") if "deletionTimestamp" in metadata else None
         if already is None or grace < already:
-            metadata["deletionTimestamp"] = now(grace)
+            metadata["deletionTimestamp"] = timestamp(grace)
             metadata["deletionGracePeriodSeconds"] = grace
             if already is None and "generation" in metadata:
                 metadata["generation"] += 1

@@ -10,14 +10,15 @@ from typing import Any
 
 import yaml
 
-from tiercheck_local.apiserver import errors, pod_verbs
+from tiercheck_local.apiserver import errors
 from tiercheck_local.apiserver.errors import Object
-from tiercheck_local.apiserver.objects import DeleteOptions, Objects, WriteOptions
-from tiercheck_local.apiserver.patch import json_patch, merge, strategic_merge
-from tiercheck_local.apiserver.paths import Target
+from tiercheck_local.apiserver.http.paths import Target
+from tiercheck_local.apiserver.http.wire import View
 from tiercheck_local.apiserver.resources import Resource
-from tiercheck_local.apiserver.selectors import Predicate, field_predicate, label_predicate
-from tiercheck_local.apiserver.wire import View
+from tiercheck_local.apiserver.store import pod_verbs
+from tiercheck_local.apiserver.store.objects import DeleteOptions, Objects, WriteOptions
+from tiercheck_local.apiserver.store.patch import json_patch, merge, strategic_merge
+from tiercheck_local.apiserver.store.selectors import Predicate, field_predicate, label_predicate
 
 _PATCHES = {
     "application/json-patch+json": json_patch,

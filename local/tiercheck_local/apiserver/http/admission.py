@@ -18,14 +18,15 @@ from typing import Any
 
 import aiohttp
 
-from tiercheck_local.apiserver import built_in, errors
+from tiercheck_local.apiserver import errors
 from tiercheck_local.apiserver.errors import ApiError, Object
-from tiercheck_local.apiserver.objects import Objects
-from tiercheck_local.apiserver.patch import json_patch
-from tiercheck_local.apiserver.paths import Target
-from tiercheck_local.apiserver.requests import Call
+from tiercheck_local.apiserver.http.paths import Target
+from tiercheck_local.apiserver.http.requests import Call
 from tiercheck_local.apiserver.resources import NAMESPACES, WEBHOOKS, Resource
-from tiercheck_local.apiserver.selectors import matches_selector
+from tiercheck_local.apiserver.schema import built_in
+from tiercheck_local.apiserver.store.objects import Objects
+from tiercheck_local.apiserver.store.patch import json_patch
+from tiercheck_local.apiserver.store.selectors import matches_selector
 
 _DEFAULT_TIMEOUT = 10
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tiercheck_local.apiserver import errors
-from tiercheck_local.apiserver.clock import now
 from tiercheck_local.apiserver.errors import Object
-from tiercheck_local.apiserver.objects import DeleteOptions, Objects
 from tiercheck_local.apiserver.resources import PDBS, PODS
-from tiercheck_local.apiserver.selectors import matches_selector
-from tiercheck_local.apiserver.storage import Key
+from tiercheck_local.apiserver.store.objects import DeleteOptions, Objects
+from tiercheck_local.apiserver.store.selectors import matches_selector
+from tiercheck_local.apiserver.store.storage import Key
+from tiercheck_local.clock import timestamp
 
 
 def bind(objects: Objects, key: Key, binding: Object) -> Object:
@@ -27,7 +27,7 @@ def bind(objects: Objects, key: Key, binding: Object) -> Object:
         why = f'pod {key[1]} is already assigned to node "{pod["spec"]["nodeName"]}"'
     if why:
         raise errors.conflict("pods/binding", "", key[1], why)
-    scheduled = {"type": "PodScheduled", "status": "True", "lastProbeTime": None, "lastTransitionTime": now()}
+    scheduled = {"type": "PodScheduled", "status": "True", "lastProbeTime": None, "lastTransitionTime": timestamp()}
     bound = _with_condition(pod, scheduled)
     objects.storage.put(PODS.collection, key, {**bound, "spec": {**pod["spec"], "nodeName": node}})
     return _created()
@@ -45,7 +45,7 @@ def evict(objects: Objects, key: Key, eviction: Object, options: DeleteOptions) 
         if "deletionTimestamp" not in pod["metadata"]:
             disrupted = {
                 "type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI",
-                "message": "Eviction API: evicting", "lastProbeTime": None, "lastTransitionTime": now(),
+                "message": "Eviction API: evicting", "lastProbeTime": None, "lastTransitionTime": timestamp(),
             }  # fmt: skip
             objects.storage.put(PODS.collection, key, _with_condition(pod, disrupted))
     objects.delete(PODS, key, options)

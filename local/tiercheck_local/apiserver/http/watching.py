@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from tiercheck_local.apiserver import errors
 from tiercheck_local.apiserver.errors import Object
-from tiercheck_local.apiserver.selectors import Predicate
-from tiercheck_local.apiserver.storage import Change, Expired, Storage
-from tiercheck_local.apiserver.wire import View, dump
+from tiercheck_local.apiserver.http.wire import View, dump
+from tiercheck_local.apiserver.store.selectors import Predicate
+from tiercheck_local.apiserver.store.storage import Change, Expired, Storage
 
 _BOOKMARK_SECONDS = 55.0
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck_local.apiserver.errors import Object
+from tiercheck_local.apiserver.http.table import table
 from tiercheck_local.apiserver.resources import Resource
-from tiercheck_local.apiserver.table import table
 
 Shape = Callable[[Object], Object]
 

@@ -7,14 +7,15 @@ import random
 
 from aiohttp import web
 
-from tiercheck_local.apiserver import discovery, errors, openapi
-from tiercheck_local.apiserver.admission import admitted
-from tiercheck_local.apiserver.objects import Objects
-from tiercheck_local.apiserver.paths import Target, resolve
-from tiercheck_local.apiserver.requests import Call, carry_out, selection
-from tiercheck_local.apiserver.storage import Storage
-from tiercheck_local.apiserver.watching import WatchOptions, stream
-from tiercheck_local.apiserver.wire import View, dump, view
+from tiercheck_local.apiserver import errors
+from tiercheck_local.apiserver.http import discovery, openapi
+from tiercheck_local.apiserver.http.admission import admitted
+from tiercheck_local.apiserver.http.paths import Target, resolve
+from tiercheck_local.apiserver.http.requests import Call, carry_out, selection
+from tiercheck_local.apiserver.http.watching import WatchOptions, stream
+from tiercheck_local.apiserver.http.wire import View, dump, view
+from tiercheck_local.apiserver.store.objects import Objects
+from tiercheck_local.apiserver.store.storage import Storage
 
 _LARGEST_BODY = 3 * 1024 * 1024
 _OWN_HOSTS = {"127.0.0.1", "localhost", "::1"}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tiercheck_local.apiserver.errors import Cause, Object, bad_request
-from tiercheck_local.apiserver.metadata import DNS_LABEL, DNS_LABEL_RULE
+from tiercheck_local.apiserver.schema.metadata import DNS_LABEL, DNS_LABEL_RULE
 
 _NO_EXECUTE_SECONDS = 300
 
