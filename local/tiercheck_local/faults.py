@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tiercheck.failpoints import STRUCK, Arming
 from tiercheck.protocol.slot import NotASlot, SlotHeader, read_header
@@ -19,10 +18,7 @@ from tiercheck_local import links, markers
 from tiercheck_local.node.agent import LOSE_EVERY_POD
 from tiercheck_local.node.container import HOLD, OUT_OF_MEMORY
 from tiercheck_local.nodespec import RACK
-
-if TYPE_CHECKING:
-    from tiercheck_local.cluster import LocalCluster
-
+from tiercheck_local.running import RunningCluster
 
 _HEADER_ROOM = 4 * 1024 * 1024
 
@@ -43,7 +39,7 @@ class NothingToHit(LookupError):
 class Faults:
     """Of one cluster. Each returns when the harm is done; that the cluster notices is for the caller to await."""
 
-    def __init__(self, cluster: LocalCluster) -> None:
+    def __init__(self, cluster: RunningCluster) -> None:
         self._cluster = cluster
         self._cut: set[frozenset[str]] = set()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiercheck_local.node.back_off import BackOff, go_duration
+from tiercheck_local.node.process import BackOff, go_duration
 
 
 def test_first_end_costs_nothing_and_every_further_one_twice_the_last_up_to_five_minutes() -> None:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from tiercheck_cli.api_server import DISRUPTION_BUDGETS, LEASES, NODES, PODS, Object
-from tiercheck_local import markers, remains
+from tiercheck_local import markers
 from tiercheck_local.client import Cache, Client
 from tiercheck_local.controllers.disruption import Disruption
 from tiercheck_local.controllers.garbage import DEPENDENTS, GarbageCollector
@@ -100,7 +100,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     parent_died = asyncio.run(serve(given.kubeconfig, given.grace, given.lifeline))
     if parent_died and markers.CLUSTER in os.environ:
-        remains.remove(os.environ[markers.CLUSTER])
+        markers.remove(os.environ[markers.CLUSTER])
 
 
 if __name__ == "__main__":

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tiercheck_local.controlplane.embedded import EmbeddedControlPlane
-from tiercheck_local.controlplane.existing import ExistingControlPlane
-from tiercheck_local.controlplane.interface import ControlPlane, ControlPlaneFailed
+from tiercheck_local.controlplane.planes import (
+    ControlPlane,
+    ControlPlaneFailed,
+    EmbeddedControlPlane,
+    ExistingControlPlane,
+)
 from tiercheck_local.controlplane.real import RealControlPlane
 
 __all__ = [

@@ -15,9 +15,8 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from tiercheck_local.addresses import free_ports
 from tiercheck_local.controlplane import lifetime
-from tiercheck_local.controlplane.interface import ControlPlane, ControlPlaneFailed
 from tiercheck_local.controlplane.kubeconfig import write_kubeconfig
-from tiercheck_local.controlplane.waiting import wait_until
+from tiercheck_local.controlplane.planes import ControlPlane, ControlPlaneFailed, wait_until
 
 
 class RealControlPlane(ControlPlane):

@@ -24,8 +24,7 @@ from tiercheck_local.demo.reference import ReferenceFailed, run_uninterrupted
 from tiercheck_local.demo.result import fault_record, run_record
 from tiercheck_local.demo.scenario import Story, StoryFailed
 from tiercheck_local.demo.stage import LaptopStage
-from tiercheck_local.demo.training_log import TrainingLog
-from tiercheck_local.demo.verdict import compare
+from tiercheck_local.demo.training_log import TrainingLog, compare
 from tiercheck_local.nodespec import NodeSpec
 
 ROOT = Path(__file__).resolve().parents[3]

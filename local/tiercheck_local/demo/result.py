@@ -8,8 +8,7 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import RankRestore
 from tiercheck_cli.report import FaultRecord, RunRecord, StepRecord, WatermarkSample
 from tiercheck_local.demo.scenario import Outcome
-from tiercheck_local.demo.training_log import Digest, Step
-from tiercheck_local.demo.verdict import Verdict
+from tiercheck_local.demo.training_log import Digest, Step, Verdict
 
 
 def rank_source(restore: RankRestore, rank: int, racks: Mapping[int, str]) -> str:

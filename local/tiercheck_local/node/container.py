@@ -15,8 +15,7 @@ from typing import Any
 
 from tiercheck_local import clock, markers
 from tiercheck_local.node import probes
-from tiercheck_local.node.back_off import BackOff, go_duration
-from tiercheck_local.node.process import CannotStart, HostProcess
+from tiercheck_local.node.process import BackOff, CannotStart, HostProcess, go_duration
 
 _TAIL = 2048
 _LOOK_AT_HOLD = 0.05

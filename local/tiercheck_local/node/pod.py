@@ -13,15 +13,13 @@ from tiercheck.failpoints import ENV_FAILPOINTS
 from tiercheck_cli.api_server import PODS
 from tiercheck_local import clock, links, markers
 from tiercheck_local.client import Client
-from tiercheck_local.node import environment, references, volumes
-from tiercheck_local.node.back_off import BackOff
+from tiercheck_local.node import environment, volumes
 from tiercheck_local.node.container import HOLD, NO_IMAGE, OUT_OF_MEMORY, Container, Kind, Recipe
 from tiercheck_local.node.environment import BadReference, PodFacts
-from tiercheck_local.node.paths import PathTranslation
-from tiercheck_local.node.process import base_environment
-from tiercheck_local.node.publisher import Publisher
+from tiercheck_local.node.process import BackOff, base_environment
 from tiercheck_local.node.settings import Settings
-from tiercheck_local.node.status import Situation, pod_status
+from tiercheck_local.node.status import Publisher, Situation, pod_status
+from tiercheck_local.node.volumes import PathTranslation
 
 Object = Mapping[str, Any]
 log = logging.getLogger(__name__)
@@ -188,7 +186,7 @@ class Pod:
         while True:
             try:
                 self._refuse_missing_images()
-                lookup = await references.fetch(self._client, self.manifest)
+                lookup = await environment.fetch_references(self._client, self.manifest)
                 folders = volumes.prepare(self._facts, self._settings.roots, lookup)
                 return {container.name: self._recipe(container, folders, lookup) for container in self._containers}
             except _NoImage as error:

@@ -6,6 +6,7 @@ Short, because a Unix socket's path has 107 bytes at most. Sizes are not enforce
 from __future__ import annotations
 
 import base64
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -14,6 +15,32 @@ from pathlib import Path
 from typing import Any
 
 from tiercheck_local.node.environment import BadReference, Lookup, PodFacts, field
+
+
+class PathTranslation:
+    """Call it with a text; it returns the text as the host process must see it.
+
+    In environment values, command and arguments, every occurrence of a mount path of the container, alone or as the
+    beginning of a longer path, is replaced. It must begin a path (start of the text, or after a character that no path
+    contains, such as ":" "=" or a space, or after "://") and end at a "/" or where the path ends; so "/data" is found
+    in "A:/data/x" but neither in "/srv/data" nor in "/database". The longest mount path wins, and what was replaced is
+    not looked at again.
+    """
+
+    def __init__(self, mounts: Mapping[str, str]) -> None:
+        self._hosts = {path.rstrip("/"): host for path, host in mounts.items() if path.rstrip("/")}
+        longest_first = sorted(self._hosts, key=len, reverse=True)
+        begins = r"(?:(?<![\w./~-])|(?<=://))"
+        ends = r"(?=/|[^\w.-]|\.(?![\w])|$)"
+        self._pattern = (
+            re.compile(begins + "(" + "|".join(map(re.escape, longest_first)) + ")" + ends) if longest_first else None
+        )
+
+    def __call__(self, text: str) -> str:
+        if self._pattern is None:
+            return text
+        return self._pattern.sub(lambda match: self._hosts[match.group(1)], text)
+
 
 Object = Mapping[str, Any]
 

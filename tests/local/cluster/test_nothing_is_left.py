@@ -12,9 +12,10 @@ import pytest
 from pod_builder import PodBuilder
 
 from tiercheck_cli.api_server import PODS
-from tiercheck_local import markers, remains
-from tiercheck_local.cluster import LocalCluster, wait_for
+from tiercheck_local import markers
+from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.nodespec import NodeSpec
+from tiercheck_local.running import wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -27,7 +28,7 @@ STUBBORN = (
 def leftovers(cluster: str) -> list[object]:
     return [
         *markers.pids(markers.CLUSTER, cluster),
-        *(folder for folder in remains.folders(cluster) if folder.exists()),
+        *(folder for folder in markers.folders(cluster) if folder.exists()),
     ]
 
 
