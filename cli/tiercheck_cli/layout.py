@@ -8,9 +8,12 @@ from typing import Any
 
 from tiercheck_cli.cluster import Cluster, Forbidden
 from tiercheck_cli.failure import CannotDo
+from tiercheck_cli.files import Nodes, left_out
+from tiercheck_operator.planning.cluster_nodes import build_topology, seat_workers
 from tiercheck_operator.planning.existing import existing_placement
 from tiercheck_operator.planning.kueue_topology import levels_of
-from tiercheck_operator.planning.placement import Placement, WorkerSite
+from tiercheck_operator.planning.parity import ParityPolicy, place_parity
+from tiercheck_operator.planning.placement import Placement, PlacementPolicy, Unplaceable, WorkerSite, place
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 from tiercheck_operator.planning.topology import Topology, levels_from_spec
 from tiercheck_operator.planning.wanted import Wanted
@@ -93,3 +96,46 @@ def _labels(
     if gone:
         remarks.append(f"not in the cluster any more: {', '.join(gone[:5])}{' ...' if len(gone) > 5 else ''}")
     return {node: known.get(node, {}) for node in used}, tuple(remarks)
+
+
+def seated(
+    spec: Mapping[str, Any], nodes: Nodes, per_node: int | None = None
+) -> tuple[Wanted, tuple[WorkerSite, ...], Topology, tuple[str, ...]]:
+    """Where the job's workers would about be. The last is what a person should know about it. Raises CannotDo."""
+    wanted = wanted_of(spec)
+    marked, fit = nodes.for_pods(spec)
+    aside = left_out(marked)
+    try:
+        topology = build_topology(marked, wanted.levels)
+        sites = seat_workers(marked, topology, wanted.workers, wanted.level, per_node if per_node is not None else fit)
+    except ValueError as error:
+        raise CannotDo(f"{error}{f'; {aside}' if aside else ''}. Give more nodes or fewer workers") from error
+    bare = [
+        f"{len(names)} of {len(marked)} nodes lack the label {level.label}, so their {level.name} is not known"
+        for level, names in topology.missing
+        if level.name == wanted.level
+    ]
+    return wanted, tuple(sites), topology, (*([aside] if aside else []), *bare)
+
+
+def placed(sites: tuple[WorkerSite, ...], topology: Topology, policy: PlacementPolicy | ParityPolicy) -> Placement:
+    """As the operator would. Raises CannotDo, also where a required spread cannot be had."""
+    try:
+        outcome = (
+            place_parity(sites, topology, policy)
+            if isinstance(policy, ParityPolicy)
+            else place(sites, topology, policy)
+        )
+    except ValueError as error:
+        raise CannotDo(f"spec.tiers.peer: {error}") from error
+    if isinstance(outcome, Unplaceable):
+        raise CannotDo(f"the job would wait: {outcome.reason}. Give nodes in more domains, or use mode Preferred")
+    return outcome
+
+
+def planned(job: Mapping[str, Any], nodes: Nodes, per_node: int | None = None) -> Layout:
+    """As the operator would place it. Raises CannotDo."""
+    wanted, sites, topology, remarks = seated(job["spec"], nodes, per_node)
+    placement = placed(sites, topology, wanted.policy)
+    name = str((job.get("metadata") or {}).get("name") or "job")
+    return Layout(name, wanted, sites, topology, placement, None, remarks)

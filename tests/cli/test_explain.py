@@ -11,6 +11,7 @@ from fake_cluster import FakeCluster
 from golden import matches, rendered
 
 from tiercheck.protocol.directive import Tier
+from tiercheck_cli.events.recoveries import PastRecovery, recoveries
 from tiercheck_cli.explain import estimate as estimates
 from tiercheck_cli.explain.answer import Answer, answer, scenario_of
 from tiercheck_cli.explain.estimate import Estimate, Failure, estimate
@@ -18,9 +19,7 @@ from tiercheck_cli.explain.losses import losses
 from tiercheck_cli.explain.screen import what_if_screen, why
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.files import made_up_nodes, read_job
-from tiercheck_cli.layout import layout_of
-from tiercheck_cli.planned import planned
-from tiercheck_cli.recoveries import PastRecovery, recoveries
+from tiercheck_cli.layout import layout_of, planned
 from tiercheck_operator.controller.causes import Cause
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -29,9 +29,8 @@ from tiercheck import Checkpointer
 from tiercheck.dcp import Storage
 from tiercheck.protocol.contents import Chunk, WholeTensor
 from tiercheck.protocol.pieces import Box
-from tiercheck_cli.checkpoint.assemble import read_box, slabs
 from tiercheck_cli.checkpoint.remote import settings_of_job, settings_of_url
-from tiercheck_cli.checkpoint.saved import Slot
+from tiercheck_cli.checkpoint.saved import Slot, read_box, slabs
 from tiercheck_cli.failure import CannotDo
 
 ROOT = Path(__file__).parents[2]

@@ -14,11 +14,10 @@ from golden import matches, rendered
 
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.files import made_up_nodes, read_job, read_nodes
-from tiercheck_cli.layout import Layout, layout_of
+from tiercheck_cli.layout import Layout, layout_of, planned
 from tiercheck_cli.plan.links import links
 from tiercheck_cli.plan.picture import svg
 from tiercheck_cli.plan.screen import group_name, screen
-from tiercheck_cli.planned import planned
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -15,12 +15,11 @@ from made_up_run import made_up_run
 from matplotlib.image import imread
 from rich.console import Console
 
-from tiercheck_cli.report import FaultRecord, RunRecord, StepRecord, colours, faults_table, render, verdict_line
+from tiercheck_cli.report import FaultRecord, RunRecord, StepRecord, faults_table, render, style, verdict_line
 from tiercheck_cli.report.__main__ import main
 from tiercheck_cli.report.page import page
 from tiercheck_cli.report.record import RecordError
 from tiercheck_cli.report.series import attempt_curves, fault_marks, reference_curve, thinned, watermark_curve
-from tiercheck_cli.report.style import CSS
 from tiercheck_cli.report.words import TIER_WORDS, rows, seconds, tier_counts
 
 _VOID = {"meta", "br", "link", "img", "hr", "input"}
@@ -265,6 +264,6 @@ def test_command_draws_a_saved_record_and_refuses_others(tmp_path: Path, capsys:
     assert "absent.json" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("tier", sorted(colours.TIERS))
+@pytest.mark.parametrize("tier", sorted(style.TIERS))
 def test_tier_has_the_same_colour_on_the_page_as_in_the_pictures(tier: str) -> None:
-    assert f"--{tier}: {colours.TIERS[tier]};" in CSS.partition("@media")[0]
+    assert f"--{tier}: {style.TIERS[tier]};" in style.CSS.partition("@media")[0]

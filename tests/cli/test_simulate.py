@@ -10,8 +10,7 @@ from commands_run import run
 
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.files import made_up_nodes, read_job
-from tiercheck_cli.layout import wanted_of
-from tiercheck_cli.planned import planned
+from tiercheck_cli.layout import planned, wanted_of
 from tiercheck_cli.simulate.assumptions import RECORDS, shared_domain_rate
 from tiercheck_cli.simulate.settings import settings
 from tiercheck_operator.planning.wanted import Wanted

@@ -19,8 +19,7 @@ from tiercheck.protocol.contents import DCP, DCP_BYTES, WholeTensor
 from tiercheck.protocol.pieces import Box
 from tiercheck.trainer import user_state
 from tiercheck.trainer.dtypes import dtype_of
-from tiercheck_cli.checkpoint.assemble import read_box
-from tiercheck_cli.checkpoint.saved import Saved
+from tiercheck_cli.checkpoint.saved import Saved, read_box
 from tiercheck_cli.failure import CannotDo
 
 Progress = Callable[[str, int], None]

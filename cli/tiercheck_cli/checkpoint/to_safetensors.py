@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tiercheck.protocol.contents import WholeTensor
-from tiercheck_cli.checkpoint.assemble import read_box, slabs
-from tiercheck_cli.checkpoint.saved import Saved
+from tiercheck_cli.checkpoint.saved import Saved, read_box, slabs
 from tiercheck_cli.failure import USAGE, CannotDo
 
 INDEX = "model.safetensors.index.json"

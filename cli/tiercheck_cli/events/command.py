@@ -15,8 +15,7 @@ from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.durations import clock
 from tiercheck_cli.events.story import Happening, story
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.options import Context, Kubeconfig, Namespace, Output, OutputFormat
-from tiercheck_cli.terminal import console, remark, write
+from tiercheck_cli.terminal import Context, Kubeconfig, Namespace, Output, OutputFormat, console, remark, write
 
 _STYLE = {"Warning": "yellow", "Recovery": "cyan"}
 _GOOD = {"Recovered", "Completed", "TrainingReleased", "Grown"}

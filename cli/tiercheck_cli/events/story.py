@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck_cli.durations import moment, short
-from tiercheck_cli.recoveries import PastRecovery, recoveries
+from tiercheck_cli.events.recoveries import PastRecovery, recoveries
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.protocol.directive import Tier
+from tiercheck_cli.events.recoveries import PastRecovery
 from tiercheck_cli.explain.estimate import Estimate, Failure, estimate
 from tiercheck_cli.explain.losses import Loss
 from tiercheck_cli.layout import Layout
-from tiercheck_cli.recoveries import PastRecovery
 from tiercheck_cli.simulate.assumptions import PEER_BANDWIDTH, REMOTE_BANDWIDTH
 from tiercheck_operator.planning.recovery import RestoreSeconds
 from tiercheck_operator.planning.scenario import Held, RecoveryTimes, Saving, Scenario

@@ -10,16 +10,14 @@ import typer
 
 from tiercheck.protocol import names
 from tiercheck_cli.cluster import Cluster
+from tiercheck_cli.events.recoveries import recoveries
 from tiercheck_cli.explain.answer import Answer, answer, scenario_of
 from tiercheck_cli.explain.losses import losses
 from tiercheck_cli.explain.screen import what_if_screen, why
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.layout import Layout, layout_of
-from tiercheck_cli.options import Context, Kubeconfig, Namespace, Output, OutputFormat
+from tiercheck_cli.layout import Layout, layout_of, planned
 from tiercheck_cli.plan.command import JobFile, NodesFile, PerNode, Shape, job_and_nodes
-from tiercheck_cli.planned import planned
-from tiercheck_cli.recoveries import recoveries
-from tiercheck_cli.terminal import console, remark, write
+from tiercheck_cli.terminal import Context, Kubeconfig, Namespace, Output, OutputFormat, console, remark, write
 
 
 def explain(

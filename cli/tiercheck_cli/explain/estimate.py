@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from tiercheck.protocol.directive import Tier
-from tiercheck_cli.recoveries import PastRecovery
+from tiercheck_cli.events.recoveries import PastRecovery
 
 _IN_PLACE = {"TrainerCrash", "OOMKilled", "Hung", "Diverged", "RestoreFailed"}
 """Causes after which pods stay, as a rule."""

@@ -11,12 +11,12 @@ from rich.text import Text
 
 from tiercheck.protocol.directive import Tier
 from tiercheck_cli.durations import age, clock, moment, short
+from tiercheck_cli.events.recoveries import TIERS, PastRecovery
 from tiercheck_cli.explain.answer import Answer
 from tiercheck_cli.explain.losses import hit
 from tiercheck_cli.layout import Layout
-from tiercheck_cli.recoveries import TIERS, PastRecovery
-from tiercheck_cli.report.colours import PHASES
-from tiercheck_cli.report.colours import TIERS as COLOURS
+from tiercheck_cli.report.style import PHASES
+from tiercheck_cli.report.style import TIERS as COLOURS
 from tiercheck_cli.report.words import plural
 
 _WHENCE = {

@@ -16,13 +16,13 @@ from tiercheck.redaction import GONE, redacted
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.durations import clock
 from tiercheck_cli.events.command import events_table
+from tiercheck_cli.events.recoveries import recoveries
 from tiercheck_cli.events.story import story
 from tiercheck_cli.explain.screen import why
 from tiercheck_cli.export import redact
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.layout import layout_of
 from tiercheck_cli.plan.screen import screen as plan_screen
-from tiercheck_cli.recoveries import recoveries
 from tiercheck_cli.status.screen import screen as status_screen
 from tiercheck_cli.status.view import status_view, worker_views
 from tiercheck_cli.terminal import plain

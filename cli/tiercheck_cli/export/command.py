@@ -16,8 +16,7 @@ from tiercheck_cli.checkpoint.command import Endpoint, Format, Region, RemoteUrl
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.export.collect import collect, gaps
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.options import Context, Kubeconfig, Namespace
-from tiercheck_cli.terminal import remark
+from tiercheck_cli.terminal import Context, Kubeconfig, Namespace, remark
 
 _CHECKPOINT = "Checkpoint"
 _ARCHIVES = (".tar.gz", ".tgz")

@@ -10,12 +10,10 @@ import typer
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.files import Nodes, made_up_nodes, read_job, read_nodes
-from tiercheck_cli.layout import Layout, layout_of
-from tiercheck_cli.options import Context, Kubeconfig, Namespace, Output, OutputFormat
+from tiercheck_cli.layout import Layout, layout_of, planned
 from tiercheck_cli.plan.picture import draw
 from tiercheck_cli.plan.screen import screen
-from tiercheck_cli.planned import planned
-from tiercheck_cli.terminal import console, remark, write
+from tiercheck_cli.terminal import Context, Kubeconfig, Namespace, Output, OutputFormat, console, remark, write
 
 _FILES = "Without a cluster"
 JobFile = Annotated[str | None, typer.Option("-f", "--file", help="The job as YAML.", rich_help_panel=_FILES)]

@@ -1,12 +1,17 @@
-"""The report: one HTML page that needs nothing else, so that it can be mailed, archived and opened in ten years."""
+"""The report of a run: one HTML page that needs nothing else, and its pictures once more as files.
+
+The page can be mailed, archived and opened in ten years.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
+from pathlib import Path
 
-from tiercheck_cli.report import colours
-from tiercheck_cli.report.pictures import loss_svg, progress_svg, recovery_svg
+from tiercheck_cli.report import style
+from tiercheck_cli.report.pictures import loss_svg, progress_svg, recovery_svg, write_loss_png, write_recovery_png
 from tiercheck_cli.report.record import TIERS, FaultRecord, RunRecord
 from tiercheck_cli.report.style import CSS
 from tiercheck_cli.report.words import HEADINGS, TIER_WORDS, plural, rows, seconds
@@ -175,8 +180,29 @@ def _progress_key(record: RunRecord) -> str:
 
 
 def _phase_key() -> str:
-    return _key(*((colour, colours.PHASE_WORDS[phase], False) for phase, colour in colours.PHASES))
+    return _key(*((colour, style.PHASE_WORDS[phase], False) for phase, colour in style.PHASES))
 
 
 def _date(moment: float) -> str:
     return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The files of one report."""
+
+    record: Path
+    page: Path
+    loss: Path
+    recovery: Path
+
+
+def render(record: RunRecord, folder: Path) -> Rendered:
+    """Write run.json, index.html, loss.png and recovery.png into `folder`, which is made if need be. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = Rendered(folder / "run.json", folder / "index.html", folder / "loss.png", folder / "recovery.png")
+    record.write(files.record)
+    files.page.write_text(page(record), encoding="utf-8")
+    write_loss_png(record, files.loss)
+    write_recovery_png(record, files.recovery)
+    return files

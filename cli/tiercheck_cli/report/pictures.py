@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tiercheck_cli.figures import new_figure, remove_frame, save_figure, svg_of
-from tiercheck_cli.report import colours
+from tiercheck_cli.report import style
 from tiercheck_cli.report.record import TIERS, RunRecord
 from tiercheck_cli.report.series import attempt_curves, fault_marks, progress_curves, reference_curve, watermark_curve
 from tiercheck_cli.report.words import TIER_WORDS, seconds, tier_note
@@ -68,19 +68,19 @@ def _svg(draw: Callable[[Any, RunRecord], None], record: RunRecord, height: floa
     with new_figure(10.0, height) as figure:
         draw(figure.subplots(), record)
         content = svg_of(figure, description)
-    for colour, variable in colours.OF_PAGE.items():
+    for colour, variable in style.OF_PAGE.items():
         content = content.replace(f": {colour.lower()}", f": var(--{variable})")
     return content
 
 
 def _draw_loss(axes: Any, record: RunRecord) -> None:
     marks = fault_marks(record)
-    axes.plot(*_columns(reference_curve(record)), color=colours.PALE, linewidth=6, label="uninterrupted run")
+    axes.plot(*_columns(reference_curve(record)), color=style.PALE, linewidth=6, label="uninterrupted run")
     for index, curve in enumerate(attempt_curves(record)):
-        axes.plot(*_columns(curve), color=colours.RUN, linewidth=1.4, label="_" if index else "this run")
+        axes.plot(*_columns(curve), color=style.RUN, linewidth=1.4, label="_" if index else "this run")
     for mark in marks:
         label = "_" if mark.number > 1 else "trained again"
-        axes.axvspan(mark.restored_step, mark.last_step, color=colours.AGAIN, linewidth=0, zorder=0, label=label)
+        axes.axvspan(mark.restored_step, mark.last_step, color=style.AGAIN, linewidth=0, zorder=0, label=label)
     axes.margins(x=0.01)
     _finish(axes, "step", "loss")
     _mark_faults(axes, [mark.last_step for mark in marks])
@@ -89,15 +89,15 @@ def _draw_loss(axes: Any, record: RunRecord) -> None:
 def _draw_progress(axes: Any, record: RunRecord) -> None:
     marks = fault_marks(record)
     for index, curve in enumerate(progress_curves(record)):
-        axes.plot(*_columns(curve), color=colours.RUN, linewidth=2, label="_" if index else "newest step")
+        axes.plot(*_columns(curve), color=style.RUN, linewidth=2, label="_" if index else "newest step")
     for tier in TIERS:
         stairs = watermark_curve(record, tier)
         if stairs:
-            colour, label = colours.TIERS[tier], f"complete in {TIER_WORDS[tier]}"
-            axes.plot(*_columns(stairs), color=colour, linewidth=1.4, linestyle=colours.DASHES[tier], label=label)
+            colour, label = style.TIERS[tier], f"complete in {TIER_WORDS[tier]}"
+            axes.plot(*_columns(stairs), color=colour, linewidth=1.4, linestyle=style.DASHES[tier], label=label)
     for mark in marks:
         label = "_" if mark.number > 1 else "no training"
-        axes.axvspan(mark.injected, mark.resumed, color=colours.DOWN, linewidth=0, zorder=0, label=label)
+        axes.axvspan(mark.injected, mark.resumed, color=style.DOWN, linewidth=0, zorder=0, label=label)
     axes.margins(x=0.01)
     axes.set_xlim(left=0)
     _finish(axes, "seconds since the job was applied", "step")
@@ -107,16 +107,16 @@ def _draw_progress(axes: Any, record: RunRecord) -> None:
 def _draw_recovery(axes: Any, record: RunRecord) -> None:
     longest = max((fault.total_seconds for fault in record.faults), default=1.0) or 1.0
     begins = [0.0] * len(record.faults)
-    for phase, colour in colours.PHASES:
+    for phase, colour in style.PHASES:
         lengths = [float(getattr(fault, f"{phase}_seconds")) for fault in record.faults]
-        axes.barh(range(len(lengths)), lengths, left=begins, color=colour, label=colours.PHASE_WORDS[phase], height=0.6)
+        axes.barh(range(len(lengths)), lengths, left=begins, color=colour, label=style.PHASE_WORDS[phase], height=0.6)
         for row, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
             # A label that does not fit into its bar would run into the next; the table has the number anyway.
             if length / longest > 0.06:
                 axes.text(begin + length / 2, row, seconds(length), ha="center", va="center", fontsize=9)
         begins = [begin + length for begin, length in zip(begins, lengths, strict=True)]
     for row, total in enumerate(begins):
-        axes.text(total + longest * 0.01, row, seconds(total), va="center", fontweight="bold", color=colours.RUN)
+        axes.text(total + longest * 0.01, row, seconds(total), va="center", fontweight="bold", color=style.RUN)
     names = [f"{number}  {fault.name}\n{tier_note(fault.tiers)}" for number, fault in enumerate(record.faults, 1)]
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
@@ -125,12 +125,12 @@ def _draw_recovery(axes: Any, record: RunRecord) -> None:
 
 
 def _finish(axes: Any, across: str, up: str, grid: str = "y") -> None:
-    axes.set_xlabel(across, color=colours.RUN)
-    axes.set_ylabel(up, color=colours.RUN)
-    axes.tick_params(length=0, labelcolor=colours.RUN)
+    axes.set_xlabel(across, color=style.RUN)
+    axes.set_ylabel(up, color=style.RUN)
+    axes.tick_params(length=0, labelcolor=style.RUN)
     remove_frame(axes, grid)
-    axes.spines[["bottom", "left"]].set_color(colours.SOFT)
-    axes.grid(axis=grid, color=colours.RULE)
+    axes.spines[["bottom", "left"]].set_color(style.SOFT)
+    axes.grid(axis=grid, color=style.RULE)
 
 
 def _mark_faults(axes: Any, places: list[float]) -> None:
@@ -138,12 +138,12 @@ def _mark_faults(axes: Any, places: list[float]) -> None:
     low, high = axes.get_xlim()
     shares = [(place - low) / (high - low) for place in places]
     for number, (x, share) in enumerate(zip(places, _apart(shares), strict=True), start=1):
-        axes.axvline(x, color=colours.FAULT, linewidth=1)
+        axes.axvline(x, color=style.FAULT, linewidth=1)
         axes.annotate(
             str(number), (x, 1.0), xycoords=("data", "axes fraction"), xytext=(share, 1.05),
-            textcoords="axes fraction", ha="center", va="center", color=colours.ON_FAULT, fontweight="bold", fontsize=9,
-            bbox={"boxstyle": "circle,pad=0.25", "color": colours.FAULT},
-            arrowprops={"arrowstyle": "-", "color": colours.FAULT, "shrinkA": 0, "shrinkB": 0},
+            textcoords="axes fraction", ha="center", va="center", color=style.ON_FAULT, fontweight="bold", fontsize=9,
+            bbox={"boxstyle": "circle,pad=0.25", "color": style.FAULT},
+            arrowprops={"arrowstyle": "-", "color": style.FAULT, "shrinkA": 0, "shrinkB": 0},
             annotation_clip=False,
         )  # fmt: skip
 

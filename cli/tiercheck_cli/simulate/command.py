@@ -14,16 +14,14 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.layout import Layout, layout_of
-from tiercheck_cli.options import Context, Kubeconfig, Namespace, Output, OutputFormat
+from tiercheck_cli.layout import Layout, layout_of, planned
 from tiercheck_cli.plan.command import JobFile, NodesFile, PerNode, Shape, job_and_nodes
-from tiercheck_cli.planned import planned
 from tiercheck_cli.simulate import assumptions
 from tiercheck_cli.simulate.assumptions import STEP_SECONDS, Assumptions
 from tiercheck_cli.simulate.lives import Result, lives, scenario, store_only
 from tiercheck_cli.simulate.screen import screen
 from tiercheck_cli.simulate.settings import settings
-from tiercheck_cli.terminal import console, remark, write
+from tiercheck_cli.terminal import Context, Kubeconfig, Namespace, Output, OutputFormat, console, remark, write
 from tiercheck_operator.planning.quantity import parse_quantity
 
 _RATES, _TIMES = "What fails how often", "How long things take"

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiercheck.protocol.sizing import auto_cadence
-from tiercheck_cli.layout import Layout
-from tiercheck_cli.planned import placed
+from tiercheck_cli.layout import Layout, placed
 from tiercheck_cli.simulate.assumptions import Assumptions
 from tiercheck_cli.simulate.settings import Setting
 from tiercheck_operator.planning.ettr_formula import exact_ettr

@@ -12,7 +12,7 @@ from rich.progress import Progress
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.figures import new_figure, remove_frame, save_figure
 from tiercheck_cli.layout import Layout
-from tiercheck_cli.report.colours import FAULT, TIERS
+from tiercheck_cli.report.style import FAULT, TIERS
 from tiercheck_cli.simulate.assumptions import Assumptions
 from tiercheck_cli.simulate.lives import Result, lives, scenario, store_only
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from tiercheck_cli.durations import short
 from tiercheck_cli.layout import Layout
-from tiercheck_cli.report.colours import TIERS as COLOURS
+from tiercheck_cli.report.style import TIERS as COLOURS
 from tiercheck_cli.report.words import plural
 from tiercheck_cli.simulate.assumptions import Assumptions
 from tiercheck_cli.simulate.lives import Result

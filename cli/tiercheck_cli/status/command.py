@@ -14,10 +14,9 @@ from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.durations import clock
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.layout import node_labels, wanted_of
-from tiercheck_cli.options import Context, Kubeconfig, Namespace, Output, OutputFormat
 from tiercheck_cli.status.screen import jobs_table, screen
 from tiercheck_cli.status.view import StatusView, status_view, worker_views
-from tiercheck_cli.terminal import console, remark, write
+from tiercheck_cli.terminal import Context, Kubeconfig, Namespace, Output, OutputFormat, console, remark, write
 from tiercheck_operator.planning.topology import Topology
 
 

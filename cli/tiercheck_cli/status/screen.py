@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tiercheck_cli.durations import age, short
-from tiercheck_cli.recoveries import PastRecovery
-from tiercheck_cli.report.colours import PHASE_WORDS, PHASES
-from tiercheck_cli.report.colours import TIERS as COLOURS
+from tiercheck_cli.events.recoveries import PastRecovery
+from tiercheck_cli.report.style import PHASE_WORDS, PHASES
+from tiercheck_cli.report.style import TIERS as COLOURS
 from tiercheck_cli.status.view import Attention, RestoreView, StatusView, TierView, WorkerView
 
 _PHASES = {

@@ -10,7 +10,7 @@ from typing import Any
 from tiercheck.protocol import names
 from tiercheck_cli import guide
 from tiercheck_cli.durations import moment
-from tiercheck_cli.recoveries import PastRecovery, recoveries
+from tiercheck_cli.events.recoveries import PastRecovery, recoveries
 from tiercheck_operator.planning.topology import Topology
 
 TIERS = ("local", "peer", "remote")

@@ -10,8 +10,7 @@ import typer
 from tiercheck_cli.checkpoint.command import Endpoint, Region
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.failure import FAILED, USAGE, CannotDo
-from tiercheck_cli.options import Context, Kubeconfig, Namespace
-from tiercheck_cli.terminal import remark
+from tiercheck_cli.terminal import Context, Kubeconfig, Namespace, remark
 
 remote = typer.Typer(
     no_args_is_help=True, help="Try a durable store out; say, or change, whose a job's folder there is."
