@@ -20,7 +20,7 @@ from tiercheck_operator.planning.wanted import Wanted
 
 
 @dataclass(frozen=True)
-class Layout:
+class JobLayout:
     """Everything that is drawn and asked about."""
 
     name: str
@@ -55,7 +55,7 @@ def wanted_of(spec: Mapping[str, Any], saved: SavedPlacement | None = None) -> W
         raise CannotDo(f"the job's spec cannot be planned: {error}") from error
 
 
-def layout_of(cluster: Cluster, job: Mapping[str, Any]) -> Layout:
+def layout_of(cluster: Cluster, job: Mapping[str, Any]) -> JobLayout:
     """As the operator has placed it. Raises CannotDo."""
     saved = cluster.placement(job)
     name = job["metadata"]["name"]
@@ -71,7 +71,7 @@ def layout_of(cluster: Cluster, job: Mapping[str, Any]) -> Layout:
         placement = existing_placement(sites, topology, saved.holders(), saved.groups, wanted.level)
     except ValueError as error:
         raise CannotDo(f"the placement of {name} is not complete: {error}") from error
-    return Layout(name, wanted, sites, topology, placement, saved.attempt, remarks)
+    return JobLayout(name, wanted, sites, topology, placement, saved.attempt, remarks)
 
 
 def node_labels(cluster: Cluster, saved: SavedPlacement | None) -> tuple[dict[str, dict[str, str]], str]:
@@ -133,9 +133,9 @@ def placed(sites: tuple[WorkerSite, ...], topology: Topology, policy: PlacementP
     return outcome
 
 
-def planned(job: Mapping[str, Any], nodes: Nodes, per_node: int | None = None) -> Layout:
+def planned(job: Mapping[str, Any], nodes: Nodes, per_node: int | None = None) -> JobLayout:
     """As the operator would place it. Raises CannotDo."""
     wanted, sites, topology, remarks = seated(job["spec"], nodes, per_node)
     placement = placed(sites, topology, wanted.policy)
     name = str((job.get("metadata") or {}).get("name") or "job")
-    return Layout(name, wanted, sites, topology, placement, None, remarks)
+    return JobLayout(name, wanted, sites, topology, placement, None, remarks)

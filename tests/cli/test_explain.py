@@ -13,8 +13,8 @@ from golden import matches, rendered
 from tiercheck.protocol.directive import Tier
 from tiercheck_cli.events.recoveries import PastRecovery, recoveries
 from tiercheck_cli.explain import estimate as estimates
-from tiercheck_cli.explain.answer import Answer, answer, scenario_of
-from tiercheck_cli.explain.estimate import Estimate, Failure, estimate
+from tiercheck_cli.explain.answer import WhatIf, answer, scenario_of
+from tiercheck_cli.explain.estimate import AssumedFailure, Estimate, estimate
 from tiercheck_cli.explain.losses import losses
 from tiercheck_cli.explain.screen import what_if_screen, why
 from tiercheck_cli.failure import CannotDo
@@ -25,7 +25,7 @@ from tiercheck_operator.controller.causes import Cause
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def answers(*asked: str, job: dict[str, Any] | None = None) -> list[Answer]:
+def answers(*asked: str, job: dict[str, Any] | None = None) -> list[WhatIf]:
     job = job or recorded.job()
     layout = layout_of(FakeCluster(), job)
     scenario, step = scenario_of(layout, job)
@@ -152,7 +152,7 @@ def test_job_that_never_came_back_gets_a_guess_of_what_real_recoveries_take_and_
     farthest: Tier | None, pods_lost: bool, spare: bool
 ) -> None:
     """It said 5m45s where 15 to 60 s were measured."""
-    found = estimate((), Failure(farthest, pods_lost, spare))
+    found = estimate((), AssumedFailure(farthest, pods_lost, spare))
     assert 15 <= found.seconds <= 60
     assert not found.measured
     assert found.source.startswith("a guess")
@@ -163,17 +163,17 @@ def test_recoveries_of_the_same_kind_answer_by_their_median() -> None:
         ("PodDeleted", "peer", 1, 9, 20), ("NodeSilent", "peer", 8, 10, 22), ("PodEvicted", "peer", 1, 60, 29),
         ("TrainerCrash", "local", 0, 2, 15), ("AllPodsLost", "remote", 1, 30, 30),
     )  # fmt: skip
-    assert estimate(known, Failure(Tier.PEER, pods_lost=True)) == Estimate(
+    assert estimate(known, AssumedFailure(Tier.PEER, pods_lost=True)) == Estimate(
         40, True, "the median of its last 3 recoveries like that"
     )
-    assert estimate(known, Failure(Tier.LOCAL, pods_lost=False)).seconds == 17
-    assert estimate(known, Failure(Tier.REMOTE, pods_lost=True)).source == "as after AllPodsLost in attempt 2"
+    assert estimate(known, AssumedFailure(Tier.LOCAL, pods_lost=False)).seconds == 17
+    assert estimate(known, AssumedFailure(Tier.REMOTE, pods_lost=True)).source == "as after AllPodsLost in attempt 2"
 
 
 def test_what_never_happened_is_put_together_from_the_parts_of_what_did() -> None:
     """Its script takes two minutes to its first step, whatever it comes back from."""
     known = past(("TrainerCrash", "local", 0, 2, 120), ("OOMKilled", "local", 0, 2, 122))
-    found = estimate(known, Failure(Tier.PEER, pods_lost=True))
+    found = estimate(known, AssumedFailure(Tier.PEER, pods_lost=True))
     assert 121 < found.seconds < 150
     assert (found.measured, found.source) == (
         False,
@@ -183,12 +183,14 @@ def test_what_never_happened_is_put_together_from_the_parts_of_what_did() -> Non
 
 def test_resuming_a_job_says_nothing_about_how_fast_a_loss_is_noticed() -> None:
     known = past(("Resumed", "remote", 0, 500, 20))
-    assert estimate(known, Failure(Tier.PEER, pods_lost=True)).seconds < 60
-    assert estimate(known, Failure(Tier.REMOTE, pods_lost=True)).seconds > 500
+    assert estimate(known, AssumedFailure(Tier.PEER, pods_lost=True)).seconds < 60
+    assert estimate(known, AssumedFailure(Tier.REMOTE, pods_lost=True)).seconds > 500
 
 
 def test_state_that_is_large_takes_its_time_on_the_way() -> None:
-    small, large = (estimate((), Failure(Tier.REMOTE, True, carry_seconds=seconds)).seconds for seconds in (0, 200))
+    small, large = (
+        estimate((), AssumedFailure(Tier.REMOTE, True, carry_seconds=seconds)).seconds for seconds in (0, 200)
+    )
     assert large == small + 200
 
 

@@ -30,7 +30,7 @@ from tiercheck.dcp import Storage
 from tiercheck.protocol.contents import Chunk, WholeTensor
 from tiercheck.protocol.pieces import Box
 from tiercheck_cli.checkpoint.remote import settings_of_job, settings_of_url
-from tiercheck_cli.checkpoint.saved import Slot, read_box, slabs
+from tiercheck_cli.checkpoint.saved import SavedArtifact, read_box, slabs
 from tiercheck_cli.failure import CannotDo
 
 ROOT = Path(__file__).parents[2]
@@ -198,7 +198,9 @@ def test_assembling_by_slabs_gives_what_reading_at_once_gives() -> None:
     content = [bytes(range(40)), bytes(range(100, 180))]
 
     class Fake:
-        slots = tuple(Slot("", len(each), 16, lambda i, n, each=each: each[16 * i : 16 * i + n]) for each in content)
+        slots = tuple(
+            SavedArtifact("", len(each), 16, lambda i, n, each=each: each[16 * i : 16 * i + n]) for each in content
+        )
 
     parts = [bytes(read_box(Fake, tensor, box)) for box in slabs(tensor, 40)]  # type: ignore[arg-type]
     assert len(parts) == 4

@@ -14,7 +14,7 @@ from golden import matches, rendered
 
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.files import made_up_nodes, read_job, read_nodes
-from tiercheck_cli.layout import Layout, layout_of, planned
+from tiercheck_cli.layout import JobLayout, layout_of, planned
 from tiercheck_cli.plan.links import links
 from tiercheck_cli.plan.picture import svg
 from tiercheck_cli.plan.screen import group_name, screen
@@ -22,7 +22,7 @@ from tiercheck_cli.plan.screen import group_name, screen
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def example(job: str, nodes: str) -> Layout:
+def example(job: str, nodes: str) -> JobLayout:
     found = read_nodes(str(EXAMPLES / "clusters" / nodes)) if nodes.endswith(".yaml") else made_up_nodes(nodes)
     return planned(read_job(str(EXAMPLES / job)), found)
 

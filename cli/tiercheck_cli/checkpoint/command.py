@@ -45,7 +45,7 @@ Region = Annotated[str | None, typer.Option(help="Of the bucket.", rich_help_pan
 
 
 @dataclass(frozen=True)
-class Source:
+class VersionSource:
     """Where a version is: one of job, folder and remote."""
 
     job: str | None
@@ -78,7 +78,7 @@ class Source:
 
 
 def export_checkpoint(
-    source: Source, form: Format, to: Path, step: int | None, *, prefix: str, shard_size: str
+    source: VersionSource, form: Format, to: Path, step: int | None, *, prefix: str, shard_size: str
 ) -> None:
     """Raises CannotDo. Nothing is at `to` unless all is."""
     most = _bytes_of(shard_size)

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import Version
-from tiercheck_cli.checkpoint.saved import Saved, Slot
+from tiercheck_cli.checkpoint.saved import Saved, SavedArtifact
 from tiercheck_cli.failure import NOT_FOUND, USAGE, CannotDo
 
 try:
@@ -88,7 +88,7 @@ def _rank(artifact: RankArtifact) -> int:
     return artifact.rank
 
 
-def _slot(store: RemoteStore, brief: RankArtifact) -> Slot:
+def _slot(store: RemoteStore, brief: RankArtifact) -> SavedArtifact:
     artifact = store.artifact(brief.rank, brief.version)
     assert artifact.digests is not None
     chunk = artifact.digests.chunk
@@ -101,7 +101,7 @@ def _slot(store: RemoteStore, brief: RankArtifact) -> Slot:
             raise CannotDo(str(error)) from error
         return into
 
-    return Slot(f"{store.location}/{artifact.key}", artifact.bytes, chunk, fetch)
+    return SavedArtifact(f"{store.location}/{artifact.key}", artifact.bytes, chunk, fetch)
 
 
 def check_empty(store: RemoteStore) -> None:

@@ -26,7 +26,7 @@ _KEPT = 8
 
 
 @dataclass
-class Slot:
+class SavedArtifact:
     """One rank's artifact."""
 
     place: str
@@ -67,7 +67,7 @@ class Saved:
     """A complete version."""
 
     version: Version
-    slots: tuple[Slot, ...]
+    slots: tuple[SavedArtifact, ...]
     """By rank."""
     headers: tuple[SlotHeader, ...]
     tensors: Mapping[str, WholeTensor]
@@ -90,7 +90,7 @@ class Saved:
         return bytes(self.slots[rank].read(begin, end))
 
     @staticmethod
-    def open(version: Version, slots: tuple[Slot, ...]) -> Saved:
+    def open(version: Version, slots: tuple[SavedArtifact, ...]) -> Saved:
         """Reads the beginnings. Raises CannotDo."""
         headers: list[SlotHeader] = []
         pieces: list[Mapping[str, Piece]] = []
@@ -167,7 +167,7 @@ def open_folder(folder: Path, step: int | None) -> Saved:
     return Saved.open(version, tuple(_file(folder, rank, world, version) for rank in range(world)))
 
 
-def _file(folder: Path, rank: int, world: int, version: Version) -> Slot:
+def _file(folder: Path, rank: int, world: int, version: Version) -> SavedArtifact:
     path = folder / f"rank-{rank}-of-{world}" / f"{version_name(version)}.safetensors"
     try:
         with open(path.with_suffix(".json"), "rb") as file:
@@ -191,7 +191,7 @@ def _file(folder: Path, rank: int, world: int, version: Version) -> Slot:
             raise CannotDo(f"{path} is corrupt at byte {index * chunk}; export another --step")
         return found
 
-    return Slot(str(path), size, chunk, fetch)
+    return SavedArtifact(str(path), size, chunk, fetch)
 
 
 def check_new(folder: Path) -> None:

@@ -11,11 +11,11 @@ import typer
 from tiercheck.protocol import names
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.events.recoveries import recoveries
-from tiercheck_cli.explain.answer import Answer, answer, scenario_of
+from tiercheck_cli.explain.answer import WhatIf, answer, scenario_of
 from tiercheck_cli.explain.losses import losses
 from tiercheck_cli.explain.screen import what_if_screen, why
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.layout import Layout, layout_of, planned
+from tiercheck_cli.layout import JobLayout, layout_of, planned
 from tiercheck_cli.plan.command import JobFile, NodesFile, PerNode, Shape, job_and_nodes
 from tiercheck_cli.terminal import Context, Kubeconfig, Namespace, Output, OutputFormat, console, remark, write
 
@@ -81,7 +81,7 @@ def _why(found: dict[str, Any], output: Output) -> None:
 
 
 def _what_if(
-    asked: list[str], layout: Layout, job: dict[str, Any] | None, pods: dict[str, int], output: Output
+    asked: list[str], layout: JobLayout, job: dict[str, Any] | None, pods: dict[str, int], output: Output
 ) -> None:
     for sentence in layout.remarks:
         remark(sentence)
@@ -94,7 +94,7 @@ def _what_if(
     console().print(what_if_screen(answers, layout))
 
 
-def _as_json(entry: Answer) -> dict[str, Any]:
+def _as_json(entry: WhatIf) -> dict[str, Any]:
     found = entry.consequence
     return {
         "loss": entry.loss.name,

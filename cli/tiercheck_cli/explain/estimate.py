@@ -34,7 +34,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Failure:
+class AssumedFailure:
     """What it would be like."""
 
     farthest: Tier | None
@@ -46,7 +46,7 @@ class Failure:
     """For a worker's state on its way from that tier, by its size."""
 
 
-def estimate(past: Sequence[PastRecovery], failure: Failure) -> Estimate:
+def estimate(past: Sequence[PastRecovery], failure: AssumedFailure) -> Estimate:
     """`past`: newest first."""
     farthest, pods_lost = failure.farthest, failure.pods_lost
     failures = [entry for entry in past if entry.cause not in _PLANNED]
@@ -77,7 +77,7 @@ def _usual(measured: Iterable[float], otherwise: float) -> float:
     return median(found) if found else otherwise
 
 
-def _guessed_restore(failure: Failure) -> float:
+def _guessed_restore(failure: AssumedFailure) -> float:
     tier = failure.farthest or Tier.LOCAL
     if failure.spare and tier is not Tier.REMOTE:
         usual = _SPARE

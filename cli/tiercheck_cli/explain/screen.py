@@ -12,9 +12,9 @@ from rich.text import Text
 from tiercheck.protocol.directive import Tier
 from tiercheck_cli.durations import age, clock, moment, short
 from tiercheck_cli.events.recoveries import TIERS, PastRecovery
-from tiercheck_cli.explain.answer import Answer
+from tiercheck_cli.explain.answer import WhatIf
 from tiercheck_cli.explain.losses import hit
-from tiercheck_cli.layout import Layout
+from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.report.style import PHASES
 from tiercheck_cli.report.style import TIERS as COLOURS
 from tiercheck_cli.report.words import plural
@@ -152,7 +152,7 @@ def _history(history: Sequence[Mapping[str, Any]], status: Mapping[str, Any], wi
     )
 
 
-def what_if_screen(answers: Sequence[Answer], layout: Layout) -> Group:
+def what_if_screen(answers: Sequence[WhatIf], layout: JobLayout) -> Group:
     """One answer in full, several as a table."""
     if len(answers) == 1:
         return _full(answers[0], layout)
@@ -180,7 +180,7 @@ def what_if_screen(answers: Sequence[Answer], layout: Layout) -> Group:
     return Group(*parts)
 
 
-def _full(entry: Answer, layout: Layout) -> Group:
+def _full(entry: WhatIf, layout: JobLayout) -> Group:
     found = entry.consequence
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
@@ -224,7 +224,7 @@ def _full(entry: Answer, layout: Layout) -> Group:
     return Group(head, Text(), grid)
 
 
-def _peers(entry: Answer, layout: Layout) -> str:
+def _peers(entry: WhatIf, layout: JobLayout) -> str:
     shown = list(entry.from_whom.items())[:_PEERS_NAMED]
     coded = bool(layout.placement.groups)
     told = ", ".join(
@@ -240,11 +240,11 @@ def _either(workers: Sequence[int]) -> str:
     return " or ".join(str(worker) for worker in workers)
 
 
-def _moment(entry: Answer) -> str:
+def _moment(entry: WhatIf) -> str:
     return f" at step {entry.step:,}" if entry.step is not None else " in the midst of training"
 
 
-def _back(entry: Answer) -> Text:
+def _back(entry: WhatIf) -> Text:
     if not entry.consequence.tiers:
         return Text("scratch", style="bold red")
     return Text(f"{entry.consequence.step:,}" if entry.step is not None else "-")

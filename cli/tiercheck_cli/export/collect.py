@@ -36,7 +36,7 @@ _LOGS = 32
 
 
 @dataclass
-class Collection:
+class CollectedFiles:
     """`files`: content by path. `missing`: why, by what."""
 
     files: dict[str, str] = field(default_factory=dict)
@@ -50,11 +50,11 @@ class Collection:
             self.missing[path] = redacted(str(error))
 
 
-def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: bool) -> Collection:
+def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: bool) -> CollectedFiles:
     """Of one job. Nothing is asked of the cluster that a viewer of the namespace may not ask, but for nodes and the operator's
     log: those are left out for whoever may not.
     """
-    found = Collection()
+    found = CollectedFiles()
     name = job["metadata"]["name"]
     pods = _pods(cluster, job, found)
     found.add("job.yaml", lambda: _yaml(redact.thing(job)))
@@ -87,7 +87,7 @@ def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: 
     return found
 
 
-def _pods(cluster: Cluster, job: Mapping[str, Any], found: Collection) -> list[dict[str, Any]]:
+def _pods(cluster: Cluster, job: Mapping[str, Any], found: CollectedFiles) -> list[dict[str, Any]]:
     try:
         return cluster.pods(job)
     except CannotDo as error:
@@ -126,7 +126,7 @@ def _node(node: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _operator_logs(cluster: Cluster, found: Collection) -> None:
+def _operator_logs(cluster: Cluster, found: CollectedFiles) -> None:
     try:
         pods = cluster.pods_labelled(_OPERATOR)
     except CannotDo as error:
@@ -160,7 +160,7 @@ def _telling(pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(pods, key=order)[:_LOGS]
 
 
-def _readme(found: Collection, job: str, now: float) -> str:
+def _readme(found: CollectedFiles, job: str, now: float) -> str:
     lines = [
         f"What tiercheck {__version__} collected about {job} on {clock(now)} UTC.",
         "",

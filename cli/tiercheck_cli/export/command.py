@@ -12,7 +12,15 @@ from typing import Annotated
 
 import typer
 
-from tiercheck_cli.checkpoint.command import Endpoint, Format, Region, RemoteUrl, Source, StoredAs, export_checkpoint
+from tiercheck_cli.checkpoint.command import (
+    Endpoint,
+    Format,
+    Region,
+    RemoteUrl,
+    StoredAs,
+    VersionSource,
+    export_checkpoint,
+)
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.export.collect import collect, gaps
 from tiercheck_cli.failure import USAGE, CannotDo
@@ -80,7 +88,7 @@ def export(
             raise CannotDo("give one of JOB, --folder and --remote", USAGE)
         if form is None or to is None:
             raise CannotDo("a checkpoint needs --format dcp or safetensors, and --to with a new folder", USAGE)
-        source = Source(job, folder, remote, stored_as, endpoint, region, namespace, context, kubeconfig)
+        source = VersionSource(job, folder, remote, stored_as, endpoint, region, namespace, context, kubeconfig)
         export_checkpoint(source, form, to, step, prefix=prefix, shard_size=shard_size)
         return
     if job is None:

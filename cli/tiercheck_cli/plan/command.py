@@ -10,7 +10,7 @@ import typer
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.files import Nodes, made_up_nodes, read_job, read_nodes
-from tiercheck_cli.layout import Layout, layout_of, planned
+from tiercheck_cli.layout import JobLayout, layout_of, planned
 from tiercheck_cli.plan.picture import draw
 from tiercheck_cli.plan.screen import screen
 from tiercheck_cli.terminal import Context, Kubeconfig, Namespace, Output, OutputFormat, console, remark, write
@@ -79,7 +79,7 @@ def job_and_nodes(file: str | None, nodes: str | None, made_up: str | None) -> t
     return read_job(file), read_nodes(nodes) if nodes is not None else made_up_nodes(made_up or "")
 
 
-def as_json(layout: Layout) -> dict[str, Any]:
+def as_json(layout: JobLayout) -> dict[str, Any]:
     """For programs; names are stable."""
     placement = layout.placement
     return {

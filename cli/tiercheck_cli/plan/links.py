@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tiercheck_cli.layout import Layout
+from tiercheck_cli.layout import JobLayout
 from tiercheck_operator.planning.topology import short_name
 
 UNKNOWN = "not known"
@@ -60,7 +60,7 @@ class Links:
         return Counter(keeper for kept in self.keepers.values() for keeper in kept)
 
 
-def links(layout: Layout) -> Links:
+def links(layout: JobLayout) -> Links:
     """Of the level that says most, with the domains in the order of their names."""
     topology, placement, level = layout.topology, layout.placement, layout.level
     found: dict[str, dict[str, list[int]]] = {}
@@ -86,12 +86,12 @@ def links(layout: Layout) -> Links:
     return Links(level, parent_level, domains, keepers, group, frozenset(placement.unprotected))
 
 
-def _tells(layout: Layout, level: str) -> bool:
+def _tells(layout: JobLayout, level: str) -> bool:
     """Whether that level tells nodes apart, or at least names what they are in."""
     return any(layout.topology.domain(site.node, level) is not None for site in layout.sites)
 
 
-def _parent(layout: Layout, node: str, level: str) -> str:
+def _parent(layout: JobLayout, node: str, level: str) -> str:
     if not level:
         return ""
     path = layout.topology.domain(node, level)

@@ -11,7 +11,7 @@ from typing import Any
 
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.figures import new_figure, svg_of
-from tiercheck_cli.layout import Layout
+from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.plan.links import Links, links
 from tiercheck_cli.plan.screen import colour
 from tiercheck_cli.report.words import plural
@@ -28,7 +28,7 @@ _LABELS = 64
 _RED, _GREEN, _INK, _SOFT = "#c24e00", "#0a7a52", "#1c1f23", "#5d646d"
 
 
-def draw(path: Path, layout: Layout) -> None:
+def draw(path: Path, layout: JobLayout) -> None:
     """SVG, or a page with it, by the name's end. Raises CannotDo."""
     if path.suffix not in (".svg", ".html", ".htm"):
         raise CannotDo(f"{path} must end with .svg or .html", 2)
@@ -46,7 +46,7 @@ def draw(path: Path, layout: Layout) -> None:
         raise CannotDo(f"{path} cannot be written: {error.strerror}") from error
 
 
-def svg(layout: Layout) -> str:
+def svg(layout: JobLayout) -> str:
     """The same for the same placement."""
     drawn = links(layout)
     spots = _spots(drawn)

@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from tiercheck_cli.layout import Layout
+from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.plan.links import Domain, Links, links
 from tiercheck_cli.report.words import plural
 
@@ -22,7 +22,7 @@ _WORKERS_IN_BOXES = 96
 _DOMAINS_LISTED = 40
 
 
-def screen(layout: Layout, width: int) -> Group:
+def screen(layout: JobLayout, width: int) -> Group:
     """For a terminal of `width` columns."""
     drawn = links(layout)
     parts: list[RenderableType] = [_summary(layout, drawn), Text()]
@@ -42,7 +42,7 @@ def colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
-def _summary(layout: Layout, drawn: Links) -> Group:
+def _summary(layout: JobLayout, drawn: Links) -> Group:
     placement, wanted = layout.placement, layout.wanted
     nodes = {site.node for site in layout.sites}
     kind = _kind(layout)
@@ -84,7 +84,7 @@ def _summary(layout: Layout, drawn: Links) -> Group:
     return Group(*lines)
 
 
-def _kind(layout: Layout) -> str:
+def _kind(layout: JobLayout) -> str:
     groups = layout.placement.groups
     if groups:
         data, parity = max(len(g.members) for g in groups), max(len(g.holders) for g in groups)
@@ -154,7 +154,7 @@ def group_name(index: int) -> str:
     return name
 
 
-def _groups(layout: Layout, drawn: Links) -> Table:
+def _groups(layout: JobLayout, drawn: Links) -> Table:
     where = drawn.domain_of
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("GROUP")

@@ -14,7 +14,7 @@ from tiercheck_operator.planning.wanted import Wanted
 
 
 @dataclass(frozen=True)
-class Record:
+class CountedFailures:
     """Failures as somebody counted them, per 1,000 days of one node."""
 
     node: float
@@ -24,17 +24,17 @@ class Record:
     source: str
 
 
-RECORDS: Mapping[str, Record] = {
-    "rsc-1": Record(
+RECORDS: Mapping[str, CountedFailures] = {
+    "rsc-1": CountedFailures(
         6.50, 19.5, 0.03,
         "nodes: 6.50 per 1,000 node-days, Meta's RSC-1 (Kokolis et al. 2024, arXiv:2410.21680); processes: three times as many "
         "(DLRover: three in four faults are cured by restarting processes); domains: 3 in 100 of all, an assumption",
     ),
-    "rsc-2": Record(
+    "rsc-2": CountedFailures(
         2.34, 7.02, 0.03,
         "nodes: 2.34 per 1,000 node-days, Meta's RSC-2 (Kokolis et al. 2024, arXiv:2410.21680); processes and domains as for rsc-1",
     ),
-    "llama-3": Record(
+    "llama-3": CountedFailures(
         2.92, 0.55, 0.084,
         "419 unexpected interruptions in 54 days on 2,048 nodes (Llama 3, arXiv:2407.21783, table 5): 61 of them software, 35 network "
         "switches and cables, each taken to hit a whole domain, and the rest nodes",
@@ -78,7 +78,7 @@ class Assumptions:
         return total * 24.0
 
 
-def record(name: str) -> Record:
+def record(name: str) -> CountedFailures:
     """Raises CannotDo."""
     if name not in RECORDS:
         raise CannotDo(f'no failures are on record as "{name}"; known are {", ".join(RECORDS)}', USAGE)
@@ -103,7 +103,13 @@ def domain_rates(told: Sequence[str], topology: Topology) -> dict[str, float]:
 
 
 def shared_domain_rate(
-    counted: Record, *, node: float, process: float, sites: Sequence[WorkerSite], topology: Topology, level: str
+    counted: CountedFailures,
+    *,
+    node: float,
+    process: float,
+    sites: Sequence[WorkerSite],
+    topology: Topology,
+    level: str,
 ) -> float:
     """Per 1,000 days of one domain, such that they are the record's share of all failures."""
     domains = {topology.domain(site.node, level) for site in sites} - {None}

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.layout import Layout, layout_of, planned
+from tiercheck_cli.layout import JobLayout, layout_of, planned
 from tiercheck_cli.plan.command import JobFile, NodesFile, PerNode, Shape, job_and_nodes
 from tiercheck_cli.simulate import assumptions
 from tiercheck_cli.simulate.assumptions import STEP_SECONDS, Assumptions
@@ -170,7 +170,7 @@ class _Told:
     replace: float
 
 
-def _assume(layout: Layout, spec: dict[str, Any], told: _Told) -> Assumptions:
+def _assume(layout: JobLayout, spec: dict[str, Any], told: _Told) -> Assumptions:
     counted, wanted = assumptions.record(told.failures), layout.wanted
     node = counted.node if told.node is None else told.node
     process = counted.process if told.process is None else told.process
@@ -222,7 +222,7 @@ def _bytes(option: str, text: str) -> int:
 
 
 def _as_json(
-    layout: Layout, results: list[Result], assumed: Assumptions, formula: tuple[int, float] | None, seed: int
+    layout: JobLayout, results: list[Result], assumed: Assumptions, formula: tuple[int, float] | None, seed: int
 ) -> dict[str, Any]:
     return {
         "job": layout.name,

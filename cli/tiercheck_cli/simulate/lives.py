@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiercheck.protocol.sizing import auto_cadence
-from tiercheck_cli.layout import Layout, placed
+from tiercheck_cli.layout import JobLayout, placed
 from tiercheck_cli.simulate.assumptions import Assumptions
 from tiercheck_cli.simulate.settings import Setting
 from tiercheck_operator.planning.ettr_formula import exact_ettr
@@ -55,7 +55,7 @@ def saving(wanted: Wanted, assumed: Assumptions) -> Saving:
     )
 
 
-def scenario(layout: Layout, wanted: Wanted, assumed: Assumptions) -> Scenario:
+def scenario(layout: JobLayout, wanted: Wanted, assumed: Assumptions) -> Scenario:
     """The placement is made anew where the setting asks for another one. Raises CannotDo."""
     same = wanted.policy == layout.wanted.policy
     existing = layout.placement if same else placed(layout.sites, layout.topology, wanted.policy)
@@ -97,7 +97,7 @@ class _Dice:
         return random.Random(f"{self.seed}/{self.first + run}")
 
 
-def store_only(layout: Layout, assumed: Assumptions, every: int) -> float:
+def store_only(layout: JobLayout, assumed: Assumptions, every: int) -> float:
     """ETTR by Daly's formula of a job without memory tiers: each failure of any kind goes back to a store that has a version
     every `every` steps, for which nothing is paid.
     """

@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.figures import new_figure, remove_frame, save_figure
-from tiercheck_cli.layout import Layout
+from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.report.style import FAULT, TIERS
 from tiercheck_cli.simulate.assumptions import Assumptions
 from tiercheck_cli.simulate.lives import Result, lives, scenario, store_only
@@ -26,7 +26,7 @@ _RUNS = 20
 
 
 def draw(
-    path: Path, layout: Layout, results: Sequence[Result], assumed: Assumptions, *, days: float, runs: int, seed: int,
+    path: Path, layout: JobLayout, results: Sequence[Result], assumed: Assumptions, *, days: float, runs: int, seed: int,
     progress: Progress,
 ) -> None:  # fmt: skip
     """SVG, PNG or PDF by the name's end. Raises CannotDo."""
@@ -65,7 +65,7 @@ def _spread(axes: Any, results: Sequence[Result]) -> None:
     remove_frame(axes, "x")
 
 
-def _cadence(axes: Any, curves: dict[str, list[tuple[int, float]]], layout: Layout, assumed: Assumptions) -> None:
+def _cadence(axes: Any, curves: dict[str, list[tuple[int, float]]], layout: JobLayout, assumed: Assumptions) -> None:
     for name, points in curves.items():
         axes.plot(*zip(*points, strict=True), "-", color=_STYLES[name], marker="o", markersize=3.5, label=name)
     formula = [(every, store_only(layout, assumed, every)) for every in _CADENCES]
@@ -81,7 +81,7 @@ def _cadence(axes: Any, curves: dict[str, list[tuple[int, float]]], layout: Layo
 
 
 def _curves(
-    layout: Layout, assumed: Assumptions, *, days: float, runs: int, seed: int, progress: Progress
+    layout: JobLayout, assumed: Assumptions, *, days: float, runs: int, seed: int, progress: Progress
 ) -> dict[str, list[tuple[int, float]]]:
     base = layout.wanted
     # Where the job asks for no copies there is nothing to compare with.

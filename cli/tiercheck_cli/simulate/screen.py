@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tiercheck_cli.durations import short
-from tiercheck_cli.layout import Layout
+from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.report.style import TIERS as COLOURS
 from tiercheck_cli.report.words import plural
 from tiercheck_cli.simulate.assumptions import Assumptions
@@ -21,7 +21,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def screen(
-    layout: Layout, results: Sequence[Result], assumed: Assumptions, width: int, formula: tuple[int, float] | None
+    layout: JobLayout, results: Sequence[Result], assumed: Assumptions, width: int, formula: tuple[int, float] | None
 ) -> Group:
     """`formula`: (steps between versions, ETTR) of a store alone."""
     nodes = len({site.node for site in layout.sites})

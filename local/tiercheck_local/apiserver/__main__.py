@@ -15,7 +15,7 @@ from pathlib import Path
 from aiohttp import web
 
 from tiercheck_local.apiserver.http.server import application
-from tiercheck_local.apiserver.store.storage import Storage
+from tiercheck_local.apiserver.store.storage import ObjectStorage
 from tiercheck_local.controlplane.kubeconfig import write_kubeconfig
 from tiercheck_local.controlplane.lifetime import die_with_parent
 from tiercheck_operator.certificates import KeyPair, issue_pair
@@ -32,7 +32,7 @@ async def serve(port: int, directory: Path, history: int) -> None:
     pair = issue_pair("tiercheck-local", ["127.0.0.1", "localhost"], _LIFETIME)
     # Cancellation ends the watches of clients that went away.
     runner = web.AppRunner(
-        application(Storage(history), token), handler_cancellation=True, access_log=None, shutdown_timeout=0.5
+        application(ObjectStorage(history), token), handler_cancellation=True, access_log=None, shutdown_timeout=0.5
     )
     await runner.setup()
     listener = socket.socket()

@@ -11,7 +11,7 @@ Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Cause:
+class FieldCause:
     """One fault of one field. `reason` is a FieldValue... word of the API."""
 
     field: str
@@ -88,7 +88,7 @@ def forbidden(plural: str, group: str, name: str, why: str, causes: Sequence[Obj
     return ApiError(403, "Forbidden", f'{qualified(plural, group)} "{name}" is forbidden: {why}', details)
 
 
-def invalid(kind: str, group: str, name: str, causes: Sequence[Cause]) -> ApiError:
+def invalid(kind: str, group: str, name: str, causes: Sequence[FieldCause]) -> ApiError:
     """422 with every fault found."""
     text = str(causes[0]) if len(causes) == 1 else "[" + ", ".join(map(str, causes)) + "]"
     details = _details(name, group, kind)

@@ -31,14 +31,14 @@ OUT_OF_MEMORY = ".oom-killed"
 """Suffix, in place of the log's, of the file that says that the kernel ends the container for want of memory."""
 
 
-class Kind(Enum):
+class ContainerKind(Enum):
     INIT = "init"
     SIDECAR = "sidecar"
     MAIN = "main"
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ContainerRecipe:
     """What is needed to start it: resolved, expanded, translated."""
 
     argv: list[str]
@@ -61,7 +61,7 @@ class Container:
     def __init__(
         self,
         spec: Mapping[str, Any],
-        kind: Kind,
+        kind: ContainerKind,
         pod_ip: str,
         changed: Callable[[], None],
         *,
@@ -72,7 +72,7 @@ class Container:
         self._pod, self._back_off = pod, back_off
         self.name: str = spec["name"]
         self.state: dict[str, Any] = {
-            "waiting": {"reason": "PodInitializing" if kind is Kind.MAIN else "ContainerCreating"}
+            "waiting": {"reason": "PodInitializing" if kind is ContainerKind.MAIN else "ContainerCreating"}
         }
         self.last_state: dict[str, Any] = {}
         self.restarts = 0
@@ -91,13 +91,13 @@ class Container:
 
     @property
     def ready(self) -> bool:
-        if self.kind is Kind.INIT:
+        if self.kind is ContainerKind.INIT:
             return self.finished and self.exit_code == 0
         return self.running and self.started.is_set() and (self.probed_ready or "readinessProbe" not in self.spec)
 
     @property
     def is_sidecar(self) -> bool:
-        return self.kind is Kind.SIDECAR
+        return self.kind is ContainerKind.SIDECAR
 
     @property
     def is_started(self) -> bool:
@@ -116,7 +116,7 @@ class Container:
         self.state = {"waiting": {"reason": reason, **({"message": message} if message else {})}}
         self._changed()
 
-    async def run(self, recipe: Recipe, policy: str) -> int:
+    async def run(self, recipe: ContainerRecipe, policy: str) -> int:
         """Start it and restart it as `policy` (Always, OnFailure, Never) says; the last exit code.
 
         Cancelling leaves a running process alone: `stop` ends it.
@@ -152,7 +152,7 @@ class Container:
             started = self.state.get("running", {}).get("startedAt")
             self.state = _terminated(137, reason, started, "")
 
-    async def _run_once(self, recipe: Recipe) -> int:
+    async def _run_once(self, recipe: ContainerRecipe) -> int:
         self.started.clear()
         self.probed_ready = False
         recipe.termination_message.unlink(missing_ok=True)
@@ -183,7 +183,7 @@ class Container:
         finally:
             watching.cancel()
 
-    def _record_exit(self, exited: asyncio.Future[int], started_at: str, recipe: Recipe) -> None:
+    def _record_exit(self, exited: asyncio.Future[int], started_at: str, recipe: ContainerRecipe) -> None:
         if exited.cancelled() or self.finished:
             return
         code = exited.result()
@@ -195,7 +195,7 @@ class Container:
         self.probed_ready = False
         self._changed()
 
-    def _last_words(self, recipe: Recipe, code: int) -> str:
+    def _last_words(self, recipe: ContainerRecipe, code: int) -> str:
         with contextlib.suppress(OSError):
             return recipe.termination_message.read_bytes()[-4096:].decode(errors="replace")
         if code != 0 and self.spec.get("terminationMessagePolicy") == "FallbackToLogsOnError":
@@ -203,7 +203,7 @@ class Container:
                 return recipe.log.read_bytes()[-_TAIL:].decode(errors="replace")
         return ""
 
-    async def _watch_health(self, recipe: Recipe) -> None:
+    async def _watch_health(self, recipe: ContainerRecipe) -> None:
         def set_ready(good: bool) -> None:
             if good != self.probed_ready:
                 self.probed_ready = good
@@ -242,7 +242,7 @@ class Container:
     def _ports(self) -> dict[str, int]:
         return {port["name"]: port["containerPort"] for port in self.spec.get("ports") or [] if "name" in port}
 
-    def _exec(self, recipe: Recipe) -> probes.Exec:
+    def _exec(self, recipe: ContainerRecipe) -> probes.Exec:
         async def run(command: list[str]) -> bool:
             env = {**recipe.env, markers.POD: f"{recipe.env[markers.POD]}/exec-{next(self._exec_numbers)}"}
             try:

@@ -17,7 +17,7 @@ OWNED = ("PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady",
 """Conditions that a node writes; all others are somebody else's and stay."""
 
 
-class View(Protocol):
+class ShownContainer(Protocol):
     """What of a container is shown."""
 
     spec: Mapping[str, Any]
@@ -39,12 +39,12 @@ class View(Protocol):
 
 
 @dataclass(frozen=True)
-class Situation:
+class PodSituation:
     """Everything the status depends on. `failure` (reason, message) overrides what the containers say."""
 
-    inits: Sequence[View]
+    inits: Sequence[ShownContainer]
     """Sidecars among them, in the manifest's order."""
-    mains: Sequence[View]
+    mains: Sequence[ShownContainer]
     pod_ip: str
     host_ip: str
     started_at: str
@@ -54,7 +54,7 @@ class Situation:
     failure: tuple[str, str] | None = None
 
 
-def pod_status(situation: Situation, previous: Mapping[str, Any], now: str) -> Object:
+def pod_status(situation: PodSituation, previous: Mapping[str, Any], now: str) -> Object:
     """The whole status; `previous` gives transition times and the conditions of others, `now` is metav1.Time."""
     phase = _phase(situation)
     status: Object = {
@@ -75,7 +75,7 @@ def pod_status(situation: Situation, previous: Mapping[str, Any], now: str) -> O
     return status
 
 
-def container_status(view: View) -> Object:
+def container_status(view: ShownContainer) -> Object:
     image = view.spec.get("image", "")
     return {
         "name": view.name,
@@ -90,7 +90,7 @@ def container_status(view: View) -> Object:
     }
 
 
-def _phase(situation: Situation) -> str:
+def _phase(situation: PodSituation) -> str:
     if situation.failure:
         return "Failed"
     if situation.over:
@@ -99,12 +99,12 @@ def _phase(situation: Situation) -> str:
     return "Running" if any(_has_run(view) for view in situation.mains) else "Pending"
 
 
-def _has_run(view: View) -> bool:
+def _has_run(view: ShownContainer) -> bool:
     return view.running or "terminated" in view.state or bool(view.last_state)
 
 
 def _conditions(
-    situation: Situation, phase: str, previous: Sequence[Mapping[str, Any]], now: str
+    situation: PodSituation, phase: str, previous: Sequence[Mapping[str, Any]], now: str
 ) -> list[Mapping[str, Any]]:
     sidecars = [view for view in situation.inits if view.is_sidecar]
     unready = [view.name for view in (*situation.mains, *sidecars) if not view.ready]

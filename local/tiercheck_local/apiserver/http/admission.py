@@ -21,10 +21,10 @@ import aiohttp
 from tiercheck_local.apiserver import errors
 from tiercheck_local.apiserver.errors import ApiError, Object
 from tiercheck_local.apiserver.http.paths import Target
-from tiercheck_local.apiserver.http.requests import Call
+from tiercheck_local.apiserver.http.requests import ApiCall
 from tiercheck_local.apiserver.resources import NAMESPACES, WEBHOOKS, Resource
 from tiercheck_local.apiserver.schema import built_in
-from tiercheck_local.apiserver.store.objects import Objects
+from tiercheck_local.apiserver.store.objects import ApiObjects
 from tiercheck_local.apiserver.store.patch import json_patch
 from tiercheck_local.apiserver.store.selectors import matches_selector
 
@@ -35,7 +35,7 @@ class _Unreachable(Exception):
     """The webhook gave no answer that can be used."""
 
 
-async def admitted(objects: Objects, target: Target, call: Call) -> Call:
+async def admitted(objects: ApiObjects, target: Target, call: ApiCall) -> ApiCall:
     """The call with what webhooks made of its object. Raises ApiError if one denies it, or fails and must not be left out."""
     resource = target.resource
     hooks = list(_configured(objects))
@@ -60,7 +60,7 @@ async def admitted(objects: Objects, target: Target, call: Call) -> Call:
     return replace(call, content_type="application/json", body=json.dumps(value).encode())
 
 
-def _configured(objects: Objects) -> Iterator[Object]:
+def _configured(objects: ApiObjects) -> Iterator[Object]:
     for _, configuration in sorted(objects.storage.items(WEBHOOKS.collection, "")):
         yield from configuration.get("webhooks") or []
 
@@ -78,7 +78,7 @@ def _as_sent(resource: Resource, namespace: str, given: Object) -> Object:
     return value
 
 
-def _concerns(objects: Objects, hook: Object, target: Target, value: Object) -> bool:
+def _concerns(objects: ApiObjects, hook: Object, target: Target, value: Object) -> bool:
     resource = target.resource
     if not any(_covers(rule, resource) for rule in hook.get("rules") or []):
         return False
@@ -103,7 +103,7 @@ def _covers(rule: Object, resource: Resource) -> bool:
     )
 
 
-async def _ask(hook: Object, target: Target, call: Call, value: Object) -> Object:
+async def _ask(hook: Object, target: Target, call: ApiCall, value: Object) -> Object:
     resource, metadata = target.resource, value["metadata"]
     review = {
         "apiVersion": "admission.k8s.io/v1",

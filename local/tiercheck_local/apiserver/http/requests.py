@@ -13,10 +13,10 @@ import yaml
 from tiercheck_local.apiserver import errors
 from tiercheck_local.apiserver.errors import Object
 from tiercheck_local.apiserver.http.paths import Target
-from tiercheck_local.apiserver.http.wire import View
+from tiercheck_local.apiserver.http.wire import ResponseView
 from tiercheck_local.apiserver.resources import Resource
 from tiercheck_local.apiserver.store import pod_verbs
-from tiercheck_local.apiserver.store.objects import DeleteOptions, Objects, WriteOptions
+from tiercheck_local.apiserver.store.objects import ApiObjects, DeleteOptions, WriteOptions
 from tiercheck_local.apiserver.store.patch import json_patch, merge, strategic_merge
 from tiercheck_local.apiserver.store.selectors import Predicate, field_predicate, label_predicate
 
@@ -29,7 +29,7 @@ _RETURNS_DELETED = frozenset({"/pods", "/services", "/serviceaccounts", "/namesp
 
 
 @dataclass
-class Call:
+class ApiCall:
     """What the client sent. `warnings` is filled while the call is carried out."""
 
     method: str
@@ -71,7 +71,7 @@ def selection(target: Target, query: Mapping[str, str]) -> Predicate:
     return lambda value: all(term(value) for term in terms)
 
 
-def carry_out(objects: Objects, target: Target, call: Call, view: View) -> tuple[int, Object]:
+def carry_out(objects: ApiObjects, target: Target, call: ApiCall, view: ResponseView) -> tuple[int, Object]:
     """Raises ApiError."""
     resource = target.resource
     verb = (call.method, bool(target.name), target.subresource)
@@ -96,7 +96,7 @@ def carry_out(objects: Objects, target: Target, call: Call, view: View) -> tuple
     raise errors.method_not_allowed()
 
 
-def _list(objects: Objects, target: Target, call: Call, view: View) -> Object:
+def _list(objects: ApiObjects, target: Target, call: ApiCall, view: ResponseView) -> Object:
     selects = selection(target, call.query)
     found = [
         (key, value)
@@ -129,7 +129,7 @@ def _opened(token: str) -> tuple[str, tuple[str, str]]:
     return version, (namespace, name)
 
 
-def _patch(objects: Objects, resource: Resource, target: Target, call: Call) -> Object:
+def _patch(objects: ApiObjects, resource: Resource, target: Target, call: ApiCall) -> Object:
     key = (target.namespace, target.name)
     apply = _PATCHES.get(call.content_type)
     if apply is None or (resource.custom and apply is strategic_merge):
@@ -164,7 +164,7 @@ def _delete_options(query: Mapping[str, str], body: Any) -> DeleteOptions:
     )
 
 
-def _delete(objects: Objects, target: Target, call: Call, view: View) -> tuple[int, Object]:
+def _delete(objects: ApiObjects, target: Target, call: ApiCall, view: ResponseView) -> tuple[int, Object]:
     resource = target.resource
     options = _delete_options(call.query, call.parsed())
     value, gone = objects.delete(resource, (target.namespace, target.name), options)
@@ -178,7 +178,7 @@ def _delete(objects: Objects, target: Target, call: Call, view: View) -> tuple[i
     return 200, view.one(value)
 
 
-def _delete_collection(objects: Objects, target: Target, call: Call, view: View) -> Object:
+def _delete_collection(objects: ApiObjects, target: Target, call: ApiCall, view: ResponseView) -> Object:
     selects, options = selection(target, call.query), _delete_options(call.query, call.parsed())
     found = [
         (key, value)
@@ -189,7 +189,7 @@ def _delete_collection(objects: Objects, target: Target, call: Call, view: View)
     return view.many(deleted, {"resourceVersion": str(objects.storage.version)})
 
 
-def _pod_verb(objects: Objects, target: Target, call: Call) -> Object:
+def _pod_verb(objects: ApiObjects, target: Target, call: ApiCall) -> Object:
     body = call.parsed()
     if not isinstance(body, dict):
         raise errors.bad_request("the object provided is unrecognized (must be of type Object)")

@@ -11,11 +11,11 @@ from tiercheck_local.apiserver import errors
 from tiercheck_local.apiserver.http import discovery, openapi
 from tiercheck_local.apiserver.http.admission import admitted
 from tiercheck_local.apiserver.http.paths import Target, resolve
-from tiercheck_local.apiserver.http.requests import Call, carry_out, selection
+from tiercheck_local.apiserver.http.requests import ApiCall, carry_out, selection
 from tiercheck_local.apiserver.http.watching import WatchOptions, stream
-from tiercheck_local.apiserver.http.wire import View, dump, view
-from tiercheck_local.apiserver.store.objects import Objects
-from tiercheck_local.apiserver.store.storage import Storage
+from tiercheck_local.apiserver.http.wire import ResponseView, dump, view
+from tiercheck_local.apiserver.store.objects import ApiObjects
+from tiercheck_local.apiserver.store.storage import ObjectStorage
 
 _LARGEST_BODY = 3 * 1024 * 1024
 _OWN_HOSTS = {"127.0.0.1", "localhost", "::1"}
@@ -23,16 +23,16 @@ _HEALTH = ("/healthz", "/livez", "/readyz")
 _PUBLIC = (*_HEALTH, "/version")
 
 
-def application(storage: Storage, token: str) -> web.Application:
+def application(storage: ObjectStorage, token: str) -> web.Application:
     """The whole server as one aiohttp application. Whoever shows the token may do everything, others may ask how it is."""
     app = web.Application(client_max_size=_LARGEST_BODY)
-    handler = _Handler(Objects(storage), token)
+    handler = _Handler(ApiObjects(storage), token)
     app.router.add_route("*", "/{path:.*}", handler.answer)
     return app
 
 
 class _Handler:
-    def __init__(self, objects: Objects, token: str) -> None:
+    def __init__(self, objects: ApiObjects, token: str) -> None:
         self._objects = objects
         self._token = token.encode()
 
@@ -66,7 +66,7 @@ class _Handler:
         if request.method == "GET" and request.query.get("watch") in ("true", "1") and not target.subresource:
             return await self._watch(request, target, chosen)
         # The body is read whole, and webhooks are asked, before anything is done, so a call is carried out in one piece.
-        call = Call(
+        call = ApiCall(
             request.method, request.query, request.content_type if request.body_exists else "", await request.read()
         )
         call = await admitted(self._objects, target, call)
@@ -111,7 +111,7 @@ class _Handler:
                 )
         return _json(body) if body is not None else None
 
-    async def _watch(self, request: web.Request, target: Target, chosen: View) -> web.StreamResponse:
+    async def _watch(self, request: web.Request, target: Target, chosen: ResponseView) -> web.StreamResponse:
         query = request.query
         try:
             version = int(query["resourceVersion"]) if query.get("resourceVersion") else None

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from tiercheck_local.apiserver import errors
 from tiercheck_local.apiserver.errors import Object
-from tiercheck_local.apiserver.http.wire import View, dump
+from tiercheck_local.apiserver.http.wire import ResponseView, dump
 from tiercheck_local.apiserver.store.selectors import Predicate
-from tiercheck_local.apiserver.store.storage import Change, Expired, Storage
+from tiercheck_local.apiserver.store.storage import Change, Expired, ObjectStorage
 
 _BOOKMARK_SECONDS = 55.0
 
@@ -26,7 +26,7 @@ class WatchOptions:
 
 
 async def stream(
-    storage: Storage, view: View, namespace: str, selects: Predicate, options: WatchOptions
+    storage: ObjectStorage, view: ResponseView, namespace: str, selects: Predicate, options: WatchOptions
 ) -> AsyncIterator[bytes]:
     """The lines of a watch response. A history that is no longer kept gives one ERROR event (410)."""
     encoder = _Encoder(view)
@@ -70,7 +70,7 @@ async def stream(
 class _Encoder:
     """Turns changes into lines. Whole objects are encoded once for all watchers that see them alike."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: ResponseView) -> None:
         self._view = view
         self._headers = True
 

@@ -19,7 +19,7 @@ def dump(value: Any) -> bytes:
 
 
 @dataclass(frozen=True)
-class View:
+class ResponseView:
     """What one client wants to see of one resource."""
 
     resource: Resource
@@ -65,16 +65,16 @@ def _bare(value: Object) -> Object:
     return {k: v for k, v in value.items() if k not in ("kind", "apiVersion")}
 
 
-def view(resource: Resource, accept: str, include: str) -> View:
+def view(resource: Resource, accept: str, include: str) -> ResponseView:
     """The first form in an Accept header that this server can write."""
     for choice in accept.split(","):
         words = [word.strip() for word in choice.split(";")]
         if words[0] not in ("application/json", "*/*", "application/*", ""):
             continue
         if "as=Table" in words:
-            return View(resource, as_table=True, include=include or "Metadata")
+            return ResponseView(resource, as_table=True, include=include or "Metadata")
         if "as=PartialObjectMetadata" in words or "as=PartialObjectMetadataList" in words:
-            return View(resource, metadata_only=True)
+            return ResponseView(resource, metadata_only=True)
         if not any(word.startswith("as=") for word in words):
-            return View(resource)
-    return View(resource)
+            return ResponseView(resource)
+    return ResponseView(resource)

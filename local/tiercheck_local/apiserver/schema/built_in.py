@@ -9,7 +9,7 @@ import base64
 from collections.abc import Callable
 from typing import Any
 
-from tiercheck_local.apiserver.errors import Cause, Object, bad_request
+from tiercheck_local.apiserver.errors import FieldCause, Object, bad_request
 from tiercheck_local.apiserver.schema.metadata import DNS_LABEL, DNS_LABEL_RULE
 
 _NO_EXECUTE_SECONDS = 300
@@ -77,22 +77,22 @@ def _quality(spec: Object) -> str:
     return "Guaranteed" if guaranteed and any_set else "Burstable" if any_set else "BestEffort"
 
 
-def _pod_faults(pod: Object) -> list[Cause]:
+def _pod_faults(pod: Object) -> list[FieldCause]:
     containers = pod["spec"].get("containers") or []
-    faults = [] if containers else [Cause("spec.containers", "Required value", "FieldValueRequired")]
+    faults = [] if containers else [FieldCause("spec.containers", "Required value", "FieldValueRequired")]
     seen: set[str] = set()
     for field in ("initContainers", "containers"):
         for index, container in enumerate(pod["spec"].get(field) or []):
             at, name = f"spec.{field}[{index}]", container.get("name", "")
             if not name:
-                faults.append(Cause(f"{at}.name", "Required value", "FieldValueRequired"))
+                faults.append(FieldCause(f"{at}.name", "Required value", "FieldValueRequired"))
             elif name in seen:
-                faults.append(Cause(f"{at}.name", f'Duplicate value: "{name}"', "FieldValueDuplicate"))
+                faults.append(FieldCause(f"{at}.name", f'Duplicate value: "{name}"', "FieldValueDuplicate"))
             elif not DNS_LABEL.fullmatch(name):
-                faults.append(Cause(f"{at}.name", f'Invalid value: "{name}": {DNS_LABEL_RULE}'))
+                faults.append(FieldCause(f"{at}.name", f'Invalid value: "{name}": {DNS_LABEL_RULE}'))
             seen.add(name)
             if not container.get("image"):
-                faults.append(Cause(f"{at}.image", "Required value", "FieldValueRequired"))
+                faults.append(FieldCause(f"{at}.image", "Required value", "FieldValueRequired"))
     return faults
 
 
@@ -146,11 +146,11 @@ def _event_defaults(event: Object) -> None:
     event.setdefault("reportingInstance", "")
 
 
-def _event_faults(event: Object) -> list[Cause]:
+def _event_faults(event: Object) -> list[FieldCause]:
     about, own = (event.get("involvedObject") or {}).get("namespace"), event["metadata"]["namespace"]
     if (about or "default") == own:
         return []
-    return [Cause("involvedObject.namespace", f'Invalid value: "{about or ""}": does not match event.namespace')]
+    return [FieldCause("involvedObject.namespace", f'Invalid value: "{about or ""}": does not match event.namespace')]
 
 
 def check_types(kind: str, value: Object) -> None:
@@ -187,7 +187,7 @@ _ON_CREATE: dict[str, Callable[[Object], None]] = {
 }
 
 
-def prepare_new(collection: str, value: Object) -> list[Cause]:
+def prepare_new(collection: str, value: Object) -> list[FieldCause]:
     """Set in place what the server sets on a new built-in object. Returns what is wrong with it."""
     if collection in _ON_CREATE:
         _ON_CREATE[collection](value)
@@ -198,35 +198,35 @@ def prepare_new(collection: str, value: Object) -> list[Cause]:
     return []
 
 
-def prepare_update(collection: str, new: Object, old: Object) -> list[Cause]:
+def prepare_update(collection: str, new: Object, old: Object) -> list[FieldCause]:
     """The same for a change of the main resource. Returns the changes that are not allowed."""
     if collection == "/secrets":
         _secret_defaults(new)
         if new["type"] != old["type"]:
-            return [Cause("type", f'Invalid value: "{new["type"]}": field is immutable')]
+            return [FieldCause("type", f'Invalid value: "{new["type"]}": field is immutable')]
     if collection in ("/secrets", "/configmaps") and old.get("immutable"):
         return [
-            Cause(field, "Forbidden: field is immutable when `immutable` is set", "FieldValueForbidden")
+            FieldCause(field, "Forbidden: field is immutable when `immutable` is set", "FieldValueForbidden")
             for field in ("data", "immutable")
             if new.get(field) != old.get(field)
         ]
     if collection == "/services":
         old_ip, new_ip = old["spec"].get("clusterIP"), new["spec"].setdefault("clusterIP", old["spec"].get("clusterIP"))
         if new_ip != old_ip:
-            return [Cause("spec.clusterIPs[0]", f'Invalid value: ["{new_ip}"]: may not change once set')]
+            return [FieldCause("spec.clusterIPs[0]", f'Invalid value: ["{new_ip}"]: may not change once set')]
     if collection == "/pods":
         return _pod_update_faults(new["spec"], old["spec"])
     return []
 
 
-def _pod_update_faults(new: Object, old: Object) -> list[Cause]:
+def _pod_update_faults(new: Object, old: Object) -> list[FieldCause]:
     if _frozen(new) != _frozen(old) or not all(t in new.get("tolerations", []) for t in old.get("tolerations", [])):
         message = (
             "Forbidden: pod updates may not change fields other than `spec.containers[*].image`,"
             "`spec.initContainers[*].image`,`spec.activeDeadlineSeconds`,`spec.tolerations` (only additions to existing "
             "tolerations),`spec.terminationGracePeriodSeconds` (allow it to be set to 1 if it was previously negative)"
         )
-        return [Cause("spec", message, "FieldValueForbidden")]
+        return [FieldCause("spec", message, "FieldValueForbidden")]
     return []
 
 

@@ -20,7 +20,7 @@ from celpy.celparser import CELParseError
 from celpy.celtypes import IntType
 from celpy.evaluation import CELEvalError
 
-from tiercheck_local.apiserver.errors import Cause, Object
+from tiercheck_local.apiserver.errors import FieldCause, Object
 from tiercheck_local.quantity import parse
 
 _REASONS = {
@@ -78,12 +78,12 @@ class Rules:
         if rule.get("messageExpression"):
             _program(rule["messageExpression"])
 
-    def faults(self, value: Object, old: Object | None) -> Iterator[Cause]:
+    def faults(self, value: Object, old: Object | None) -> Iterator[FieldCause]:
         """One cause per broken rule, from the root down. Transition rules need an old value at the same place."""
         if self.any:
             yield from self._walk(value, old, self._schema, "", root=True)
 
-    def _walk(self, value: Any, old: Any, schema: Object, path: str, root: bool = False) -> Iterator[Cause]:
+    def _walk(self, value: Any, old: Any, schema: Object, path: str, root: bool = False) -> Iterator[FieldCause]:
         if value is None or not _uses_rules(schema):
             return
         for rule in schema.get("x-kubernetes-validations", ()):
@@ -100,7 +100,7 @@ class Rules:
             for index, item in enumerate(value):
                 yield from self._walk(item, matched[index], schema.get("items", {}), f"{path}[{index}]")
 
-    def _apply(self, rule: Object, value: Any, old: Any, path: str) -> Iterator[Cause]:
+    def _apply(self, rule: Object, value: Any, old: Any, path: str) -> Iterator[FieldCause]:
         text = rule["rule"]
         value, old = _needed(rule, value), _needed(rule, old)
         transition = "oldSelf" in text
@@ -119,7 +119,7 @@ class Rules:
             at = path + rule.get("fieldPath", "") if path else rule.get("fieldPath", "").removeprefix(".")
             reason = rule.get("reason", "FieldValueInvalid")
             shown = _REASONS[reason].format(value=_shown(value), message=problem)
-            yield Cause(at or "<nil>", shown, reason)
+            yield FieldCause(at or "<nil>", shown, reason)
 
 
 def _needed(rule: Object, value: Any) -> Any:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tiercheck_local.apiserver.errors import Cause, Object
+from tiercheck_local.apiserver.errors import FieldCause, Object
 from tiercheck_local.apiserver.resources import Resource
 from tiercheck_local.apiserver.schema.cel import BadRule, Rules
 from tiercheck_local.apiserver.schema.custom_version import CustomVersion
 from tiercheck_local.clock import timestamp
 
 
-def prepare(crd: Object) -> list[Cause]:
+def prepare(crd: Object) -> list[FieldCause]:
     """Set in place what the server sets on a CRD. Returns what is wrong with it."""
     spec = crd.get("spec") or {}
     names = spec.get("names") or {}
     missing = [
-        Cause(f"spec.{field}", "Required value", "FieldValueRequired")
+        FieldCause(f"spec.{field}", "Required value", "FieldValueRequired")
         for field, value in (("group", spec.get("group")), ("scope", spec.get("scope")),
                              ("names.plural", names.get("plural")), ("names.kind", names.get("kind")),
                              ("versions", spec.get("versions")))
@@ -31,10 +31,10 @@ def prepare(crd: Object) -> list[Cause]:
     wanted, name = f"{names['plural']}.{spec['group']}", crd["metadata"]["name"]
     found = []
     if name != wanted:
-        found.append(Cause("metadata.name", f'Invalid value: "{name}": must be spec.names.plural+"."+spec.group'))
+        found.append(FieldCause("metadata.name", f'Invalid value: "{name}": must be spec.names.plural+"."+spec.group'))
     if sum(bool(version.get("storage")) for version in spec["versions"]) != 1:
         found.append(
-            Cause(
+            FieldCause(
                 "spec.versions",
                 f"Invalid value: {_versions(spec)}: must have exactly one version marked as storage version",
             )
@@ -42,7 +42,7 @@ def prepare(crd: Object) -> list[Cause]:
     for index, version in enumerate(spec["versions"]):
         at = f"spec.versions[{index}].schema.openAPIV3Schema"
         if not (version.get("schema") or {}).get("openAPIV3Schema"):
-            found.append(Cause(at, "Required value: schemas are required", "FieldValueRequired"))
+            found.append(FieldCause(at, "Required value: schemas are required", "FieldValueRequired"))
         else:
             found.extend(_schema_faults(version["schema"]["openAPIV3Schema"], at))
     return found
@@ -52,17 +52,19 @@ def _versions(spec: Object) -> str:
     return "[" + " ".join(version.get("name", "") for version in spec["versions"]) + "]"
 
 
-def _schema_faults(schema: Object, at: str) -> Iterator[Cause]:
+def _schema_faults(schema: Object, at: str) -> Iterator[FieldCause]:
     if "type" not in schema and not any(
         schema.get(f"x-kubernetes-{x}") for x in ("preserve-unknown-fields", "int-or-string")
     ):
-        yield Cause(f"{at}.type", "Required value: must not be empty for specified object fields", "FieldValueRequired")
+        yield FieldCause(
+            f"{at}.type", "Required value: must not be empty for specified object fields", "FieldValueRequired"
+        )
     for index, rule in enumerate(schema.get("x-kubernetes-validations", ())):
         try:
             Rules.check(rule)
         except BadRule as error:
             shown = rule.get("rule", "")
-            yield Cause(
+            yield FieldCause(
                 f"{at}.x-kubernetes-validations[{index}].rule", f'Invalid value: "{shown}": compilation failed: {error}'
             )
     for name, field in schema.get("properties", {}).items():

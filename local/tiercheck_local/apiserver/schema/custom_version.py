@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiercheck_local.apiserver.errors import Cause, Object
+from tiercheck_local.apiserver.errors import FieldCause, Object
 from tiercheck_local.apiserver.schema import structural
 from tiercheck_local.apiserver.schema.cel import Rules
 
 _BLOCKING = frozenset(
     {"FieldValueRequired", "FieldValueNotSupported", "FieldValueTooLong", "FieldValueTooMany", "FieldValueTypeInvalid"}
 )
-_NOT_CHECKED = Cause(
+_NOT_CHECKED = FieldCause(
     "<nil>",
     "Invalid value: null: some validation rules were not checked because the object was invalid; "
     "correct the existing errors to complete validation",
@@ -37,7 +37,7 @@ class CustomVersion:
         own = {k: pruned[k] for k in ("apiVersion", "kind", "metadata") if k in pruned}
         return {**own, **filled}, unknown
 
-    def faults(self, value: Object, old: Object | None) -> list[Cause]:
+    def faults(self, value: Object, old: Object | None) -> list[FieldCause]:
         """What is wrong with `value`. Rules run only on a value of the right shape, as they may assume it."""
         body = {k: v for k, v in value.items() if k not in ("apiVersion", "kind", "metadata")}
         found = structural.faults(body, self.schema)

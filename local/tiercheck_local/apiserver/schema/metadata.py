@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from tiercheck_local.apiserver.errors import Cause, Object
+from tiercheck_local.apiserver.errors import FieldCause, Object
 
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
@@ -32,7 +32,7 @@ _KEY_RULE = (
 )
 
 
-def name_faults(collection: str, name: str, field: str = "metadata.name") -> list[Cause]:
+def name_faults(collection: str, name: str, field: str = "metadata.name") -> list[FieldCause]:
     """Why `name` cannot be the name of an object in this collection."""
     if collection in _DNS_LABEL_NAMES:
         limit, pattern, rule = 63, DNS_LABEL, DNS_LABEL_RULE
@@ -40,46 +40,46 @@ def name_faults(collection: str, name: str, field: str = "metadata.name") -> lis
         limit, pattern, rule = 253, _SUBDOMAIN, _SUBDOMAIN_RULE
     shown = f'Invalid value: "{name}": '
     if len(name) > limit:
-        return [Cause(field, f"{shown}must be no more than {limit} characters")]
-    return [] if pattern.fullmatch(name) else [Cause(field, shown + rule)]
+        return [FieldCause(field, f"{shown}must be no more than {limit} characters")]
+    return [] if pattern.fullmatch(name) else [FieldCause(field, shown + rule)]
 
 
-def metadata_faults(metadata: Object) -> list[Cause]:
+def metadata_faults(metadata: Object) -> list[FieldCause]:
     """What is wrong with the rest of the metadata."""
     return [*_label_faults(metadata), *_annotation_faults(metadata), *_owner_faults(metadata)]
 
 
-def _label_faults(metadata: Object) -> Iterator[Cause]:
+def _label_faults(metadata: Object) -> Iterator[FieldCause]:
     for key, value in (metadata.get("labels") or {}).items():
         yield from _key_faults("metadata.labels", key)
         if len(value) > 63:
-            yield Cause("metadata.labels", f'Invalid value: "{value}": must be no more than 63 bytes')
+            yield FieldCause("metadata.labels", f'Invalid value: "{value}": must be no more than 63 bytes')
         if not _LABEL_VALUE.fullmatch(value):
-            yield Cause("metadata.labels", f'Invalid value: "{value}": {_LABEL_VALUE_RULE}')
+            yield FieldCause("metadata.labels", f'Invalid value: "{value}": {_LABEL_VALUE_RULE}')
 
 
-def _annotation_faults(metadata: Object) -> Iterator[Cause]:
+def _annotation_faults(metadata: Object) -> Iterator[FieldCause]:
     for key in metadata.get("annotations") or {}:
         yield from _key_faults("metadata.annotations", key, any_case=True)
 
 
-def _key_faults(field: str, key: str, any_case: bool = False) -> Iterator[Cause]:
+def _key_faults(field: str, key: str, any_case: bool = False) -> Iterator[FieldCause]:
     prefix, slash, name = key.rpartition("/")
     if slash and not _SUBDOMAIN.fullmatch(prefix.lower() if any_case else prefix):
-        yield Cause(field, f'Invalid value: "{key}": prefix part {_SUBDOMAIN_RULE}')
+        yield FieldCause(field, f'Invalid value: "{key}": prefix part {_SUBDOMAIN_RULE}')
     if len(name) > 63:
-        yield Cause(field, f'Invalid value: "{key}": name part must be no more than 63 bytes')
+        yield FieldCause(field, f'Invalid value: "{key}": name part must be no more than 63 bytes')
     if not _KEY_NAME.fullmatch(name):
-        yield Cause(field, f'Invalid value: "{key}": {_KEY_RULE}')
+        yield FieldCause(field, f'Invalid value: "{key}": {_KEY_RULE}')
 
 
-def _owner_faults(metadata: Object) -> Iterator[Cause]:
+def _owner_faults(metadata: Object) -> Iterator[FieldCause]:
     rules = (("apiVersion", "version must not be empty"), ("kind", "must not be empty"))
     for owner in metadata.get("ownerReferences") or []:
         for field, why in (*rules, ("name", "must not be empty"), ("uid", "must not be empty")):
             if not owner.get(field):
-                yield Cause(f"metadata.ownerReferences.{field}", f'Invalid value: "": {why}')
+                yield FieldCause(f"metadata.ownerReferences.{field}", f'Invalid value: "": {why}')
     controllers = [o for o in metadata.get("ownerReferences") or [] if o.get("controller")]
     if len(controllers) > 1:
         why = "Only one reference can have Controller set to true"
-        yield Cause("metadata.ownerReferences", f"Invalid value: {len(controllers)}: {why}")
+        yield FieldCause("metadata.ownerReferences", f"Invalid value: {len(controllers)}: {why}")

@@ -9,7 +9,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from tiercheck_local.apiserver.errors import Cause, Object
+from tiercheck_local.apiserver.errors import FieldCause, Object
 
 _PRESERVE = "x-kubernetes-preserve-unknown-fields"
 _INT_OR_STRING = "x-kubernetes-int-or-string"
@@ -95,12 +95,12 @@ def drop_nulls(value: Any, schema: Object) -> Any:
     }
 
 
-def faults(value: Any, schema: Object, path: str = "") -> list[Cause]:
+def faults(value: Any, schema: Object, path: str = "") -> list[FieldCause]:
     """Everything that is wrong with `value`, CEL rules aside."""
     return list(_faults(value, schema, path))
 
 
-def _faults(value: Any, schema: Object, path: str) -> Iterator[Cause]:
+def _faults(value: Any, schema: Object, path: str) -> Iterator[FieldCause]:
     if value is None and schema.get("nullable"):
         return
     wrong = _wrong_type(value, schema, path)
@@ -109,7 +109,7 @@ def _faults(value: Any, schema: Object, path: str) -> Iterator[Cause]:
     if "enum" in schema and value not in schema["enum"]:
         supported = ", ".join(_shown(choice) for choice in schema["enum"])
         message = f"Unsupported value: {_shown(value)}: supported values: {supported}"
-        yield Cause(path, message, "FieldValueNotSupported")
+        yield FieldCause(path, message, "FieldValueNotSupported")
     if wrong:
         return
     if isinstance(value, str):
@@ -125,7 +125,7 @@ def _faults(value: Any, schema: Object, path: str) -> Iterator[Cause]:
     yield from _combined_faults(value, schema, path)
 
 
-def _wrong_type(value: Any, schema: Object, path: str) -> Cause | None:
+def _wrong_type(value: Any, schema: Object, path: str) -> FieldCause | None:
     if schema.get(_INT_OR_STRING):
         kind, good = "integer,string", isinstance(value, (int, str)) and not isinstance(value, bool)
     elif "type" in schema:
@@ -138,7 +138,7 @@ def _wrong_type(value: Any, schema: Object, path: str) -> Cause | None:
         return None
     actual = _type_name(value)
     message = f'Invalid value: "{actual}": {_in_body(path)} must be of type {kind}: "{actual}"'
-    return Cause(path or "<nil>", message, "FieldValueTypeInvalid")
+    return FieldCause(path or "<nil>", message, "FieldValueTypeInvalid")
 
 
 def _type_name(value: Any) -> str:
@@ -149,20 +149,20 @@ def _type_name(value: Any) -> str:
     return next(name for name, types in _TYPES.items() if isinstance(value, types))
 
 
-def _string_faults(value: str, schema: Object, path: str) -> Iterator[Cause]:
+def _string_faults(value: str, schema: Object, path: str) -> Iterator[FieldCause]:
     if len(value) > schema.get("maxLength", len(value)):
         limit = schema["maxLength"]
-        yield Cause(path, f"Too long: may not be more than {limit} bytes", "FieldValueTooLong")
+        yield FieldCause(path, f"Too long: may not be more than {limit} bytes", "FieldValueTooLong")
     elif len(value) < schema.get("minLength", 0):
         limit = schema["minLength"]
         why = f"should be at least {limit} chars long"
-        yield Cause(path, f"Invalid value: {_shown(value)}: {_in_body(path)} {why}")
+        yield FieldCause(path, f"Invalid value: {_shown(value)}: {_in_body(path)} {why}")
     elif "pattern" in schema and not _pattern(schema["pattern"]).search(value):
         why = f"should match '{schema['pattern']}'"
-        yield Cause(path, f"Invalid value: {_shown(value)}: {_in_body(path)} {why}")
+        yield FieldCause(path, f"Invalid value: {_shown(value)}: {_in_body(path)} {why}")
     if schema.get("format") == "date-time" and not _is_time(value):
         why = f"must be of type date-time: {_shown(value)}"
-        yield Cause(path, f"Invalid value: {_shown(value)}: {_in_body(path)} {why}", "FieldValueTypeInvalid")
+        yield FieldCause(path, f"Invalid value: {_shown(value)}: {_in_body(path)} {why}", "FieldValueTypeInvalid")
 
 
 @lru_cache(maxsize=1024)
@@ -178,9 +178,9 @@ def _is_time(value: str) -> bool:
         return False
 
 
-def _number_faults(value: float, schema: Object, path: str) -> Iterator[Cause]:
-    def wrong(why: str) -> Cause:
-        return Cause(path, f"Invalid value: {_shown(value)}: {_in_body(path)} {why}")
+def _number_faults(value: float, schema: Object, path: str) -> Iterator[FieldCause]:
+    def wrong(why: str) -> FieldCause:
+        return FieldCause(path, f"Invalid value: {_shown(value)}: {_in_body(path)} {why}")
 
     bits = {"int32": 31, "int64": 63}.get(schema.get("format", ""))
     if bits and not -(2**bits) <= value < 2**bits:
@@ -197,13 +197,13 @@ def _number_faults(value: float, schema: Object, path: str) -> Iterator[Cause]:
         yield wrong(f"should be a multiple of {schema['multipleOf']}")
 
 
-def _list_faults(value: list[Any], schema: Object, path: str) -> Iterator[Cause]:
+def _list_faults(value: list[Any], schema: Object, path: str) -> Iterator[FieldCause]:
     if len(value) > schema.get("maxItems", len(value)):
         limit = schema["maxItems"]
-        yield Cause(path, f"Too many: {len(value)}: must have at most {limit} items", "FieldValueTooMany")
+        yield FieldCause(path, f"Too many: {len(value)}: must have at most {limit} items", "FieldValueTooMany")
     if len(value) < schema.get("minItems", 0):
         limit = schema["minItems"]
-        yield Cause(path, f"Invalid value: {len(value)}: {_in_body(path)} should have at least {limit} items")
+        yield FieldCause(path, f"Invalid value: {len(value)}: {_in_body(path)} should have at least {limit} items")
     for index, item in enumerate(value):
         yield from _faults(item, schema.get("items", {}), f"{path}[{index}]")
     kind = schema.get("x-kubernetes-list-type")
@@ -211,7 +211,7 @@ def _list_faults(value: list[Any], schema: Object, path: str) -> Iterator[Cause]
     for index, item in enumerate(value if kind in ("map", "set") else ()):
         identity = _map_key(item, schema) if kind == "map" else item
         if identity in seen:
-            yield Cause(f"{path}[{index}]", f"Duplicate value: {_shown(identity)}", "FieldValueDuplicate")
+            yield FieldCause(f"{path}[{index}]", f"Duplicate value: {_shown(identity)}", "FieldValueDuplicate")
         seen.append(identity)
 
 
@@ -220,17 +220,17 @@ def _map_key(item: Any, schema: Object) -> Any:
     return {key: item[key] for key in keys if key in item} if isinstance(item, dict) else item
 
 
-def _object_faults(value: Object, schema: Object, path: str) -> Iterator[Cause]:
+def _object_faults(value: Object, schema: Object, path: str) -> Iterator[FieldCause]:
     for key in schema.get("required", ()):
         if key not in value:
-            yield Cause(_join(path, key), "Required value", "FieldValueRequired")
+            yield FieldCause(_join(path, key), "Required value", "FieldValueRequired")
     if len(value) > schema.get("maxProperties", len(value)):
         limit = schema["maxProperties"]
-        yield Cause(path, f"Too many: {len(value)}: must have at most {limit} items", "FieldValueTooMany")
+        yield FieldCause(path, f"Too many: {len(value)}: must have at most {limit} items", "FieldValueTooMany")
     if len(value) < schema.get("minProperties", 0):
         limit = schema["minProperties"]
         why = f"should have at least {limit} properties"
-        yield Cause(path, f"Invalid value: {len(value)}: {_in_body(path)} {why}")
+        yield FieldCause(path, f"Invalid value: {len(value)}: {_in_body(path)} {why}")
     known, others = schema.get("properties", {}), schema.get("additionalProperties")
     for key, item in value.items():
         if key in known:
@@ -239,19 +239,19 @@ def _object_faults(value: Object, schema: Object, path: str) -> Iterator[Cause]:
             yield from _faults(item, others, _join(path, key))
 
 
-def _combined_faults(value: Any, schema: Object, path: str) -> Iterator[Cause]:
+def _combined_faults(value: Any, schema: Object, path: str) -> Iterator[FieldCause]:
     for part in schema.get("allOf", ()):
         yield from _faults(value, part, path)
     matching = [not any(_faults(value, part, path)) for part in schema.get("anyOf", ())]
     if matching and not any(matching):
-        yield Cause(path, f'Invalid value: "": {_in_body(path)} must validate at least one schema (anyOf)')
+        yield FieldCause(path, f'Invalid value: "": {_in_body(path)} must validate at least one schema (anyOf)')
     matching = [not any(_faults(value, part, path)) for part in schema.get("oneOf", ())]
     if matching and sum(matching) != 1:
         found = "none" if not any(matching) else f"{sum(matching)}"
         why = f"must validate one and only one schema (oneOf). Found {found} valid"
-        yield Cause(path, f'Invalid value: "": {_in_body(path)} {why}')
+        yield FieldCause(path, f'Invalid value: "": {_in_body(path)} {why}')
     if "not" in schema and not any(_faults(value, schema["not"], path)):
-        yield Cause(path, f'Invalid value: "": {_in_body(path)} must not validate the schema (not)')
+        yield FieldCause(path, f'Invalid value: "": {_in_body(path)} must not validate the schema (not)')
 
 
 def _join(path: str, key: str) -> str:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck_local.apiserver import errors
-from tiercheck_local.apiserver.errors import Cause, Object
+from tiercheck_local.apiserver.errors import FieldCause, Object
 from tiercheck_local.apiserver.resources import CRDS, NAMESPACES, PODS, Registry, Resource
 from tiercheck_local.apiserver.schema import built_in, crds
 from tiercheck_local.apiserver.schema import metadata as metadata_rules
-from tiercheck_local.apiserver.store.storage import Key, Storage
+from tiercheck_local.apiserver.store.storage import Key, ObjectStorage
 from tiercheck_local.clock import timestamp
 
 _SUFFIX_LETTERS = "bcdfghjklmnpqrstvwxz2456789"
@@ -52,10 +52,10 @@ class DeleteOptions:
     dry_run: bool = False
 
 
-class Objects:
+class ApiObjects:
     """Reads and writes of every served resource."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: ObjectStorage) -> None:
         self.storage = storage
         self.registry = Registry()
         for name in ("default", "kube-system", "kube-public", "kube-node-lease"):
@@ -217,7 +217,9 @@ class Objects:
         if metadata.get("name"):
             return str(metadata["name"])
         if not metadata.get("generateName"):
-            cause = Cause("metadata.name", "Required value: name or generateName is required", "FieldValueRequired")
+            cause = FieldCause(
+                "metadata.name", "Required value: name or generateName is required", "FieldValueRequired"
+            )
             raise errors.invalid(resource.kind, resource.group, "", [cause])
         return str(metadata["generateName"]) + "".join(secrets.choice(_SUFFIX_LETTERS) for _ in range(5))
 
@@ -248,14 +250,14 @@ class Objects:
         uid, version = metadata.get("uid"), metadata.get("resourceVersion")
         if uid and uid != old["metadata"]["uid"]:
             if patched:
-                cause = Cause("metadata.uid", f'Invalid value: "{uid}": field is immutable')
+                cause = FieldCause("metadata.uid", f'Invalid value: "{uid}": field is immutable')
                 raise errors.invalid(resource.kind, resource.group, key[1], [cause])
             why = f"StorageError: invalid object: Precondition failed: UID in precondition: {uid}, UID in object meta: {old['metadata']['uid']}"
             raise errors.conflict(resource.plural, resource.group, key[1], why)
         if version and version != old["metadata"]["resourceVersion"]:
             raise errors.conflict(resource.plural, resource.group, key[1])
         if not version and resource.custom:
-            cause = Cause("metadata.resourceVersion", "Invalid value: 0: must be specified for an update")
+            cause = FieldCause("metadata.resourceVersion", "Invalid value: 0: must be specified for an update")
             raise errors.invalid(resource.plural, resource.group, key[1], [cause])
 
     def _check_preconditions(self, resource: Resource, name: str, metadata: Object, options: DeleteOptions) -> None:
@@ -298,7 +300,7 @@ class Objects:
                 options.warn(f'unknown field "{path}"')
         return accepted
 
-    def _update_faults(self, resource: Resource, value: Object, old: Object) -> list[Cause]:
+    def _update_faults(self, resource: Resource, value: Object, old: Object) -> list[FieldCause]:
         if resource is CRDS:
             found = crds.prepare(value)
             if not found:
@@ -306,7 +308,7 @@ class Objects:
             return found
         return [] if resource.custom else built_in.prepare_update(resource.collection, value, old)
 
-    def _faults(self, resource: Resource, value: Object, old: Object | None) -> list[Cause]:
+    def _faults(self, resource: Resource, value: Object, old: Object | None) -> list[FieldCause]:
         return resource.custom.faults(value, old) if resource.custom else []
 
 
@@ -348,7 +350,7 @@ def _restricted(resource: Resource, value: Object, old: Object, part: str) -> Ob
     return value
 
 
-def _finalizer_faults(value: Object, old: Object) -> list[Cause]:
+def _finalizer_faults(value: Object, old: Object) -> list[FieldCause]:
     if "deletionTimestamp" not in old["metadata"]:
         return []
     before = old["metadata"].get("finalizers") or []
@@ -357,7 +359,7 @@ def _finalizer_faults(value: Object, old: Object) -> list[Cause]:
         return []
     listed = ", ".join(f'"{name}"' for name in added)
     why = f"no new finalizers can be added if the object is being deleted, found new finalizers []string{{{listed}}}"
-    return [Cause("metadata.finalizers", f"Forbidden: {why}", "FieldValueForbidden")]
+    return [FieldCause("metadata.finalizers", f"Forbidden: {why}", "FieldValueForbidden")]
 
 
 def _is_gone(value: Object) -> bool:

@@ -5,20 +5,20 @@ from __future__ import annotations
 from tiercheck_local.apiserver import errors
 from tiercheck_local.apiserver.errors import Object
 from tiercheck_local.apiserver.resources import PDBS, PODS
-from tiercheck_local.apiserver.store.objects import DeleteOptions, Objects
+from tiercheck_local.apiserver.store.objects import ApiObjects, DeleteOptions
 from tiercheck_local.apiserver.store.selectors import matches_selector
 from tiercheck_local.apiserver.store.storage import Key
 from tiercheck_local.clock import timestamp
 
 
-def bind(objects: Objects, key: Key, binding: Object) -> Object:
+def bind(objects: ApiObjects, key: Key, binding: Object) -> Object:
     """Give the pod its node, once. Raises ApiError 404, 409."""
     if (binding.get("metadata") or {}).get("name") != key[1]:
         raise errors.bad_request("name in URL does not match name in Binding object")
     pod = objects.get(PODS, *key)
     node = (binding.get("target") or {}).get("name", "")
     if not node:
-        cause = errors.Cause("target.name", "Required value", "FieldValueRequired")
+        cause = errors.FieldCause("target.name", "Required value", "FieldValueRequired")
         raise errors.invalid("Binding", "", key[1], [cause])
     why = None
     if "deletionTimestamp" in pod["metadata"]:
@@ -33,7 +33,7 @@ def bind(objects: Objects, key: Key, binding: Object) -> Object:
     return _created()
 
 
-def evict(objects: Objects, key: Key, eviction: Object, options: DeleteOptions) -> Object:
+def evict(objects: ApiObjects, key: Key, eviction: Object, options: DeleteOptions) -> Object:
     """Delete the pod, saying why, unless a disruption budget forbids it. Raises ApiError 404, 409, 429."""
     pod = objects.get(PODS, *key)
     name = (eviction.get("metadata") or {}).get("name", key[1])
@@ -61,7 +61,7 @@ def _is_protected(pod: Object) -> bool:
     return phase not in ("Succeeded", "Failed", "Pending") and "deletionTimestamp" not in pod["metadata"]
 
 
-def _spend_budget(objects: Objects, pod: Object) -> None:
+def _spend_budget(objects: ApiObjects, pod: Object) -> None:
     for key, budget in objects.storage.items(PDBS.collection, pod["metadata"]["namespace"]):
         if not _selects(budget, pod):
             continue

@@ -39,7 +39,7 @@ class Expired(Exception):
 Listener = Callable[[Change], None]
 
 
-class Storage:
+class ObjectStorage:
     """Collections of objects. Every write takes the next version and is kept as one of the last `history` changes."""
 
     def __init__(self, history: int = 10_000) -> None:
