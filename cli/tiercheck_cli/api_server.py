@@ -1,4 +1,5 @@
-"""One Kubernetes API server, asked with plain dictionaries: the client of the commands and of the laptop cluster.
+"""One Kubernetes API server, asked with plain dictionaries: the client of the commands and of the
+laptop cluster.
 
 Logging in is the business of the kubernetes package; its model classes are not used.
 """
@@ -63,9 +64,11 @@ JOBS = ApiResource(f"{names.API_GROUP}/{names.API_VERSION}", names.PLURAL)
 
 
 class RequestFailed(Exception):
-    """The API server refused, or did not answer. `code` is the HTTP status, `reason` its one word (NotFound ...).
+    """The API server refused, or did not answer. `code` is the HTTP status, `reason` its one word (NotFound
+    ...).
 
-    Without an answer `code` is 0 and `reason` NoAnswer, BadAnswer, or BadRequest for what cannot even be sent.
+    Without an answer `code` is 0 and `reason` NoAnswer, BadAnswer, or BadRequest for what cannot even be
+    sent.
     """
 
     def __init__(self, code: int, reason: str, message: str) -> None:
@@ -101,7 +104,8 @@ class ApiServer:
 
     @staticmethod
     def of(kubeconfig: Path) -> ApiServer:
-        """The server of the laptop cluster that this file names: many calls at once, and no proxy in between."""
+        """The server of the laptop cluster that this file names: many calls at once, and no proxy in
+        between."""
         configuration = kubernetes.client.Configuration()
         config: Any = kubernetes.config
         config.load_kube_config(config_file=str(kubeconfig), client_configuration=configuration)
@@ -151,7 +155,8 @@ class ApiServer:
         grace: int | None = None,
         propagation: str = "Background",
     ) -> None:
-        """Ask for deletion. That it is gone already is fine, and so is a newer namesake of the object with `uid`."""
+        """Ask for deletion. That it is gone already is fine, and so is a newer namesake of the object with
+        `uid`."""
         body: Object = {"propagationPolicy": propagation}
         if uid:
             body["preconditions"] = {"uid": uid}
@@ -196,7 +201,8 @@ class ApiServer:
     ) -> Iterator[Listing | Changed]:
         """The collection, then every change to it, for ever.
 
-        A new `Listing` follows whenever changes may have been missed. An API server that is away is waited for.
+        A new `Listing` follows whenever changes may have been missed. An API server that is away is waited
+        for.
         """
         path, selectors, pause = resource.path(namespace), _selectors(labels, fields), 0.1
         while True:
@@ -220,8 +226,14 @@ class ApiServer:
             raise
 
     def _watch(self, path: str, selectors: Mapping[str, str], version: str) -> Iterator[Changed]:
-        """Changes after `version`; resumes when the server ends a watch, returns when it has forgotten (410)."""
-        asked = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(_WATCH_SECONDS), **selectors}
+        """Changes after `version`; resumes when the server ends a watch, returns when it has forgotten
+        (410)."""
+        asked = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(_WATCH_SECONDS),
+            **selectors,
+        }
         while True:
             for line in self._lines(f"{path}?{urlencode({**asked, 'resourceVersion': version})}"):
                 event = parse_json(line)
@@ -229,7 +241,9 @@ class ApiServer:
                 if event["type"] == "ERROR":
                     if found.get("code") == 410:
                         return
-                    raise RequestFailed(int(found.get("code", 500)), found.get("reason", ""), found.get("message", ""))
+                    raise RequestFailed(
+                        int(found.get("code", 500)), found.get("reason", ""), found.get("message", "")
+                    )
                 version = found["metadata"]["resourceVersion"]
                 if event["type"] != "BOOKMARK":
                     yield Changed(event["type"], found)
@@ -247,7 +261,9 @@ class ApiServer:
         finally:
             response.close()
 
-    def request(self, method: str, path: str, body: object = None, content_type: str = "application/json") -> Object:
+    def request(
+        self, method: str, path: str, body: object = None, content_type: str = "application/json"
+    ) -> Object:
         """Any call; the decoded JSON answer."""
         data = self.read(method, path, body, content_type)
         try:
@@ -257,7 +273,9 @@ class ApiServer:
                 0, "BadAnswer", f"the answer of the API server {self.url} cannot be read: {error}"
             ) from error
 
-    def read(self, method: str, path: str, body: object = None, content_type: str = "application/json") -> bytes:
+    def read(
+        self, method: str, path: str, body: object = None, content_type: str = "application/json"
+    ) -> bytes:
         """Any call; the answer as it is."""
         try:
             return bytes(self._send(method, path, body, content_type).read())
@@ -272,7 +290,9 @@ class ApiServer:
         content_type: str = "application/json",
         timeout: float | tuple[float, float] | None = None,
     ) -> Any:
-        headers = {"Accept": "application/json"} | ({"Content-Type": content_type} if body is not None else {})
+        headers = {"Accept": "application/json"} | (
+            {"Content-Type": content_type} if body is not None else {}
+        )
         try:
             request = self._client.param_serialize(
                 method, path, header_params=headers, body=body, auth_settings=["BearerToken"]
@@ -287,10 +307,14 @@ class ApiServer:
             raise self._no_answer(error) from error
         except ValueError as error:  # a header that cannot be sent, and the error quotes it
             said = redacted(first_line(error))
-            raise RequestFailed(0, "BadRequest", f"the API server {self.url} cannot be asked: {said}") from None
+            raise RequestFailed(
+                0, "BadRequest", f"the API server {self.url} cannot be asked: {said}"
+            ) from None
         reason, message = _status(data)
         if not code:
-            raise RequestFailed(0, "NoAnswer", f"the API server {self.url} does not answer: {message or said}")
+            raise RequestFailed(
+                0, "NoAnswer", f"the API server {self.url} does not answer: {message or said}"
+            )
         raise RequestFailed(code, reason, message or said)
 
     def _no_answer(self, error: Exception) -> RequestFailed:
@@ -300,7 +324,8 @@ class ApiServer:
 def configured(kubeconfig: str | None, context: str | None) -> tuple[kubernetes.client.Configuration, str]:
     """Where the server is and who we are, as kubectl finds it, and the namespace to look into.
 
-    That is the given kubeconfig, $KUBECONFIG, ~/.kube/config, or the pod's own service account. Raises ConfigException.
+    That is the given kubeconfig, $KUBECONFIG, ~/.kube/config, or the pod's own service account. Raises
+    ConfigException.
     """
     configuration = kubernetes.client.Configuration()
     config: Any = kubernetes.config
@@ -343,4 +368,6 @@ def _status(body: bytes | str | None) -> tuple[str, str]:
         status = parse_json(body or b"{}")
         return str(status.get("reason") or ""), str(status.get("message") or "")
     except (ValueError, AttributeError):
-        return "", (body.decode(errors="replace") if isinstance(body, bytes) else str(body or ""))[:300].strip()
+        return "", (body.decode(errors="replace") if isinstance(body, bytes) else str(body or ""))[
+            :300
+        ].strip()

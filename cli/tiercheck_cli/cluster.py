@@ -1,4 +1,5 @@
-"""Reads a job and what belongs to it from the API server, as the user of the kubeconfig. Nothing is ever written."""
+"""Reads a job and what belongs to it from the API server, as the user of the kubeconfig. Nothing is
+ever written."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ from tiercheck_operator.planning.saved_placement import SavedPlacement, placemen
 
 T = TypeVar("T")
 
-_ADVICE = {"NoAnswer": "Check the context and the network", "BadRequest": "Look at the token in the kubeconfig"}
+_ADVICE = {
+    "NoAnswer": "Check the context and the network",
+    "BadRequest": "Look at the token in the kubeconfig",
+}
 
 
 class Forbidden(CannotDo):
@@ -46,18 +50,21 @@ class Cluster:
 
     @staticmethod
     def connect(kubeconfig: str | None, context: str | None, namespace: str | None) -> Cluster:
-        """As kubectl finds it: the given kubeconfig, $KUBECONFIG, ~/.kube/config, or the pod's own service account."""
+        """As kubectl finds it: the given kubeconfig, $KUBECONFIG, ~/.kube/config, or the pod's own service
+        account."""
         try:
             configuration, usual = configured(kubeconfig, context)
         except kubernetes.config.ConfigException as error:
             raise CannotDo(
-                f"no cluster to talk to: {first_line(error)}. Set KUBECONFIG, or give --kubeconfig and --context",
+                f"no cluster to talk to: {first_line(error)}. Set KUBECONFIG, or give --kubeconfig and "
+                "--context",
                 USAGE,
             ) from error
         if not configuration.verify_ssl and str(configuration.host).startswith("https"):
             urllib3.disable_warnings(InsecureRequestWarning)  # two lines for each request
             remark(
-                f"the certificate of {configuration.host} is not checked: the kubeconfig has insecure-skip-tls-verify"
+                f"the certificate of {configuration.host} is not checked: the kubeconfig has "
+                "insecure-skip-tls-verify"
             )
         return Cluster(ApiServer(configuration), namespace or usual)
 
@@ -107,7 +114,9 @@ class Cluster:
         return [event for event in found if event["involvedObject"].get("uid") in (None, "", metadata["uid"])]
 
     def log(self, namespace: str, pod: str, container: str | None = None, lines: int = 2000) -> str:
-        query = {"tailLines": str(lines), "timestamps": "true"} | ({"container": container} if container else {})
+        query = {"tailLines": str(lines), "timestamps": "true"} | (
+            {"container": container} if container else {}
+        )
         return self._text(f"{PODS.path(namespace, pod, 'log')}?{urlencode(query)}")
 
     def pod_page(self, pod: str, port: int, path: str) -> str:
@@ -119,7 +128,8 @@ class Cluster:
         return self._ask(self._server.list, PODS, None, selector)
 
     def uid(self) -> str:
-        """What other clusters know this one by; empty where the user may not read the namespace kube-system."""
+        """What other clusters know this one by; empty where the user may not read the namespace
+        kube-system."""
         try:
             found = self._ask(self._server.find, NAMESPACES, None, "kube-system") or {}
         except Forbidden:
@@ -153,11 +163,13 @@ class Cluster:
                 return CannotDo(said, NOT_FOUND)
             case 401:
                 return CannotDo(
-                    f"the API server {self._server.url} does not accept your credentials; log in again", NO_ACCESS
+                    f"the API server {self._server.url} does not accept your credentials; log in again",
+                    NO_ACCESS,
                 )
             case 403:
                 return Forbidden(
-                    f"{said}. Ask for the chart's role tiercheck-viewer, or for view, in that namespace", NO_ACCESS
+                    f"{said}. Ask for the chart's role tiercheck-viewer, or for view, in that namespace",
+                    NO_ACCESS,
                 )
             case code:
                 return CannotDo(f"the API server answered {code}: {said}", NO_ACCESS)

@@ -1,4 +1,5 @@
-"""What to do about a reason, in the words of the troubleshooting guide: one text, read by people and shown by commands."""
+"""What to do about a reason, in the words of the troubleshooting guide: one text, read by people
+and shown by commands."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ class JobLayout:
 
     @property
     def level(self) -> str:
-        """The level that says most: the one that copies are spread over, or the widest below it that the labels tell."""
+        """The level that says most: the one that copies are spread over, or the widest below it that the
+        labels tell."""
         names = self.topology.level_names
         for level in names[names.index(self.wanted.level) :]:
             if any(self.topology.domain(site.node, level) is not None for site in self.sites):
@@ -47,7 +48,11 @@ def wanted_of(spec: Mapping[str, Any], saved: SavedPlacement | None = None) -> W
     """Levels of a Kueue Topology are those that the operator wrote down. Raises CannotDo."""
     try:
         found = None
-        if (spec.get("topology") or {}).get("kueueTopology") and saved is not None and saved.domains is not None:
+        if (
+            (spec.get("topology") or {}).get("kueueTopology")
+            and saved is not None
+            and saved.domains is not None
+        ):
             described = {"spec": {"levels": [{"nodeLabel": key} for key in saved.domains.keys]}}
             found = levels_from_spec(None, levels_of(described))
         return Wanted.of(spec, found)
@@ -61,10 +66,13 @@ def layout_of(cluster: Cluster, job: Mapping[str, Any]) -> JobLayout:
     name = job["metadata"]["name"]
     if saved is None:
         raise CannotDo(
-            f"{name} has no placement yet: it is made when every worker has a node. See: tiercheck status {name}"
+            f"{name} has no placement yet: it is made when every worker has a node. See: tiercheck status "
+            f"{name}"
         )
     wanted = wanted_of(job["spec"], saved)
-    sites = tuple(WorkerSite(member.worker, member.node) for member in sorted(saved.members, key=lambda m: m.worker))
+    sites = tuple(
+        WorkerSite(member.worker, member.node) for member in sorted(saved.members, key=lambda m: m.worker)
+    )
     labels, remarks = _labels(cluster, saved, {site.node for site in sites})
     topology = Topology.build(labels, wanted.levels)
     try:
@@ -75,7 +83,8 @@ def layout_of(cluster: Cluster, job: Mapping[str, Any]) -> JobLayout:
 
 
 def node_labels(cluster: Cluster, saved: SavedPlacement | None) -> tuple[dict[str, dict[str, str]], str]:
-    """(labels by node, what is wrong with them). Where the user may not read nodes, as the operator wrote them down."""
+    """(labels by node, what is wrong with them). Where the user may not read nodes, as the operator wrote
+    them down."""
     try:
         nodes = cluster.nodes()
     except Forbidden:
@@ -101,24 +110,30 @@ def _labels(
 def seated(
     spec: Mapping[str, Any], nodes: Nodes, per_node: int | None = None
 ) -> tuple[Wanted, tuple[WorkerSite, ...], Topology, tuple[str, ...]]:
-    """Where the job's workers would about be. The last is what a person should know about it. Raises CannotDo."""
+    """Where the job's workers would about be. The last is what a person should know about it. Raises
+    CannotDo."""
     wanted = wanted_of(spec)
     marked, fit = nodes.for_pods(spec)
     aside = left_out(marked)
     try:
         topology = build_topology(marked, wanted.levels)
-        sites = seat_workers(marked, topology, wanted.workers, wanted.level, per_node if per_node is not None else fit)
+        sites = seat_workers(
+            marked, topology, wanted.workers, wanted.level, per_node if per_node is not None else fit
+        )
     except ValueError as error:
         raise CannotDo(f"{error}{f'; {aside}' if aside else ''}. Give more nodes or fewer workers") from error
     bare = [
-        f"{len(names)} of {len(marked)} nodes lack the label {level.label}, so their {level.name} is not known"
+        f"{len(names)} of {len(marked)} nodes lack the label {level.label}, so their {level.name} is not "
+        "known"
         for level, names in topology.missing
         if level.name == wanted.level
     ]
     return wanted, tuple(sites), topology, (*([aside] if aside else []), *bare)
 
 
-def placed(sites: tuple[WorkerSite, ...], topology: Topology, policy: PlacementPolicy | ParityPolicy) -> Placement:
+def placed(
+    sites: tuple[WorkerSite, ...], topology: Topology, policy: PlacementPolicy | ParityPolicy
+) -> Placement:
     """As the operator would. Raises CannotDo, also where a required spread cannot be had."""
     try:
         outcome = (
@@ -129,7 +144,9 @@ def placed(sites: tuple[WorkerSite, ...], topology: Topology, policy: PlacementP
     except ValueError as error:
         raise CannotDo(f"spec.tiers.peer: {error}") from error
     if isinstance(outcome, Unplaceable):
-        raise CannotDo(f"the job would wait: {outcome.reason}. Give nodes in more domains, or use mode Preferred")
+        raise CannotDo(
+            f"the job would wait: {outcome.reason}. Give nodes in more domains, or use mode Preferred"
+        )
     return outcome
 
 

@@ -27,7 +27,9 @@ Namespace = Annotated[
     str | None,
     typer.Option("-n", "--namespace", help="Namespace; default: the context's.", rich_help_panel=_CLUSTER),
 ]
-Context = Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig.", rich_help_panel=_CLUSTER)]
+Context = Annotated[
+    str | None, typer.Option("--context", help="Context of the kubeconfig.", rich_help_panel=_CLUSTER)
+]
 Kubeconfig = Annotated[
     str | None,
     typer.Option("--kubeconfig", help="Default: $KUBECONFIG, then ~/.kube/config.", rich_help_panel=_CLUSTER),
@@ -40,7 +42,8 @@ _PIPE_WIDTH = 120
 
 
 def console() -> Console:
-    """On standard output. Colours only on a terminal, and never with NO_COLOR; what the encoding lacks becomes "?"."""
+    """On standard output. Colours only on a terminal, and never with NO_COLOR; what the encoding lacks
+    becomes "?"."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     made = Console(highlight=False, soft_wrap=False)

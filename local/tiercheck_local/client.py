@@ -1,4 +1,5 @@
-"""The API server for asynchronous code: the calls of the command's client in threads, and collections that follow it."""
+"""The API server for asynchronous code: the calls of the command's client in threads, and
+collections that follow it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def _in_thread(
 
 
 class Client:
-    """One API server. Open with `async with`; every call raises RequestFailed, and does what ApiServer says."""
+    """One API server. Open with `async with`; every call raises RequestFailed, and does what ApiServer
+    says."""
 
     def __init__(self, server: ApiServer) -> None:
         self.server = server
@@ -61,7 +63,8 @@ class Client:
     async def follow(
         self, resource: ApiResource, namespace: str | None = None, labels: str = "", fields: str = ""
     ) -> AsyncIterator[Listing | Changed]:
-        """The collection, then every change to it, for ever. A new Listing follows whenever some may have been missed."""
+        """The collection, then every change to it, for ever. A new Listing follows whenever some may have
+        been missed."""
         loop, stop = asyncio.get_running_loop(), threading.Event()
         news: asyncio.Queue[Listing | Changed | BaseException] = asyncio.Queue()
 
@@ -90,8 +93,8 @@ class Client:
 class Cache:
     """A collection kept in memory, true as far as its watch has come: `objects` by UID.
 
-    `on_change(kind, object)` is called after each change, for ADDED, MODIFIED and DELETED; `on_sync()` after each
-    complete listing.
+    `on_change(kind, object)` is called after each change, for ADDED, MODIFIED and DELETED; `on_sync()` after
+    each complete listing.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""What a cluster leaves on the machine, and how to remove all of it: processes by their marker, folders by their name.
+"""What a cluster leaves on the machine, and how to remove all of it: processes by their marker,
+folders by their name.
 
-Each process carries its place in its environment, and children inherit it. A process group would lose what starts its
-own session, as launchers do; a PID namespace would need privileges.
+Each process carries its place in its environment, and children inherit it. A process group would lose what
+starts its own session, as launchers do; a PID namespace would need privileges.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Unkillable(RuntimeError):
 
 
 def pids(variable: str, where: str) -> list[int]:
-    """Processes of this user, other than this one, whose `variable` is `where` or below it. Zombies have no environment."""
+    """Processes of this user, other than this one, whose `variable` is `where` or below it. Zombies have no
+    environment."""
     wanted = f"{variable}={where.rstrip('/')}".encode()
     endings = (wanted + b"\0", wanted + b"/")
     found = []
@@ -60,7 +62,8 @@ def kill(variable: str, where: str, patience: float = 10.0) -> None:
 
 
 def place(cluster: str, node: str, pod_uid: str = "", container: str = "") -> str:
-    """The value of `POD`, or the beginning of it that all containers of the pod, all pods of the node share."""
+    """The value of `POD`, or the beginning of it that all containers of the pod, all pods of the node
+    share."""
     return "/".join(part for part in (cluster, node, pod_uid, container) if part)
 
 

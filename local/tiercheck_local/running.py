@@ -1,7 +1,8 @@
 """Control plane, controllers and nodes on one machine, started and stopped together.
 
-Whatever is started carries the cluster's id in its environment and holds the read end of a pipe from this process, so that
-nothing outlives it: `stop` finds stragglers by the id, and if this process dies, the others see the pipe end and clean up.
+Whatever is started carries the cluster's id in its environment and holds the read end of a pipe from this
+process, so that nothing outlives it: `stop` finds stragglers by the id, and if this process dies, the others
+see the pipe end and clean up.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class GaveUp(AssertionError):
 def wait_for(
     condition: Callable[[], T | None], deadline: float, what: str, explain: Callable[[], str] = lambda: ""
 ) -> T:
-    """The first truthy result of `condition`, asked ten times a second. After `deadline` seconds GaveUp with `explain()`."""
+    """The first truthy result of `condition`, asked ten times a second. After `deadline` seconds GaveUp with
+    `explain()`."""
     end = time.monotonic() + deadline
     while True:
         result = condition()
@@ -51,10 +53,11 @@ def wait_for(
 class RunningCluster:
     """Use as a context manager, or `start` and `stop`, from the main thread.
 
-    `control_plane`: "embedded", "real" or "existing". `image_paths`: folders of this machine that stand for paths inside images.
-    `lease_grace`: seconds after which a silent node is unreachable. `back_off`: for how long a container that ended twice is held back,
-    in seconds. `cuttable`: links may be cut (`Faults.cut_links`), which every
-    Python process in the cluster pays for with a thread. `failpoints`: those of operator and containers may be armed (`Faults.arm`).
+    `control_plane`: "embedded", "real" or "existing". `image_paths`: folders of this machine that stand for
+    paths inside images. `lease_grace`: seconds after which a silent node is unreachable. `back_off`: for how
+    long a container that ended twice is held back, in seconds. `cuttable`: links may be cut
+    (`Faults.cut_links`), which every Python process in the cluster pays for with a thread. `failpoints`:
+    those of operator and containers may be armed (`Faults.arm`).
     """
 
     def __init__(
@@ -81,7 +84,8 @@ class RunningCluster:
         self.cuts = self.directory / "cut-links" if cuttable else None
         """The file that names the links that are cut."""
         self.failpoints = self.directory / "failpoints" if failpoints else None
-        """Folder of the files that arm failpoints: <pod>.<container>, and one for each replica of the operator."""
+        """Folder of the files that arm failpoints: <pod>.<container>, and one for each replica of the
+        operator."""
         self._numbers = {node.name: number for number, node in enumerate(nodes, start=1)}
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
         self._controllers: subprocess.Popen[bytes] | None = None
@@ -116,7 +120,8 @@ class RunningCluster:
         return self.directory / "logs"
 
     def start(self) -> None:
-        """Returns when every node is Ready. Raises ControlPlaneFailed, GaveUp; nothing is left behind then."""
+        """Returns when every node is Ready. Raises ControlPlaneFailed, GaveUp; nothing is left behind
+        then."""
         self.logs.mkdir(parents=True, exist_ok=True)
         if self.failpoints is not None:
             self.failpoints.mkdir(exist_ok=True)
@@ -166,7 +171,9 @@ class RunningCluster:
 
     def start_controllers(self) -> None:
         arguments = ["--kubeconfig", str(self.kubeconfig), "--grace", str(self._lease_grace), "--lifeline"]
-        self._controllers = self._start("controllers", ["-m", "tiercheck_local.controllers", *arguments], lifeline=True)
+        self._controllers = self._start(
+            "controllers", ["-m", "tiercheck_local.controllers", *arguments], lifeline=True
+        )
 
     def start_agent(self, name: str) -> None:
         """Start (again) the agent of one node; memory and processes of its earlier life are gone."""
@@ -175,13 +182,18 @@ class RunningCluster:
         memory, scratch = (folder / name for folder in markers.folders(self.id))
         arguments = [
             "--name", name, "--kubeconfig", str(self.kubeconfig), "--directory", str(self.directory),
-            "--address-prefix", f"127.{self._octet.value}.{self._numbers[name]}", "--labels", _pairs(node.labels),
-            "--pods", str(node.pods), "--resources", _pairs(node.resources), "--image-paths", _pairs(self._image_paths),
-            "--back-off", str(self._back_off), "--cluster", self.id, "--memory", str(memory), "--scratch", str(scratch), "--lifeline",
+            "--address-prefix", f"127.{self._octet.value}.{self._numbers[name]}", "--labels",
+            _pairs(node.labels),
+            "--pods", str(node.pods), "--resources", _pairs(node.resources), "--image-paths",
+            _pairs(self._image_paths),
+            "--back-off", str(self._back_off), "--cluster", self.id, "--memory", str(memory), "--scratch",
+            str(scratch), "--lifeline",
             *(["--cuts", str(self.cuts)] if self.cuts is not None else []),
             *(["--failpoints", str(self.failpoints)] if self.failpoints is not None else []),
         ]  # fmt: skip
-        self._agents[name] = self._start(f"node-{name}", ["-m", "tiercheck_local.node", *arguments], lifeline=True)
+        self._agents[name] = self._start(
+            f"node-{name}", ["-m", "tiercheck_local.node", *arguments], lifeline=True
+        )
 
     def agent(self, name: str) -> subprocess.Popen[bytes]:
         return self._agents[name]
@@ -219,7 +231,8 @@ class RunningCluster:
         return self.api.list(PODS, namespace, labels)
 
     def wait_for(self, condition: Callable[[], T | None], deadline: float, what: str) -> T:
-        """The first truthy result of `condition` within `deadline` seconds. Raises GaveUp, which tells how things stand."""
+        """The first truthy result of `condition` within `deadline` seconds. Raises GaveUp, which tells how
+        things stand."""
         return wait_for(condition, deadline, what, self.explain)
 
     def explain(self) -> str:

@@ -1,4 +1,5 @@
-"""A cluster that answers with recorded objects, for what is about showing them and not about fetching them."""
+"""A cluster that answers with recorded objects, for what is about showing them and not about
+fetching them."""
 
 from __future__ import annotations
 

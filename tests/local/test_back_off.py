@@ -18,7 +18,8 @@ def test_life_of_more_than_ten_minutes_makes_the_next_end_the_first_again() -> N
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.5, "500ms"), (10, "10s"), (40, "40s"), (80, "1m20s"), (160, "2m40s"), (300, "5m0s")]
+    ("seconds", "text"),
+    [(0.5, "500ms"), (10, "10s"), (40, "40s"), (80, "1m20s"), (160, "2m40s"), (300, "5m0s")],
 )
 def test_waits_are_written_as_kubelets_write_them(seconds: float, text: str) -> None:
     assert go_duration(seconds) == text

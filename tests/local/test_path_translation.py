@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from tiercheck_local.node.volumes import PathTranslation
 
-MOUNTS = {"/tiercheck/memory": "/dev/shm/p", "/tiercheck/run": "/tmp/r", "/data": "/host/d", "/data/sub": "/host/s"}
+MOUNTS = {
+    "/tiercheck/memory": "/dev/shm/p",
+    "/tiercheck/run": "/tmp/r",
+    "/data": "/host/d",
+    "/data/sub": "/host/s",
+}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""`remote`: tries a durable store out before a job relies on it, and says or changes whose a job's folder there is."""
+"""`remote`: tries a durable store out before a job relies on it, and says or changes whose a job's
+folder there is."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ Job = Annotated[str, typer.Argument(help="The job.")]
 Place = Annotated[
     str | None,
     typer.Option(
-        "--remote", help="s3://BUCKET/PREFIX, or the path of a shared directory. Default: what the job's spec says."
+        "--remote",
+        help="s3://BUCKET/PREFIX, or the path of a shared directory. Default: what the job's spec says.",
     ),
 ]
 
@@ -32,7 +34,8 @@ def check(
     endpoint: Endpoint = None,
     region: Region = None,
 ) -> None:
-    """Try out all that TierCheck relies on, with a few objects that are deleted again. Exit status 1 if anything fails."""
+    """Try out all that TierCheck relies on, with a few objects that are deleted again. Exit status 1 if
+    anything fails."""
     from tiercheck_cli.checkpoint import remote as tier
 
     failed = 0
@@ -41,7 +44,8 @@ def check(
         failed += not finding.ok
     if failed:
         remark(
-            f"{failed} of the checks failed; what to do stands behind each. A job with this store would lose what they are for."
+            f"{failed} of the checks failed; what to do stands behind each. A job with this store would lose "
+            "what they are for."
         )
         raise typer.Exit(FAILED)
 
@@ -78,11 +82,15 @@ def take_over(
     uid: Annotated[
         str | None,
         typer.Option(
-            "--uid", help="The job's UID. Default: as the cluster says. With it, --remote and -n no cluster is asked."
+            "--uid",
+            help="The job's UID. Default: as the cluster says. With it, --remote and -n no cluster is asked.",
         ),
     ] = None,
     cluster_uid: Annotated[
-        str, typer.Option("--cluster", help="UID of its cluster's namespace kube-system, if --uid alone is not unique.")
+        str,
+        typer.Option(
+            "--cluster", help="UID of its cluster's namespace kube-system, if --uid alone is not unique."
+        ),
     ] = "",
     endpoint: Endpoint = None,
     region: Region = None,
@@ -90,7 +98,8 @@ def take_over(
     context: Context = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Give the job its folder in the store, whoever had it. The one that had it writes nothing there any more."""
+    """Give the job its folder in the store, whoever had it. The one that had it writes nothing there any
+    more."""
     from tiercheck_cli.checkpoint import remote as tier
 
     if uid is not None:
@@ -115,7 +124,9 @@ def take_over(
     remark("before: " + ("nobody" if former is None else former.described))
 
 
-def _settings(job: Callable[[], Mapping[str, Any]], place: str | None, endpoint: str | None, region: str | None) -> str:
+def _settings(
+    job: Callable[[], Mapping[str, Any]], place: str | None, endpoint: str | None, region: str | None
+) -> str:
     """`job` is looked up only where nothing else says where its folder is."""
     from tiercheck_cli.checkpoint import remote as tier
 

@@ -1,4 +1,5 @@
-"""What would happen if something died now, put together from what the job holds and what the operator would decide."""
+"""What would happen if something died now, put together from what the job holds and what the
+operator would decide."""
 
 from __future__ import annotations
 
@@ -38,14 +39,17 @@ class WhatIf:
 
 
 def scenario_of(layout: JobLayout, job: Mapping[str, Any] | None) -> tuple[Scenario, int | None]:
-    """(the job as it is now, its newest step). A job that does not run is taken in the midst of its life: None."""
+    """(the job as it is now, its newest step). A job that does not run is taken in the midst of its life:
+    None."""
     status = (job or {}).get("status") or {}
     step = (status.get("progress") or {}).get("step")
     wanted = layout.wanted
     checkpoint = status.get("checkpoint") or {}
     deltas = checkpoint.get("deltas") == "EveryStep" if checkpoint.get("deltas") else wanted.deltas
     every = (
-        checkpoint.get("snapshotEverySteps") or wanted.snapshot_every or (_DELTAS_EVERY if deltas else _NO_DELTAS_EVERY)
+        checkpoint.get("snapshotEverySteps")
+        or wanted.snapshot_every
+        or (_DELTAS_EVERY if deltas else _NO_DELTAS_EVERY)
     )
     if step is None:
         saving = Saving(every, deltas, remote_every=wanted.remote_every)
@@ -74,7 +78,12 @@ def scenario_of(layout: JobLayout, job: Mapping[str, Any] | None) -> tuple[Scena
 
 
 def answer(
-    loss: LostMemory, layout: JobLayout, scenario: Scenario, *, step: int | None, past: tuple[PastRecovery, ...]
+    loss: LostMemory,
+    layout: JobLayout,
+    scenario: Scenario,
+    *,
+    step: int | None,
+    past: tuple[PastRecovery, ...],
 ) -> WhatIf:
     """`step`: the newest one; None: the job is only a plan. `past`: the job's recoveries, newest first."""
     found = what_if(scenario, loss.workers, step)

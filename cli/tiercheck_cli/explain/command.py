@@ -17,7 +17,16 @@ from tiercheck_cli.explain.screen import what_if_screen, why
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.layout import JobLayout, layout_of, planned
 from tiercheck_cli.plan.command import JobFile, NodesFile, PerNode, Shape, job_and_nodes
-from tiercheck_cli.terminal import Context, Kubeconfig, Namespace, Output, OutputFormat, console, remark, write
+from tiercheck_cli.terminal import (
+    Context,
+    Kubeconfig,
+    Namespace,
+    Output,
+    OutputFormat,
+    console,
+    remark,
+    write,
+)
 
 
 def explain(
@@ -27,7 +36,8 @@ def explain(
         list[str] | None,
         typer.Option(
             "--if",
-            help="What if this died now: node=NAME, rack=NAME (or any level), pod=NAME, worker=N, all, crash. "
+            help="What if this died now: node=NAME, rack=NAME (or any level), pod=NAME, worker=N, all, "
+            "crash. "
             "Several: at once. A level alone, such as rack: each of its domains by itself.",
         ),
     ] = None,
@@ -40,7 +50,8 @@ def explain(
     context: Context = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Why the last restore took that version from there; with --if, what would happen if something died now."""
+    """Why the last restore took that version from there; with --if, what would happen if something died
+    now."""
     found: dict[str, Any] | None = None
     pods: dict[str, int] = {}
     if job is not None:
@@ -57,7 +68,9 @@ def explain(
     else:
         described, listed = job_and_nodes(file, nodes, made_up)
         if not what_if:
-            raise CannotDo("of a job that is only a file there is nothing to explain but --if: say what dies", USAGE)
+            raise CannotDo(
+                "of a job that is only a file there is nothing to explain but --if: say what dies", USAGE
+            )
         layout = planned(described, listed, workers_per_node)
     _what_if(what_if, layout, found, pods, output)
 

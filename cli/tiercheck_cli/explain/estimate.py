@@ -1,4 +1,5 @@
-"""How long a job would be without training: as long as after its own recoveries, by their parts; or a guess, which says so."""
+"""How long a job would be without training: as long as after its own recoveries, by their parts; or
+a guess, which says so."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ _IN_PLACE = {"TrainerCrash", "OOMKilled", "Hung", "Diverged", "RestoreFailed"}
 _PLANNED = {"FirstStart", "Resumed", "Grown"}
 """Nothing failed: nobody had to notice it."""
 
-# Medians of small jobs on a real cluster whose nodes had the images (docs/benchmarks): 18 s after a crash, 37 s after
-# the loss of a pod, 56 s after that of all.
+# Medians of small jobs on a real cluster whose nodes had the images (docs/benchmarks): 18 s after a crash, 37
+# s after the loss of a pod, 56 s after that of all.
 _DETECT = 1.0
 _RESTORE = {Tier.LOCAL: 2.0, Tier.PEER: 10.0, Tier.REMOTE: 25.0}
 _SPARE = 3.0
@@ -68,7 +69,10 @@ def estimate(past: Sequence[PastRecovery], failure: AssumedFailure) -> Estimate:
         )
         source = f"an estimate from the parts of {those} like that"
     else:
-        source = "a guess: it has not come back from anything yet; small jobs took so long on a cluster with the images at hand"
+        source = (
+            "a guess: it has not come back from anything yet; small jobs took so long on a cluster with "
+            "the images at hand"
+        )
     return Estimate(detect + restore + start, False, source)
 
 
@@ -82,5 +86,7 @@ def _guessed_restore(failure: AssumedFailure) -> float:
     if failure.spare and tier is not Tier.REMOTE:
         usual = _SPARE
     else:
-        usual = max(_RESTORE[tier], _RESTORE[Tier.PEER] if failure.pods_lost else 0.0)  # new pods take their time
+        usual = max(
+            _RESTORE[tier], _RESTORE[Tier.PEER] if failure.pods_lost else 0.0
+        )  # new pods take their time
     return usual + failure.carry_seconds

@@ -1,4 +1,5 @@
-"""Collects what somebody who is asked for help would ask for: as files, redacted, with a list of what could not be had."""
+"""Collects what somebody who is asked for help would ask for: as files, redacted, with a list of
+what could not be had."""
 
 from __future__ import annotations
 
@@ -51,9 +52,8 @@ class CollectedFiles:
 
 
 def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: bool) -> CollectedFiles:
-    """Of one job. Nothing is asked of the cluster that a viewer of the namespace may not ask, but for nodes and the operator's
-    log: those are left out for whoever may not.
-    """
+    """Of one job. Nothing is asked of the cluster that a viewer of the namespace may not ask, but for nodes
+    and the operator's log: those are left out for whoever may not."""
     found = CollectedFiles()
     name = job["metadata"]["name"]
     pods = _pods(cluster, job, found)
@@ -67,7 +67,8 @@ def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: 
         pod_name = pod["metadata"]["name"]
         for container in (names.SIDECAR_CONTAINER, *((names.TRAINER_CONTAINER,) if trainer_logs else ())):
             found.add(
-                f"logs/{pod_name}/{container}.log", partial(_log, cluster, cluster.namespace, pod_name, container)
+                f"logs/{pod_name}/{container}.log",
+                partial(_log, cluster, cluster.namespace, pod_name, container),
             )
         found.add(f"metrics/{pod_name}.txt", partial(_metrics, cluster, pod))
     if len(pods) > _LOGS:
@@ -80,7 +81,8 @@ def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: 
     found.add("explain.txt", lambda: _text(why(job, recoveries(job), now, _WIDTH)))
     found.add("events.txt", lambda: _text(events_table(story(job, cluster.events(job)))))
     found.add("about.json", lambda: json.dumps(
-        {"job": f"{cluster.namespace}/{name}", "time": clock(now), "tiercheck": __version__, "kubernetes": cluster.version()},
+        {"job": f"{cluster.namespace}/{name}", "time": clock(now), "tiercheck": __version__,
+        "kubernetes": cluster.version()},
         indent=2,
     ) + "\n")  # fmt: skip
     found.files["README.txt"] = _readme(found, f"{cluster.namespace}/{name}", now)
@@ -99,7 +101,9 @@ def _metrics_port(pod: Mapping[str, Any]) -> int:
     """Pods in their node's network have ports of their own."""
     containers = (pod.get("spec") or {}).get("initContainers") or []
     ports = [port for entry in containers for port in entry.get("ports") or []]
-    return next((int(port["containerPort"]) for port in ports if port.get("name") == "tc-metrics"), names.METRICS_PORT)
+    return next(
+        (int(port["containerPort"]) for port in ports if port.get("name") == "tc-metrics"), names.METRICS_PORT
+    )
 
 
 def _view(cluster: Cluster, job: Mapping[str, Any], pods: list[dict[str, Any]], now: float) -> Any:

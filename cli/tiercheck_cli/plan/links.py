@@ -1,4 +1,5 @@
-"""What a drawing of a placement is made of: the domains with their workers, and how many copies go from where to where."""
+"""What a drawing of a placement is made of: the domains with their workers, and how many copies go
+from where to where."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ UNKNOWN = "not known"
 
 @dataclass(frozen=True)
 class Domain:
-    """One domain of the level that is drawn. `path`: as the topology names it; empty where labels do not say."""
+    """One domain of the level that is drawn. `path`: as the topology names it; empty where labels do not
+    say."""
 
     path: str
     name: str
@@ -50,7 +52,9 @@ class Links:
     def between(self) -> Counter[tuple[int, int]]:
         """By (owner's domain, keeper's domain): how many copies or blocks."""
         where = self.domain_of
-        return Counter((where[owner], where[keeper]) for owner, kept in self.keepers.items() for keeper in kept)
+        return Counter(
+            (where[owner], where[keeper]) for owner, kept in self.keepers.items() for keeper in kept
+        )
 
     def kept(self) -> Counter[int]:
         """By worker: how many copies or blocks it keeps."""

@@ -52,7 +52,9 @@ def svg(layout: JobLayout) -> str:
     spots = _spots(drawn)
     placement = layout.placement
     survives = "; ".join(placement.tolerates)
-    head = f"{layout.name}: {plural(len(layout.sites), 'worker')} in {plural(len(drawn.domains), drawn.level)}"
+    head = (
+        f"{layout.name}: {plural(len(layout.sites), 'worker')} in {plural(len(drawn.domains), drawn.level)}"
+    )
     foot = f"survives the loss of {survives}" if survives else "survives no loss of a pod"
     what = "block of its group" if drawn.group else "copy"
     with new_figure(_SIZE / 100, _SIZE / 100, layout=None) as figure:
@@ -61,7 +63,14 @@ def svg(layout: JobLayout) -> str:
         _write(axes, 24, 38, head, 20, weight="bold")
         _write(axes, 24, 62, foot, 14, fill=_GREEN if survives else _RED)
         if placement.unprotected and (any(placement.holders) or placement.groups):
-            _write(axes, 24, 84, f"{plural(len(placement.unprotected), 'worker')} unprotected (ringed)", 14, fill=_RED)
+            _write(
+                axes,
+                24,
+                84,
+                f"{plural(len(placement.unprotected), 'worker')} unprotected (ringed)",
+                14,
+                fill=_RED,
+            )
         legend = f"a curve leads from a worker to each keeper of its {what}; colours are its {drawn.level}"
         _write(axes, 24, _SIZE - 20, legend, 12, fill=_SOFT)
         if len(spots) <= _DOTS:
@@ -113,15 +122,27 @@ def _add_rim(axes: Any, drawn: Links, spots: dict[int, float]) -> None:
     size = 6.0 if len(spots) <= _NUMBERS else 2.5
     for index, domain in enumerate(drawn.domains):
         angles = [spots[worker] for worker in domain.workers]
-        wide, begin, end = 2 * (_RADIUS + 16), math.degrees(angles[0] - 0.006), math.degrees(angles[-1] + 0.006)
-        axes.add_patch(Arc(_MIDDLE, wide, wide, theta1=begin, theta2=end, color=colour(index), linewidth=_points(7)))
+        wide, begin, end = (
+            2 * (_RADIUS + 16),
+            math.degrees(angles[0] - 0.006),
+            math.degrees(angles[-1] + 0.006),
+        )
+        axes.add_patch(
+            Arc(_MIDDLE, wide, wide, theta1=begin, theta2=end, color=colour(index), linewidth=_points(7))
+        )
         if index % every == 0:
             name = domain.name if unique or not domain.parent else f"{domain.parent}/{domain.name}"
             _add_label(axes, _mean(angles), _RADIUS + 30, name)
         for worker in domain.workers if len(spots) <= _DOTS else ():
-            ring = {"edgecolor": _RED, "linewidth": _points(3)} if worker in drawn.unprotected else {"linewidth": 0}
+            ring = (
+                {"edgecolor": _RED, "linewidth": _points(3)}
+                if worker in drawn.unprotected
+                else {"linewidth": 0}
+            )
             spot = _at(spots[worker], _RADIUS)
-            axes.add_patch(Circle(spot, size, facecolor=colour(index), zorder=3, gid=f"worker {worker}", **ring))
+            axes.add_patch(
+                Circle(spot, size, facecolor=colour(index), zorder=3, gid=f"worker {worker}", **ring)
+            )
             if len(spots) <= _NUMBERS:
                 x, y = _at(spots[worker], _RADIUS - 17)
                 _write(axes, x, y + 4, str(worker), 11, anchor="center")
@@ -132,7 +153,8 @@ def _add_curve(axes: Any, start: float, end: float, stroke: str, *, width: float
     from matplotlib.path import Path as Curve
 
     curve = Curve(
-        [_at(start, _RADIUS - 8), (_CENTRE, _CENTRE), _at(end, _RADIUS - 8)], [Curve.MOVETO, Curve.CURVE3, Curve.CURVE3]
+        [_at(start, _RADIUS - 8), (_CENTRE, _CENTRE), _at(end, _RADIUS - 8)],
+        [Curve.MOVETO, Curve.CURVE3, Curve.CURVE3],
     )
     axes.add_patch(PathPatch(curve, fill=False, edgecolor=stroke, linewidth=_points(width), alpha=opacity))
 

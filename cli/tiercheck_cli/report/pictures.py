@@ -1,4 +1,5 @@
-"""The three pictures of a run: on the page, where they follow the reader's light or dark theme, and as PNG files."""
+"""The three pictures of a run: on the page, where they follow the reader's light or dark theme, and
+as PNG files."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from typing import Any
 from tiercheck_cli.figures import new_figure, remove_frame, save_figure, svg_of
 from tiercheck_cli.report import style
 from tiercheck_cli.report.record import TIERS, RunRecord
-from tiercheck_cli.report.series import attempt_curves, fault_marks, progress_curves, reference_curve, watermark_curve
+from tiercheck_cli.report.series import (
+    attempt_curves,
+    fault_marks,
+    progress_curves,
+    reference_curve,
+    watermark_curve,
+)
 from tiercheck_cli.report.words import TIER_WORDS, seconds, tier_note
 
 _BADGE_ROOM = 0.022
@@ -17,7 +24,8 @@ _BADGE_ROOM = 0.022
 
 
 def loss_svg(record: RunRecord) -> str:
-    """Loss by step: the uninterrupted run as a wide pale band, the run as a thin line on it, the faults on both."""
+    """Loss by step: the uninterrupted run as a wide pale band, the run as a thin line on it, the faults on
+    both."""
     if not record.steps and not record.reference_losses:
         return "<p>No step was recorded.</p>"
     return _svg(_draw_loss, record, 3.75, "Loss by step, with the faults on it")
@@ -49,7 +57,9 @@ def write_loss_png(record: RunRecord, path: Path) -> None:
         if loss.get_legend_handles_labels()[0]:
             loss.legend(loc="upper right", fontsize=9, framealpha=0.95, edgecolor="0.9")
         if progress.get_legend_handles_labels()[0]:
-            progress.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=5, fontsize=9, frameon=False)
+            progress.legend(
+                loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=5, fontsize=9, frameon=False
+            )
         save_figure(figure, path)
 
 
@@ -60,7 +70,9 @@ def write_recovery_png(record: RunRecord, path: Path) -> None:
         _draw_recovery(axes, record)
         axes.set_title("How long each recovery took", loc="left", pad=28, fontweight="bold")
         if record.faults:
-            axes.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.2)
+            axes.legend(
+                frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.2
+            )
         save_figure(figure, path)
 
 
@@ -80,7 +92,9 @@ def _draw_loss(axes: Any, record: RunRecord) -> None:
         axes.plot(*_columns(curve), color=style.RUN, linewidth=1.4, label="_" if index else "this run")
     for mark in marks:
         label = "_" if mark.number > 1 else "trained again"
-        axes.axvspan(mark.restored_step, mark.last_step, color=style.AGAIN, linewidth=0, zorder=0, label=label)
+        axes.axvspan(
+            mark.restored_step, mark.last_step, color=style.AGAIN, linewidth=0, zorder=0, label=label
+        )
     axes.margins(x=0.01)
     _finish(axes, "step", "loss")
     _mark_faults(axes, [mark.last_step for mark in marks])
@@ -94,7 +108,9 @@ def _draw_progress(axes: Any, record: RunRecord) -> None:
         stairs = watermark_curve(record, tier)
         if stairs:
             colour, label = style.TIERS[tier], f"complete in {TIER_WORDS[tier]}"
-            axes.plot(*_columns(stairs), color=colour, linewidth=1.4, linestyle=style.DASHES[tier], label=label)
+            axes.plot(
+                *_columns(stairs), color=colour, linewidth=1.4, linestyle=style.DASHES[tier], label=label
+            )
     for mark in marks:
         label = "_" if mark.number > 1 else "no training"
         axes.axvspan(mark.injected, mark.resumed, color=style.DOWN, linewidth=0, zorder=0, label=label)
@@ -109,15 +125,26 @@ def _draw_recovery(axes: Any, record: RunRecord) -> None:
     begins = [0.0] * len(record.faults)
     for phase, colour in style.PHASES:
         lengths = [float(getattr(fault, f"{phase}_seconds")) for fault in record.faults]
-        axes.barh(range(len(lengths)), lengths, left=begins, color=colour, label=style.PHASE_WORDS[phase], height=0.6)
+        axes.barh(
+            range(len(lengths)),
+            lengths,
+            left=begins,
+            color=colour,
+            label=style.PHASE_WORDS[phase],
+            height=0.6,
+        )
         for row, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
             # A label that does not fit into its bar would run into the next; the table has the number anyway.
             if length / longest > 0.06:
                 axes.text(begin + length / 2, row, seconds(length), ha="center", va="center", fontsize=9)
         begins = [begin + length for begin, length in zip(begins, lengths, strict=True)]
     for row, total in enumerate(begins):
-        axes.text(total + longest * 0.01, row, seconds(total), va="center", fontweight="bold", color=style.RUN)
-    names = [f"{number}  {fault.name}\n{tier_note(fault.tiers)}" for number, fault in enumerate(record.faults, 1)]
+        axes.text(
+            total + longest * 0.01, row, seconds(total), va="center", fontweight="bold", color=style.RUN
+        )
+    names = [
+        f"{number}  {fault.name}\n{tier_note(fault.tiers)}" for number, fault in enumerate(record.faults, 1)
+    ]
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlim(0, longest * 1.1)
@@ -141,7 +168,8 @@ def _mark_faults(axes: Any, places: list[float]) -> None:
         axes.axvline(x, color=style.FAULT, linewidth=1)
         axes.annotate(
             str(number), (x, 1.0), xycoords=("data", "axes fraction"), xytext=(share, 1.05),
-            textcoords="axes fraction", ha="center", va="center", color=style.ON_FAULT, fontweight="bold", fontsize=9,
+            textcoords="axes fraction", ha="center", va="center", color=style.ON_FAULT, fontweight="bold",
+            fontsize=9,
             bbox={"boxstyle": "circle,pad=0.25", "color": style.FAULT},
             arrowprops={"arrowstyle": "-", "color": style.FAULT, "shrinkA": 0, "shrinkB": 0},
             annotation_clip=False,

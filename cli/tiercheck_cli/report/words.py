@@ -22,7 +22,12 @@ HEADINGS = (
     "Next step",
     "Total",
 )
-TIER_WORDS = {"local": "own memory", "peer": "peer memory", "parity": "parity of peers", "remote": "remote store"}
+TIER_WORDS = {
+    "local": "own memory",
+    "peer": "peer memory",
+    "parity": "parity of peers",
+    "remote": "remote store",
+}
 """Where ranks come back from, nearest first. Parity lies in the peer tier."""
 
 
@@ -101,7 +106,17 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-_HEADINGS = ("#", "What failed", "Back from", "To\nstep", "Steps\nlost", "Detect", "Restore", "Next\nstep", "Total")
+_HEADINGS = (
+    "#",
+    "What failed",
+    "Back from",
+    "To\nstep",
+    "Steps\nlost",
+    "Detect",
+    "Restore",
+    "Next\nstep",
+    "Total",
+)
 
 
 def faults_table(record: RunRecord) -> Table:

@@ -1,4 +1,5 @@
-"""Plays the settings with the operator's own planning, in portions small enough for progress to be shown, the same for the same seed."""
+"""Plays the settings with the operator's own planning, in portions small enough for progress to be
+shown, the same for the same seed."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def scenario(layout: JobLayout, wanted: Wanted, assumed: Assumptions) -> Scenari
 def lives(
     described: Scenario, *, days: float, runs: int, seed: int, tick: Callable[[int], None] | None = None
 ) -> Simulation:
-    """`tick` is told how many more runs are done. Every setting meets the same chance, so that they can be compared."""
+    """`tick` is told how many more runs are done. Every setting meets the same chance, so that they can be
+    compared."""
     found: list[Run] = []
     for first in range(0, runs, _PORTION):
         count = min(_PORTION, runs - first)
@@ -98,9 +100,8 @@ class _Dice:
 
 
 def store_only(layout: JobLayout, assumed: Assumptions, every: int) -> float:
-    """ETTR by Daly's formula of a job without memory tiers: each failure of any kind goes back to a store that has a version
-    every `every` steps, for which nothing is paid.
-    """
+    """ETTR by Daly's formula of a job without memory tiers: each failure of any kind goes back to a store
+    that has a version every `every` steps, for which nothing is paid."""
     times = assumed.times
     per_day = assumed.failures_per_day(layout.sites, layout.topology)
     rates = assumed.rates(layout.sites, layout.topology)

@@ -1,4 +1,5 @@
-"""The outcome of a simulation as a picture: how the runs are spread, and what saving more often and keeping copies are worth."""
+"""The outcome of a simulation as a picture: how the runs are spread, and what saving more often and
+keeping copies are worth."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _RUNS = 20
 
 
 def draw(
-    path: Path, layout: JobLayout, results: Sequence[Result], assumed: Assumptions, *, days: float, runs: int, seed: int,
+    path: Path, layout: JobLayout, results: Sequence[Result], assumed: Assumptions, *, days: float, runs: int,
+    seed: int,
     progress: Progress,
 ) -> None:  # fmt: skip
     """SVG, PNG or PDF by the name's end. Raises CannotDo."""
@@ -56,7 +58,12 @@ def _spread(axes: Any, results: Sequence[Result]) -> None:
         axes.hlines(row, quantiles[1], quantiles[2], color=TIERS["peer"], linewidth=6)
         axes.plot(found.ettr, row, "o", color="white", markeredgecolor=TIERS["peer"], markersize=7)
         axes.annotate(
-            f"{found.ettr:.3f}", (found.ettr, row), (0, 8), textcoords="offset points", ha="center", fontsize=8
+            f"{found.ettr:.3f}",
+            (found.ettr, row),
+            (0, 8),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
         )
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.8)
@@ -65,12 +72,19 @@ def _spread(axes: Any, results: Sequence[Result]) -> None:
     remove_frame(axes, "x")
 
 
-def _cadence(axes: Any, curves: dict[str, list[tuple[int, float]]], layout: JobLayout, assumed: Assumptions) -> None:
+def _cadence(
+    axes: Any, curves: dict[str, list[tuple[int, float]]], layout: JobLayout, assumed: Assumptions
+) -> None:
     for name, points in curves.items():
-        axes.plot(*zip(*points, strict=True), "-", color=_STYLES[name], marker="o", markersize=3.5, label=name)
+        axes.plot(
+            *zip(*points, strict=True), "-", color=_STYLES[name], marker="o", markersize=3.5, label=name
+        )
     formula = [(every, store_only(layout, assumed, every)) for every in _CADENCES]
     axes.plot(
-        *zip(*formula, strict=True), "--", color=FAULT, label="everything comes back from a store (Daly's formula)"
+        *zip(*formula, strict=True),
+        "--",
+        color=FAULT,
+        label="everything comes back from a store (Daly's formula)",
     )
     axes.set_xscale("log")
     axes.set_xlabel(f"steps between saves ({assumed.step_seconds:g} s each)")

@@ -1,4 +1,5 @@
-"""`python -m tiercheck_local.controllers`: scheduler, node life-cycle, disruption budgets and garbage collection in one process."""
+"""`python -m tiercheck_local.controllers`: scheduler, node life-cycle, disruption budgets and
+garbage collection in one process."""
 
 from __future__ import annotations
 
@@ -92,9 +93,13 @@ async def _control(client: Client, grace: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tiercheck_local.controllers", description=__doc__)
     parser.add_argument("--kubeconfig", required=True, type=Path)
-    parser.add_argument("--grace", type=float, default=2.0, help="seconds without lease until a node is unreachable")
     parser.add_argument(
-        "--lifeline", action="store_true", help="when standard input ends, end and take the whole cluster along"
+        "--grace", type=float, default=2.0, help="seconds without lease until a node is unreachable"
+    )
+    parser.add_argument(
+        "--lifeline",
+        action="store_true",
+        help="when standard input ends, end and take the whole cluster along",
     )
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

@@ -1,4 +1,5 @@
-"""Keeps the status of PodDisruptionBudgets, without which the API server refuses every eviction of a pod that one covers."""
+"""Keeps the status of PodDisruptionBudgets, without which the API server refuses every eviction of
+a pod that one covers."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ class Disruption:
         metadata, spec = budget["metadata"], budget.get("spec") or {}
         wanted = budget_status(budget, list(self._pods.objects.values()))
         known = budget.get("status") or {}
-        if isinstance(spec.get("minAvailable"), int) and any(known.get(key) != value for key, value in wanted.items()):
+        if isinstance(spec.get("minAvailable"), int) and any(
+            known.get(key) != value for key, value in wanted.items()
+        ):
             body = {"metadata": {"resourceVersion": metadata["resourceVersion"]}, "status": wanted}
             await self._client.patch(
                 DISRUPTION_BUDGETS, metadata["namespace"], metadata["name"], body, subresource="status"
@@ -47,7 +50,8 @@ class Disruption:
 
 
 def budget_status(budget: Object, pods: list[Object]) -> Object:
-    """What the disruption controller would write: an eviction is allowed as long as enough Ready pods are left."""
+    """What the disruption controller would write: an eviction is allowed as long as enough Ready pods are
+    left."""
     metadata, spec = budget["metadata"], budget.get("spec") or {}
     covered = [
         pod

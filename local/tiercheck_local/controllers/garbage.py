@@ -1,6 +1,7 @@
 """Deletes what has lost its owner, and pods that no node will ever remove.
 
-Dependents are Pods, Services, Secrets, ConfigMaps, PodDisruptionBudgets and Leases. An owner's kind is watched from when the first dependent names it.
+Dependents are Pods, Services, Secrets, ConfigMaps, PodDisruptionBudgets and Leases. An owner's kind is
+watched from when the first dependent names it.
 """
 
 from __future__ import annotations
@@ -116,11 +117,14 @@ class GarbageCollector:
             self._owners[key] = None
 
     async def _finish_deletions(self) -> None:
-        """Owners deleted in the foreground go when no dependent is left; of orphaning ones the dependents are let go."""
+        """Owners deleted in the foreground go when no dependent is left; of orphaning ones the dependents are
+        let go."""
         for cache in list(self._owners.values()):
             for owner in list(cache.objects.values()) if cache is not None else []:
                 finalizers = owner["metadata"].get("finalizers") or []
-                if not owner["metadata"].get("deletionTimestamp") or not {_FOREGROUND, _ORPHAN} & set(finalizers):
+                if not owner["metadata"].get("deletionTimestamp") or not {_FOREGROUND, _ORPHAN} & set(
+                    finalizers
+                ):
                     continue
                 uid = owner["metadata"]["uid"]
                 left = [
@@ -162,7 +166,9 @@ class GarbageCollector:
                 continue
             if lost or never_bound:
                 log.info("pod %s/%s has no node", metadata["namespace"], metadata["name"])
-                await self._client.delete(PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"], grace=0)
+                await self._client.delete(
+                    PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"], grace=0
+                )
 
     async def _node_exists(self, name: str) -> bool:
         return await self._client.find(NODES, None, name) is not None

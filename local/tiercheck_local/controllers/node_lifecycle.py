@@ -1,7 +1,8 @@
 """Declares nodes unreachable when their lease is not renewed, and takes it back when it is.
 
-A lease's age is measured from when its last change was seen here, never from the time stamp in it: clocks may differ.
-If this process itself was held up, every lease gets a new start, because nobody could have been seen renewing.
+A lease's age is measured from when its last change was seen here, never from the time stamp in it: clocks may
+differ. If this process itself was held up, every lease gets a new start, because nobody could have been seen
+renewing.
 """
 
 from __future__ import annotations
@@ -94,7 +95,11 @@ class NodeLifecycle:
         await self._patch_node(node, {"spec": {"taints": [*kept, *added]}})
 
     async def _untaint(self, node: Object) -> None:
-        kept = [taint for taint in node["spec"].get("taints") or [] if taint["key"] not in {UNREACHABLE, NOT_READY}]
+        kept = [
+            taint
+            for taint in node["spec"].get("taints") or []
+            if taint["key"] not in {UNREACHABLE, NOT_READY}
+        ]
         await self._patch_node(node, {"spec": {"taints": kept or None}})
 
     async def _patch_node(self, node: Object, patch: dict[str, Any], subresource: str = "") -> None:
@@ -141,7 +146,8 @@ class NodeLifecycle:
                     raise
 
     async def _evict(self, node: Object) -> None:
-        """Pods whose toleration of a NoExecute taint is used up are deleted; on a node out of service, at once and by force."""
+        """Pods whose toleration of a NoExecute taint is used up are deleted; on a node out of service, at
+        once and by force."""
         taints = [taint for taint in node["spec"].get("taints") or [] if taint["effect"] == "NoExecute"]
         if not taints:
             return
@@ -151,10 +157,18 @@ class NodeLifecycle:
                 continue
             metadata = pod["metadata"]
             if by_force and metadata.get("deletionTimestamp"):
-                await self._client.delete(PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"], grace=0)
-            elif not metadata.get("deletionTimestamp") and not is_finished(pod) and _patience_is_over(pod, taints):
+                await self._client.delete(
+                    PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"], grace=0
+                )
+            elif (
+                not metadata.get("deletionTimestamp")
+                and not is_finished(pod)
+                and _patience_is_over(pod, taints)
+            ):
                 log.info(
-                    "pod %s/%s does not tolerate its node's taint any longer", metadata["namespace"], metadata["name"]
+                    "pod %s/%s does not tolerate its node's taint any longer",
+                    metadata["namespace"],
+                    metadata["name"],
                 )
                 await self._client.delete(PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"])
 

@@ -1,4 +1,5 @@
-"""One interface over three control planes: embedded, real (etcd and kube-apiserver) and existing (a kubeconfig)."""
+"""One interface over three control planes: embedded, real (etcd and kube-apiserver) and existing (a
+kubeconfig)."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def open_control_plane(
 ) -> ControlPlane:
     """The control plane of this kind ("embedded", "real" or "existing"), not started yet.
 
-    `assets` defaults to KUBEBUILDER_ASSETS, `kubeconfig` to KUBECONFIG. Raises ValueError if one is needed and
-    neither is given, or the kind is unknown.
+    `assets` defaults to KUBEBUILDER_ASSETS, `kubeconfig` to KUBECONFIG. Raises ValueError if one is needed
+    and neither is given, or the kind is unknown.
     """
     if kind == "embedded":
         return EmbeddedControlPlane(directory)

@@ -1,4 +1,5 @@
-"""What a control plane is to the rest of the laptop cluster; the one of somebody else, and the embedded one."""
+"""What a control plane is to the rest of the laptop cluster; the one of somebody else, and the
+embedded one."""
 
 from __future__ import annotations
 

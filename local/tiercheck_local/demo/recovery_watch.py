@@ -1,7 +1,8 @@
-"""Watches one job come back: what the operator writes into its status, and what each sidecar says about its ranks.
+"""Watches one job come back: what the operator writes into its status, and what each sidecar says
+about its ranks.
 
-The status carries counts only (a thousand ranks would not fit); the rank-by-rank answer is in the sidecars' reports,
-which are asked here the way the operator asks: over HTTPS, with the job's own CA and token.
+The status carries counts only (a thousand ranks would not fit); the rank-by-rank answer is in the sidecars'
+reports, which are asked here the way the operator asks: over HTTPS, with the job's own CA and token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Follows what rank 0 prints, across all the pods that worker 0 has ever had.
 
-The training script prints one JSON object per step. Lines of other kinds (warnings, tracebacks) are kept out of the
-way, but not lost: they stay in the log files.
+The training script prints one JSON object per step. Lines of other kinds (warnings, tracebacks) are kept out
+of the way, but not lost: they stay in the log files.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class TrainingLog:
 
 @dataclass(frozen=True)
 class RunVerdict:
-    """`equal` only if every step was trained, every loss ever printed for a step (steps trained again included)
-    has the reference's bits, and the final parameters have the same digest."""
+    """`equal` only if every step was trained, every loss ever printed for a step (steps trained again
+    included) has the reference's bits, and the final parameters have the same digest."""
 
     equal: bool
     sentence: str
@@ -117,7 +117,9 @@ def compare(
         return RunVerdict(False, "the uninterrupted run did not finish, so there is nothing to compare with")
     missing = sorted(set(expected) - seen)
     if missing:
-        return RunVerdict(False, f"step {missing[0]} was never trained ({len(missing)} of {len(expected)} missing)")
+        return RunVerdict(
+            False, f"step {missing[0]} was never trained ({len(missing)} of {len(expected)} missing)"
+        )
     for step in sorted(run, key=lambda step: step.step):
         if step.loss_hex != expected.get(step.step):
             return RunVerdict(
@@ -128,15 +130,19 @@ def compare(
                 trained_again=trained_again,
             )
     if run_digest is None:
-        return RunVerdict(False, "the run printed no digest of its final parameters", trained_again=trained_again)
+        return RunVerdict(
+            False, "the run printed no digest of its final parameters", trained_again=trained_again
+        )
     if run_digest != wanted:
         return RunVerdict(
             False,
-            f"all losses agree, but the final parameters have digest {run_digest.value[:16]}, not {wanted.value[:16]}",
+            f"all losses agree, but the final parameters have digest {run_digest.value[:16]}, not "
+            f"{wanted.value[:16]}",
             trained_again=trained_again,
         )
     return RunVerdict(
         True,
-        f"all {len(expected)} losses and the digest of the final parameters are bitwise equal to an uninterrupted run",
+        f"all {len(expected)} losses and the digest of the final parameters are bitwise equal to an "
+        "uninterrupted run",
         trained_again=trained_again,
     )

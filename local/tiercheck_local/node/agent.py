@@ -26,7 +26,8 @@ LOSE_EVERY_POD = signal.SIGUSR1
 
 
 class Agent:
-    """Runs until SIGTERM or SIGINT, or (with `lifeline`) until its standard input ends; then nothing of it is left."""
+    """Runs until SIGTERM or SIGINT, or (with `lifeline`) until its standard input ends; then nothing of it is
+    left."""
 
     def __init__(self, client: Client, settings: Settings) -> None:
         self._client, self._settings = client, settings

@@ -1,4 +1,5 @@
-"""What a container's processes find in their environment, and its command after `$(VAR)` expansion: pure, as a kubelet has it."""
+"""What a container's processes find in their environment, and its command after `$(VAR)` expansion:
+pure, as a kubelet has it."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def command_line(container: Object, variables: Mapping[str, str]) -> list[str]:
-    """Command and arguments. The image is not looked at, so its entry point is unknown. Raises BadReference."""
+    """Command and arguments. The image is not looked at, so its entry point is unknown. Raises
+    BadReference."""
     words: Sequence[str] = [*(container.get("command") or []), *(container.get("args") or [])]
     if not container.get("command"):
         raise BadReference("the laptop cluster does not look into images: the container needs a command")
@@ -149,7 +151,8 @@ def _names(value: Any) -> Iterator[tuple[str, str]]:
 
 
 async def fetch_references(client: Client, pod: Mapping[str, Any]) -> Lookup:
-    """A lookup over what exists now. Kinds "Secret/binary" and "ConfigMap/binary" give base64 of every key."""
+    """A lookup over what exists now. Kinds "Secret/binary" and "ConfigMap/binary" give base64 of every
+    key."""
     text: dict[tuple[str, str], dict[str, str]] = {}
     for kind, name in set(_names(pod["spec"])):
         found = await client.find(_COLLECTIONS[kind], pod["metadata"]["namespace"], name) if name else None
@@ -160,5 +163,7 @@ async def fetch_references(client: Client, pod: Mapping[str, Any]) -> Lookup:
             plain = dict(found.get("data") or {})
             encoded.update({key: base64.b64encode(value.encode()).decode() for key, value in plain.items()})
         text[f"{kind}/binary", name] = encoded
-        text[kind, name] = {key: base64.b64decode(value).decode(errors="replace") for key, value in encoded.items()}
+        text[kind, name] = {
+            key: base64.b64decode(value).decode(errors="replace") for key, value in encoded.items()
+        }
     return lambda kind, name: text.get((kind, name))

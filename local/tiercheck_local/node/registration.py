@@ -23,7 +23,12 @@ log = logging.getLogger(__name__)
 def allocatable(settings: Settings) -> dict[str, str]:
     """Generous where the laptop cannot measure: the pods share the machine anyway."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 1024
-    defaults = {"cpu": "64", "memory": f"{memory}Ki", "ephemeral-storage": "100Gi", "pods": str(settings.pods)}
+    defaults = {
+        "cpu": "64",
+        "memory": f"{memory}Ki",
+        "ephemeral-storage": "100Gi",
+        "pods": str(settings.pods),
+    }
     return {**defaults, **settings.resources}
 
 
@@ -32,7 +37,9 @@ def node_object(settings: Settings, boot_id: str) -> dict[str, Any]:
     labels = {
         "kubernetes.io/hostname": settings.name,
         "kubernetes.io/os": "linux",
-        "kubernetes.io/arch": {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine()),
+        "kubernetes.io/arch": {"x86_64": "amd64", "aarch64": "arm64"}.get(
+            platform.machine(), platform.machine()
+        ),
         **settings.labels,
     }
     return {
@@ -100,15 +107,20 @@ class Registration:
             metadata = {"labels": wanted["metadata"]["labels"]}
             await self._client.patch(NODES, None, self._settings.name, {"metadata": metadata})
         # A create may drop the status, as it does for custom resources.
-        await self._client.patch(NODES, None, self._settings.name, {"status": wanted["status"]}, subresource="status")
+        await self._client.patch(
+            NODES, None, self._settings.name, {"status": wanted["status"]}, subresource="status"
+        )
 
     async def _keep_node(self) -> None:
-        """The life-cycle controller may have declared this node unknown while its agent was stopped: it lives."""
+        """The life-cycle controller may have declared this node unknown while its agent was stopped: it
+        lives."""
         async for news in self._client.follow(NODES, fields=f"metadata.name={self._settings.name}"):
             if isinstance(news, Changed) and news.object["metadata"]["name"] != self._settings.name:
                 continue
             gone = isinstance(news, Changed) and news.kind == "DELETED"
-            nodes: list[Mapping[str, Any]] = [n for n in news.items] if isinstance(news, Listing) else [news.object]
+            nodes: list[Mapping[str, Any]] = (
+                [n for n in news.items] if isinstance(news, Listing) else [news.object]
+            )
             mine = [node for node in nodes if node["metadata"]["name"] == self._settings.name and not gone]
             if not mine or not _is_ready(mine[0]):
                 await self._persist(self.register)

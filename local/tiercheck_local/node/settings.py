@@ -32,7 +32,8 @@ class Settings:
     cuts: str | None = None
     """File that names the links that are cut; None: none can be."""
     failpoints: Path | None = None
-    """Folder with a file per container, <pod>.<container>, that arms its failpoints; None: none can be armed."""
+    """Folder with a file per container, <pod>.<container>, that arms its failpoints; None: none can be
+    armed."""
 
     @property
     def address(self) -> str:

@@ -55,7 +55,10 @@ def test_json_patch_inserts_into_lists(api: Api, widgets: str) -> None:
         {"op": "add", "path": "/spec/parts/-", "value": {"name": "p3"}},
         {"op": "remove", "path": "/spec/parts/1"},
     ]
-    assert [part["name"] for part in api.json_patch(f"{widgets}/w", operations)["spec"]["parts"]] == ["p2", "p3"]
+    assert [part["name"] for part in api.json_patch(f"{widgets}/w", operations)["spec"]["parts"]] == [
+        "p2",
+        "p3",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,9 @@ def test_json_patch_inserts_into_lists(api: Api, widgets: str) -> None:
         {"op": "replace", "path": "/spec/nothing", "value": 1},
     ],
 )
-def test_json_patch_that_cannot_be_applied_is_unprocessable(api: Api, map_path: str, operation: dict[str, Any]) -> None:
+def test_json_patch_that_cannot_be_applied_is_unprocessable(
+    api: Api, map_path: str, operation: dict[str, Any]
+) -> None:
     before = api.get(map_path)
     with pytest.raises(Refused) as refused:
         api.json_patch(map_path, [{"op": "replace", "path": "/data/y", "value": "9"}, operation])

@@ -1,8 +1,9 @@
-"""Mutating admission webhooks: who is asked about a new object, what they may change, and what happens if they do not answer.
+"""Mutating admission webhooks: who is asked about a new object, what they may change, and what
+happens if they do not answer.
 
-The part of admissionregistration.k8s.io/v1 that attach mode rests on: creations, selectors, JSON patches, warnings, timeouts, failure and
-reinvocation policies. Webhooks are found by `url` only, because there is no network of Services here; one with a `service` counts as
-one that cannot be reached.
+The part of admissionregistration.k8s.io/v1 that attach mode rests on: creations, selectors, JSON patches,
+warnings, timeouts, failure and reinvocation policies. Webhooks are found by `url` only, because there is no
+network of Services here; one with a `service` counts as one that cannot be reached.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class _Unreachable(Exception):
 
 
 async def admitted(objects: ApiObjects, target: Target, call: ApiCall) -> ApiCall:
-    """The call with what webhooks made of its object. Raises ApiError if one denies it, or fails and must not be left out."""
+    """The call with what webhooks made of its object. Raises ApiError if one denies it, or fails and must not
+    be left out."""
     resource = target.resource
     hooks = list(_configured(objects))
     if not hooks or call.method != "POST" or target.name or target.subresource or resource is WEBHOOKS:
@@ -84,7 +86,9 @@ def _concerns(objects: ApiObjects, hook: Object, target: Target, value: Object) 
         return False
     if resource.namespaced:
         namespace = objects.storage.get(NAMESPACES.collection, ("", target.namespace)) or {"metadata": {}}
-        if not matches_selector(hook.get("namespaceSelector") or {}, namespace["metadata"].get("labels") or {}):
+        if not matches_selector(
+            hook.get("namespaceSelector") or {}, namespace["metadata"].get("labels") or {}
+        ):
             return False
     return matches_selector(hook.get("objectSelector") or {}, value["metadata"].get("labels") or {})
 
@@ -155,10 +159,14 @@ async def _answer(hook: Object, review: Object) -> Object:
     if not client.get("url"):
         raise _Unreachable("there is no network of Services here")
     try:
-        context = ssl.create_default_context(cadata=base64.b64decode(client.get("caBundle") or "").decode() or None)
+        context = ssl.create_default_context(
+            cadata=base64.b64decode(client.get("caBundle") or "").decode() or None
+        )
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=seconds)) as session,
-            session.post(client["url"], params={"timeout": f"{seconds}s"}, json=review, ssl=context) as response,
+            session.post(
+                client["url"], params={"timeout": f"{seconds}s"}, json=review, ssl=context
+            ) as response,
         ):
             if response.status != 200:
                 raise _Unreachable(
@@ -171,5 +179,7 @@ async def _answer(hook: Object, review: Object) -> Object:
         raise _Unreachable(str(error)) from error
     body = answer.get("response") if isinstance(answer, dict) else None
     if not isinstance(body, dict) or body.get("uid") != review["request"]["uid"]:
-        raise _Unreachable("received invalid webhook response: expected response.uid to be that of the request")
+        raise _Unreachable(
+            "received invalid webhook response: expected response.uid to be that of the request"
+        )
     return body

@@ -36,7 +36,11 @@ def core_versions(address: str) -> Object:
 
 def groups(registry: Registry) -> Object:
     """`/apis`"""
-    return {"kind": "APIGroupList", "apiVersion": "v1", "groups": [_group(n, v) for n, v in registry.groups().items()]}
+    return {
+        "kind": "APIGroupList",
+        "apiVersion": "v1",
+        "groups": [_group(n, v) for n, v in registry.groups().items()],
+    }
 
 
 def group(registry: Registry, name: str) -> Object | None:

@@ -147,7 +147,10 @@ def _patch(objects: ApiObjects, resource: Resource, target: Target, call: ApiCal
         metadata = patched.get("metadata") or {}
         if not metadata.get("resourceVersion"):
             # A patch is its own read-modify-write: what it does not mention it does not contradict.
-            patched = {**patched, "metadata": {**metadata, "resourceVersion": old["metadata"]["resourceVersion"]}}
+            patched = {
+                **patched,
+                "metadata": {**metadata, "resourceVersion": old["metadata"]["resourceVersion"]},
+            }
     return objects.replace(resource, key, patched, target.subresource, call.options)
 
 

@@ -24,7 +24,8 @@ _PUBLIC = (*_HEALTH, "/version")
 
 
 def application(storage: ObjectStorage, token: str) -> web.Application:
-    """The whole server as one aiohttp application. Whoever shows the token may do everything, others may ask how it is."""
+    """The whole server as one aiohttp application. Whoever shows the token may do everything, others may ask
+    how it is."""
     app = web.Application(client_max_size=_LARGEST_BODY)
     handler = _Handler(ApiObjects(storage), token)
     app.router.add_route("*", "/{path:.*}", handler.answer)
@@ -47,7 +48,8 @@ class _Handler:
         """Other users of the machine, and web pages that were given a name for 127.0.0.1, are strangers."""
         if (request.url.host or "") not in _OWN_HOSTS:
             raise errors.ApiError(403, "Forbidden", f"this server is not {request.host!r}")
-        # The scheme's case does not matter (RFC 9110, 11.1); the official client writes it small inside of a cluster.
+        # The scheme's case does not matter (RFC 9110, 11.1); the official client writes it small inside of a
+        # cluster.
         scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
         believed = scheme.lower() == "bearer" and hmac.compare_digest(
             shown.encode(errors="surrogateescape"), self._token
@@ -62,12 +64,18 @@ class _Handler:
         if found is not None:
             return found
         target = resolve(self._objects.registry, path)
-        chosen = view(target.resource, request.headers.get("Accept", ""), request.query.get("includeObject", ""))
+        chosen = view(
+            target.resource, request.headers.get("Accept", ""), request.query.get("includeObject", "")
+        )
         if request.method == "GET" and request.query.get("watch") in ("true", "1") and not target.subresource:
             return await self._watch(request, target, chosen)
-        # The body is read whole, and webhooks are asked, before anything is done, so a call is carried out in one piece.
+        # The body is read whole, and webhooks are asked, before anything is done, so a call is carried out in
+        # one piece.
         call = ApiCall(
-            request.method, request.query, request.content_type if request.body_exists else "", await request.read()
+            request.method,
+            request.query,
+            request.content_type if request.body_exists else "",
+            await request.read(),
         )
         call = await admitted(self._objects, target, call)
         status, body = carry_out(self._objects, target, call, chosen)
@@ -107,7 +115,17 @@ class _Handler:
                 body = discovery.resources(registry, group, version)
             case [""]:
                 return _json(
-                    {"paths": ["/api", "/apis", "/healthz", "/openapi/v2", "/openapi/v3", "/readyz", "/version"]}
+                    {
+                        "paths": [
+                            "/api",
+                            "/apis",
+                            "/healthz",
+                            "/openapi/v2",
+                            "/openapi/v3",
+                            "/readyz",
+                            "/version",
+                        ]
+                    }
                 )
         return _json(body) if body is not None else None
 

@@ -1,4 +1,5 @@
-"""Objects as the rows that `kubectl get` prints: pods, nodes and events as usual, custom ones as their CRD says."""
+"""Objects as the rows that `kubectl get` prints: pods, nodes and events as usual, custom ones as
+their CRD says."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ Cell = Callable[[Object], Any]
 Column = tuple[Object, Cell]
 
 
-def table(resource: Resource, objects: list[Object], version: str, include: str, headers: bool = True) -> Object:
+def table(
+    resource: Resource, objects: list[Object], version: str, include: str, headers: bool = True
+) -> Object:
     """A meta.k8s.io/v1 Table. `include` is Metadata, Object or None, as the client asked."""
     columns = _columns(resource)
     return {
@@ -172,7 +175,10 @@ _CREATED_AT = (_NAME, _column("Created At", _at("metadata", "creationTimestamp")
 
 def _columns(resource: Resource) -> tuple[Column, ...]:
     if resource.custom:
-        return (_NAME, *(map(_custom_column, resource.custom.columns) if resource.custom.columns else (_AGE,)))
+        return (
+            _NAME,
+            *(map(_custom_column, resource.custom.columns) if resource.custom.columns else (_AGE,)),
+        )
     return _TABLES.get(resource.collection, _CREATED_AT)
 
 
@@ -209,7 +215,8 @@ _STEP = re.compile(
 
 
 def find(value: Any, path: str) -> list[Any]:
-    """All that `path` leads to; empty if it leads nowhere. Raises ValueError on a path outside of the subset."""
+    """All that `path` leads to; empty if it leads nowhere. Raises ValueError on a path outside of the
+    subset."""
     path = path.strip("{}")
     found, at = [value], 0
     while at < len(path):

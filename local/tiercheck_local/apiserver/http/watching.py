@@ -86,7 +86,10 @@ class _Encoder:
         if kind == "DELETED" and change.type != "DELETED" and change.previous is not None:
             # It left the selection: the client gets what it knew, at the version at which it left.
             version = change.object["metadata"]["resourceVersion"]
-            shown = {**change.previous, "metadata": {**change.previous["metadata"], "resourceVersion": version}}
+            shown = {
+                **change.previous,
+                "metadata": {**change.previous["metadata"], "resourceVersion": version},
+            }
         if self._view.as_table:
             return self.event(kind, shown)
         key = kind + self._view.name

@@ -35,7 +35,9 @@ class ResponseView:
     def one(self, value: Object, headers: bool = True) -> Object:
         value = self._versioned(value)
         if self.as_table:
-            return table(self.resource, [value], value["metadata"].get("resourceVersion", ""), self.include, headers)
+            return table(
+                self.resource, [value], value["metadata"].get("resourceVersion", ""), self.include, headers
+            )
         return self._partial(value) if self.metadata_only else value
 
     def many(self, values: list[Object], metadata: Object) -> Object:
@@ -44,7 +46,11 @@ class ResponseView:
             found = table(self.resource, values, metadata["resourceVersion"], self.include)
             return {**found, "metadata": metadata}
         if self.metadata_only:
-            kind, version, items = "PartialObjectMetadataList", "meta.k8s.io/v1", [self._partial(v) for v in values]
+            kind, version, items = (
+                "PartialObjectMetadataList",
+                "meta.k8s.io/v1",
+                [self._partial(v) for v in values],
+            )
         else:
             kind, version = self.resource.kind + "List", self.resource.api_version
             items = values if self.resource.custom else [_bare(value) for value in values]
@@ -57,7 +63,11 @@ class ResponseView:
 
     @staticmethod
     def _partial(value: Object) -> Object:
-        return {"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": value["metadata"]}
+        return {
+            "kind": "PartialObjectMetadata",
+            "apiVersion": "meta.k8s.io/v1",
+            "metadata": value["metadata"],
+        }
 
 
 def _bare(value: Object) -> Object:

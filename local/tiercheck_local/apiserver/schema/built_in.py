@@ -1,4 +1,5 @@
-"""What the server itself adds to built-in objects when they are created, and which of their changes it refuses.
+"""What the server itself adds to built-in objects when they are created, and which of their changes
+it refuses.
 
 Only the part of the real server's defaults and checks that clients of this project can notice.
 """
@@ -41,10 +42,17 @@ def _pod_defaults(pod: Object) -> None:
                 source["fieldRef"].setdefault("apiVersion", "v1")
         for probe in ("livenessProbe", "readinessProbe", "startupProbe"):
             if probe in container:
-                defaults = {"timeoutSeconds": 1, "periodSeconds": 10, "successThreshold": 1, "failureThreshold": 3}
+                defaults = {
+                    "timeoutSeconds": 1,
+                    "periodSeconds": 10,
+                    "successThreshold": 1,
+                    "failureThreshold": 3,
+                }
                 container[probe] = defaults | container[probe]
                 if "httpGet" in container[probe]:
-                    container[probe]["httpGet"] = {"path": "/", "scheme": "HTTP"} | container[probe]["httpGet"]
+                    container[probe]["httpGet"] = {"path": "/", "scheme": "HTTP"} | container[probe][
+                        "httpGet"
+                    ]
     for volume in spec.get("volumes", []):
         if set(volume) == {"name"}:
             volume["emptyDir"] = {}
@@ -55,7 +63,12 @@ def _pod_defaults(pod: Object) -> None:
     for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
         if not any(_tolerates_no_execute(t, key) for t in tolerations):
             tolerations.append(
-                {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": _NO_EXECUTE_SECONDS}
+                {
+                    "key": key,
+                    "operator": "Exists",
+                    "effect": "NoExecute",
+                    "tolerationSeconds": _NO_EXECUTE_SECONDS,
+                }
             )
     pod["status"] = {"phase": "Pending", "qosClass": _quality(spec)}
 
@@ -150,7 +163,11 @@ def _event_faults(event: Object) -> list[FieldCause]:
     about, own = (event.get("involvedObject") or {}).get("namespace"), event["metadata"]["namespace"]
     if (about or "default") == own:
         return []
-    return [FieldCause("involvedObject.namespace", f'Invalid value: "{about or ""}": does not match event.namespace')]
+    return [
+        FieldCause(
+            "involvedObject.namespace", f'Invalid value: "{about or ""}": does not match event.namespace'
+        )
+    ]
 
 
 def check_types(kind: str, value: Object) -> None:
@@ -160,11 +177,15 @@ def check_types(kind: str, value: Object) -> None:
     for field in ("data", "stringData", "binaryData"):
         for item in (value.get(field) or {}).values():
             if not isinstance(item, str):
-                why = f"json: cannot unmarshal {type(item).__name__} into Go struct field {kind}.{field} of type string"
+                why = (
+                    f"json: cannot unmarshal {type(item).__name__} into Go struct field {kind}.{field} of "
+                    "type string"
+                )
                 raise bad_request(f'{kind} in version "v1" cannot be handled as a {kind}: {why}')
             if kind == "Secret" and field == "data" and not _is_base64(item):
                 raise bad_request(
-                    'Secret in version "v1" cannot be handled as a Secret: illegal base64 data at input byte 0'
+                    'Secret in version "v1" cannot be handled as a Secret: illegal base64 data at input byte '
+                    "0"
                 )
 
 
@@ -211,7 +232,10 @@ def prepare_update(collection: str, new: Object, old: Object) -> list[FieldCause
             if new.get(field) != old.get(field)
         ]
     if collection == "/services":
-        old_ip, new_ip = old["spec"].get("clusterIP"), new["spec"].setdefault("clusterIP", old["spec"].get("clusterIP"))
+        old_ip, new_ip = (
+            old["spec"].get("clusterIP"),
+            new["spec"].setdefault("clusterIP", old["spec"].get("clusterIP")),
+        )
         if new_ip != old_ip:
             return [FieldCause("spec.clusterIPs[0]", f'Invalid value: ["{new_ip}"]: may not change once set')]
     if collection == "/pods":
@@ -220,11 +244,15 @@ def prepare_update(collection: str, new: Object, old: Object) -> list[FieldCause
 
 
 def _pod_update_faults(new: Object, old: Object) -> list[FieldCause]:
-    if _frozen(new) != _frozen(old) or not all(t in new.get("tolerations", []) for t in old.get("tolerations", [])):
+    if _frozen(new) != _frozen(old) or not all(
+        t in new.get("tolerations", []) for t in old.get("tolerations", [])
+    ):
         message = (
             "Forbidden: pod updates may not change fields other than `spec.containers[*].image`,"
-            "`spec.initContainers[*].image`,`spec.activeDeadlineSeconds`,`spec.tolerations` (only additions to existing "
-            "tolerations),`spec.terminationGracePeriodSeconds` (allow it to be set to 1 if it was previously negative)"
+            "`spec.initContainers[*].image`,`spec.activeDeadlineSeconds`,`spec.tolerations` (only additions "
+            "to existing "
+            "tolerations),`spec.terminationGracePeriodSeconds` (allow it to be set to 1 if it was previously "
+            "negative)"
         )
         return [FieldCause("spec", message, "FieldValueForbidden")]
     return []

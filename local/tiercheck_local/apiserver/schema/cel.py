@@ -47,7 +47,8 @@ def _compared(one: Any, other: Any) -> IntType:
 
 
 _QUANTITIES: Any = {"quantity": _quantity, "add": _added, "compareTo": _compared}
-"""The part of the API server's own functions that our rules use; a quantity is a whole number of thousandths."""
+"""The part of the API server's own functions that our rules use; a quantity is a whole number of
+thousandths."""
 
 
 class BadRule(ValueError):
@@ -79,11 +80,14 @@ class Rules:
             _program(rule["messageExpression"])
 
     def faults(self, value: Object, old: Object | None) -> Iterator[FieldCause]:
-        """One cause per broken rule, from the root down. Transition rules need an old value at the same place."""
+        """One cause per broken rule, from the root down. Transition rules need an old value at the same
+        place."""
         if self.any:
             yield from self._walk(value, old, self._schema, "", root=True)
 
-    def _walk(self, value: Any, old: Any, schema: Object, path: str, root: bool = False) -> Iterator[FieldCause]:
+    def _walk(
+        self, value: Any, old: Any, schema: Object, path: str, root: bool = False
+    ) -> Iterator[FieldCause]:
         if value is None or not _uses_rules(schema):
             return
         for rule in schema.get("x-kubernetes-validations", ()):
@@ -123,7 +127,8 @@ class Rules:
 
 
 def _needed(rule: Object, value: Any) -> Any:
-    """The fields of `value` that the rule can look at; with the others left out, more answers are known already."""
+    """The fields of `value` that the rule can look at; with the others left out, more answers are known
+    already."""
     if not isinstance(value, dict):
         return value
     fields = _fields_read(rule["rule"] + "\n" + rule.get("messageExpression", ""))
@@ -176,8 +181,14 @@ def _uses_rules(schema: Object) -> bool:
     # Kept beside the schema by identity: a schema lives as long as its CRD and never changes.
     found = _KNOWN.get(id(schema))
     if found is None or found[0] is not schema:
-        inner = [*schema.get("properties", {}).values(), schema.get("items"), schema.get("additionalProperties")]
-        used = bool(schema.get("x-kubernetes-validations")) or any(_uses_rules(s) for s in inner if isinstance(s, dict))
+        inner = [
+            *schema.get("properties", {}).values(),
+            schema.get("items"),
+            schema.get("additionalProperties"),
+        ]
+        used = bool(schema.get("x-kubernetes-validations")) or any(
+            _uses_rules(s) for s in inner if isinstance(s, dict)
+        )
         found = _KNOWN[id(schema)] = (schema, used)
     return found[1]
 

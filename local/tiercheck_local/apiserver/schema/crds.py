@@ -31,7 +31,9 @@ def prepare(crd: Object) -> list[FieldCause]:
     wanted, name = f"{names['plural']}.{spec['group']}", crd["metadata"]["name"]
     found = []
     if name != wanted:
-        found.append(FieldCause("metadata.name", f'Invalid value: "{name}": must be spec.names.plural+"."+spec.group'))
+        found.append(
+            FieldCause("metadata.name", f'Invalid value: "{name}": must be spec.names.plural+"."+spec.group')
+        )
     if sum(bool(version.get("storage")) for version in spec["versions"]) != 1:
         found.append(
             FieldCause(
@@ -57,7 +59,9 @@ def _schema_faults(schema: Object, at: str) -> Iterator[FieldCause]:
         schema.get(f"x-kubernetes-{x}") for x in ("preserve-unknown-fields", "int-or-string")
     ):
         yield FieldCause(
-            f"{at}.type", "Required value: must not be empty for specified object fields", "FieldValueRequired"
+            f"{at}.type",
+            "Required value: must not be empty for specified object fields",
+            "FieldValueRequired",
         )
     for index, rule in enumerate(schema.get("x-kubernetes-validations", ())):
         try:
@@ -65,7 +69,8 @@ def _schema_faults(schema: Object, at: str) -> Iterator[FieldCause]:
         except BadRule as error:
             shown = rule.get("rule", "")
             yield FieldCause(
-                f"{at}.x-kubernetes-validations[{index}].rule", f'Invalid value: "{shown}": compilation failed: {error}'
+                f"{at}.x-kubernetes-validations[{index}].rule",
+                f'Invalid value: "{shown}": compilation failed: {error}',
             )
     for name, field in schema.get("properties", {}).items():
         yield from _schema_faults(field, f"{at}.properties[{name}]")
@@ -83,7 +88,8 @@ def established(crd: Object) -> Object:
 
     def condition(kind: str, reason: str, message: str) -> Object:
         return earlier.get(kind) or {
-            "type": kind, "status": "True", "reason": reason, "message": message, "lastTransitionTime": timestamp(),
+            "type": kind, "status": "True", "reason": reason, "message": message,
+            "lastTransitionTime": timestamp(),
         }  # fmt: skip
 
     return {

@@ -9,7 +9,13 @@ from tiercheck_local.apiserver.schema import structural
 from tiercheck_local.apiserver.schema.cel import Rules
 
 _BLOCKING = frozenset(
-    {"FieldValueRequired", "FieldValueNotSupported", "FieldValueTooLong", "FieldValueTooMany", "FieldValueTypeInvalid"}
+    {
+        "FieldValueRequired",
+        "FieldValueNotSupported",
+        "FieldValueTooLong",
+        "FieldValueTooMany",
+        "FieldValueTypeInvalid",
+    }
 )
 _NOT_CHECKED = FieldCause(
     "<nil>",

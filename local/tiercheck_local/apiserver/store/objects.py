@@ -80,12 +80,15 @@ class ApiObjects:
         given = metadata.get("namespace")
         if given and given != namespace:
             raise errors.bad_request(
-                f"the namespace of the provided object does not match the namespace sent on the request ({given} != {namespace})"
+                "the namespace of the provided object does not match the namespace sent on the request "
+                f"({given} != {namespace})"
                 if not namespace
                 else "the namespace of the provided object does not match the namespace sent on the request"
             )
         if metadata.get("resourceVersion"):
-            raise errors.ApiError(500, "InternalError", "resourceVersion should not be set on objects to be created")
+            raise errors.ApiError(
+                500, "InternalError", "resourceVersion should not be set on objects to be created"
+            )
         name = self._new_name(resource, metadata)
         self._check_namespace(resource, namespace, name)
         metadata["name"] = name
@@ -118,7 +121,8 @@ class ApiObjects:
         part: str = "",
         options: WriteOptions = WriteOptions(),
     ) -> Object:
-        """Write `value` over the stored object. `part` is "" or "status". An unchanged object costs no version."""
+        """Write `value` over the stored object. `part` is "" or "status". An unchanged object costs no
+        version."""
         old = self.get(resource, *key)
         self._check_type(resource, value)
         metadata = value["metadata"] = dict(value.get("metadata") or {})
@@ -151,7 +155,8 @@ class ApiObjects:
         return self._after_write(resource, self.storage.put(resource.collection, key, value))
 
     def delete(self, resource: Resource, key: Key, options: DeleteOptions) -> tuple[Object, bool]:
-        """The object's last state, and whether it is gone (else it waits for its grace period or its finalizers)."""
+        """The object's last state, and whether it is gone (else it waits for its grace period or its
+        finalizers)."""
         old = self.get(resource, *key)
         if resource.collection == "/namespaces" and key[1] in _ETERNAL:
             raise errors.forbidden("namespaces", "", key[1], "this namespace may not be deleted")
@@ -159,7 +164,11 @@ class ApiObjects:
         self._check_preconditions(resource, key[1], metadata, options)
         finalizers = _with_propagation(list(metadata.get("finalizers") or []), options.propagation)
         grace = _grace_seconds(resource, old, options)
-        waits = bool(finalizers) or grace > 0 or (resource.collection == "/namespaces" and not _spec_finalized(old))
+        waits = (
+            bool(finalizers)
+            or grace > 0
+            or (resource.collection == "/namespaces" and not _spec_finalized(old))
+        )
         if options.dry_run:
             return old, not waits
         if not waits:
@@ -205,7 +214,8 @@ class ApiObjects:
         value.setdefault("kind", resource.kind)
         if (value["apiVersion"], value["kind"]) != (resource.api_version, resource.kind):
             raise errors.bad_request(
-                f"the API version in the data ({value['apiVersion']}) does not match the expected API version ({resource.api_version})"
+                f"the API version in the data ({value['apiVersion']}) does not match the expected API "
+                f"version ({resource.api_version})"
                 if value["apiVersion"] != resource.api_version
                 else f'{value["kind"]} in version "{resource.version}" cannot be handled as a {resource.kind}'
             )
@@ -238,7 +248,9 @@ class ApiObjects:
             }
             raise errors.forbidden(resource.plural, resource.group, name, why, [cause])
 
-    def _check_identity(self, resource: Resource, key: Key, metadata: Object, old: Object, patched: bool) -> None:
+    def _check_identity(
+        self, resource: Resource, key: Key, metadata: Object, old: Object, patched: bool
+    ) -> None:
         if metadata.get("name", key[1]) != key[1]:
             raise errors.bad_request(
                 f"the name of the object ({metadata['name']}) does not match the name on the URL ({key[1]})"
@@ -252,15 +264,22 @@ class ApiObjects:
             if patched:
                 cause = FieldCause("metadata.uid", f'Invalid value: "{uid}": field is immutable')
                 raise errors.invalid(resource.kind, resource.group, key[1], [cause])
-            why = f"StorageError: invalid object: Precondition failed: UID in precondition: {uid}, UID in object meta: {old['metadata']['uid']}"
+            why = (
+                f"StorageError: invalid object: Precondition failed: UID in precondition: {uid}, UID in "
+                f"object meta: {old['metadata']['uid']}"
+            )
             raise errors.conflict(resource.plural, resource.group, key[1], why)
         if version and version != old["metadata"]["resourceVersion"]:
             raise errors.conflict(resource.plural, resource.group, key[1])
         if not version and resource.custom:
-            cause = FieldCause("metadata.resourceVersion", "Invalid value: 0: must be specified for an update")
+            cause = FieldCause(
+                "metadata.resourceVersion", "Invalid value: 0: must be specified for an update"
+            )
             raise errors.invalid(resource.plural, resource.group, key[1], [cause])
 
-    def _check_preconditions(self, resource: Resource, name: str, metadata: Object, options: DeleteOptions) -> None:
+    def _check_preconditions(
+        self, resource: Resource, name: str, metadata: Object, options: DeleteOptions
+    ) -> None:
         wanted = (
             ("UID", options.uid, metadata["uid"]),
             ("ResourceVersion", options.resource_version, metadata["resourceVersion"]),
@@ -268,7 +287,10 @@ class ApiObjects:
         for word, given, actual in wanted:
             if given is not None and given != actual:
                 fate = "deleted and then recreated" if word == "UID" else "modified"
-                why = f"the {word} in the precondition ({given}) does not match the {word} in record ({actual}). The object might have been {fate}"
+                why = (
+                    f"the {word} in the precondition ({given}) does not match the {word} in record "
+                    f"({actual}). The object might have been {fate}"
+                )
                 raise errors.conflict(resource.plural, resource.group, name, why)
 
     def _prepared(self, resource: Resource, value: Object, options: WriteOptions) -> Object:
@@ -293,7 +315,8 @@ class ApiObjects:
         if unknown and options.validation == "Strict":
             listed = ", ".join(f'unknown field "{path}"' for path in sorted(unknown))
             raise errors.bad_request(
-                f'{resource.kind} in version "{resource.version}" cannot be handled as a {resource.kind}: strict decoding error: {listed}'
+                f'{resource.kind} in version "{resource.version}" cannot be handled as a {resource.kind}: '
+                f"strict decoding error: {listed}"
             )
         if options.validation == "Warn":
             for path in sorted(unknown):
@@ -358,7 +381,10 @@ def _finalizer_faults(value: Object, old: Object) -> list[FieldCause]:
     if not added:
         return []
     listed = ", ".join(f'"{name}"' for name in added)
-    why = f"no new finalizers can be added if the object is being deleted, found new finalizers []string{{{listed}}}"
+    why = (
+        "no new finalizers can be added if the object is being deleted, found new finalizers "
+        f"[]string{{{listed}}}"
+    )
     return [FieldCause("metadata.finalizers", f"Forbidden: {why}", "FieldValueForbidden")]
 
 

@@ -1,4 +1,5 @@
-"""What is done to pods besides reading and writing them: bound to a node by a scheduler, evicted by anyone."""
+"""What is done to pods besides reading and writing them: bound to a node by a scheduler, evicted by
+anyone."""
 
 from __future__ import annotations
 
@@ -27,7 +28,12 @@ def bind(objects: ApiObjects, key: Key, binding: Object) -> Object:
         why = f'pod {key[1]} is already assigned to node "{pod["spec"]["nodeName"]}"'
     if why:
         raise errors.conflict("pods/binding", "", key[1], why)
-    scheduled = {"type": "PodScheduled", "status": "True", "lastProbeTime": None, "lastTransitionTime": timestamp()}
+    scheduled = {
+        "type": "PodScheduled",
+        "status": "True",
+        "lastProbeTime": None,
+        "lastTransitionTime": timestamp(),
+    }
     bound = _with_condition(pod, scheduled)
     objects.storage.put(PODS.collection, key, {**bound, "spec": {**pod["spec"], "nodeName": node}})
     return _created()
@@ -70,14 +76,19 @@ def _spend_budget(objects: ApiObjects, pod: Object) -> None:
         fresh = status.get("observedGeneration", 0) >= budget["metadata"].get("generation", 0)
         if not fresh or allowed <= 0:
             name = budget["metadata"]["name"]
-            why = f"The disruption budget {name} needs {status.get('desiredHealthy', 0)} healthy pods and has {status.get('currentHealthy', 0)} currently"
+            why = (
+                f"The disruption budget {name} needs {status.get('desiredHealthy', 0)} healthy pods and "
+                f"has {status.get('currentHealthy', 0)} currently"
+            )
             if not fresh:
                 why = f"The disruption budget {name} is still being processed by the server."
             raise errors.too_many_requests(
                 "Cannot evict pod as it would violate the pod's disruption budget.",
                 [{"reason": "DisruptionBudget", "message": why}],
             )
-        objects.storage.put(PDBS.collection, key, {**budget, "status": {**status, "disruptionsAllowed": allowed - 1}})
+        objects.storage.put(
+            PDBS.collection, key, {**budget, "status": {**status, "disruptionsAllowed": allowed - 1}}
+        )
 
 
 def _selects(budget: Object, pod: Object) -> bool:

@@ -103,15 +103,16 @@ def label_predicate(text: str) -> Predicate:
 
 
 _FIELDS: dict[str, frozenset[str]] = {
-    "/pods": frozenset({"spec.nodeName", "spec.restartPolicy", "spec.schedulerName", "spec.serviceAccountName",
-                        "status.phase", "status.podIP", "status.nominatedNodeName", "spec.hostNetwork"}),
+    "/pods": frozenset({"spec.nodeName", "spec.restartPolicy", "spec.schedulerName", "spec.hostNetwork",
+                        "spec.serviceAccountName", "status.phase", "status.podIP",
+                        "status.nominatedNodeName"}),
     "/nodes": frozenset({"spec.unschedulable"}),
     "/secrets": frozenset({"type"}),
     "/namespaces": frozenset({"status.phase"}),
     "/services": frozenset({"spec.clusterIP", "spec.type"}),
     "/events": frozenset({
-        *(f"involvedObject.{n}" for n in ("kind", "namespace", "name", "uid", "apiVersion", "resourceVersion", "fieldPath")),
-        *(f"regarding.{n}" for n in ("kind", "namespace", "name", "uid", "apiVersion", "resourceVersion", "fieldPath")),
+        "involvedObject.kind", "involvedObject.namespace", "involvedObject.name", "involvedObject.uid",
+        "involvedObject.apiVersion", "involvedObject.resourceVersion", "involvedObject.fieldPath",
         "reason", "type", "source", "reportingComponent", "reportingController",
     }),
 }  # fmt: skip
