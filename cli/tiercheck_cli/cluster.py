@@ -1,95 +1,89 @@
-"""Reads a job and what belongs to it from the API server, as the user of the kubeconfig. Nothing is ever written."""
+"""Reads a job and what belongs to it from the API server, as the user of the kubeconfig. Nothing is
+ever written."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-from urllib.parse import quote, urlencode
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+from urllib.parse import urlencode
 
 import kubernetes
 import urllib3
-from kubernetes.client.exceptions import ApiException
-from urllib3.exceptions import HTTPError, InsecureRequestWarning
+from urllib3.exceptions import InsecureRequestWarning
 
 from tiercheck.protocol import names
-from tiercheck.protocol.plain_json import parse_json
-from tiercheck.redaction import redacted
+from tiercheck_cli.api_server import (
+    CONFIG_MAPS,
+    EVENTS,
+    JOBS,
+    NAMESPACES,
+    NODES,
+    PODS,
+    ApiServer,
+    Object,
+    RequestFailed,
+    configured,
+    first_line,
+)
 from tiercheck_cli.failure import NO_ACCESS, NOT_FOUND, USAGE, CannotDo
 from tiercheck_cli.terminal import remark
 from tiercheck_operator.planning.saved_placement import SavedPlacement, placement_name, read_placement_data
 
-Object = dict[str, Any]
+T = TypeVar("T")
 
-_PAGE = 500
-_CORE = "/api/v1"
-_JOBS = f"/apis/{names.API_GROUP}/{names.API_VERSION}"
+_ADVICE = {
+    "NoAnswer": "Check the context and the network",
+    "BadRequest": "Look at the token in the kubeconfig",
+}
 
 
-class Refused(CannotDo):
+class Forbidden(CannotDo):
     """The API server understood and said no (403): some views can do without what was asked for."""
 
 
 class Cluster:
     """One API server, one namespace. Every method raises CannotDo."""
 
-    def __init__(self, configuration: kubernetes.client.Configuration, namespace: str, timeout: float = 15.0) -> None:
-        # One try of each call: a person who waits wants to know, not to wait three times as long.
-        configuration.retries = False
-        if not configuration.verify_ssl and str(configuration.host).startswith("https"):
-            urllib3.disable_warnings(InsecureRequestWarning)  # two lines for each request
-            remark(
-                f"the certificate of {configuration.host} is not checked: the kubeconfig has insecure-skip-tls-verify"
-            )
-        self._client = kubernetes.client.ApiClient(configuration)
-        self._timeout = timeout
+    def __init__(self, server: ApiServer, namespace: str) -> None:
+        self._server = server
         self.namespace = namespace
-        self.server = str(configuration.host)
 
     @staticmethod
     def connect(kubeconfig: str | None, context: str | None, namespace: str | None) -> Cluster:
-        """As kubectl finds it: the given kubeconfig, $KUBECONFIG, ~/.kube/config, or the pod's own service account."""
-        configuration = kubernetes.client.Configuration()
-        config: Any = kubernetes.config
-        # The client looks at $KUBECONFIG only once, when it is imported.
-        path = kubeconfig or os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
+        """As kubectl finds it: the given kubeconfig, $KUBECONFIG, ~/.kube/config, or the pod's own service
+        account."""
         try:
-            config.load_kube_config(config_file=path, context=context, client_configuration=configuration)
-            current = config.list_kube_config_contexts(config_file=path)
-        except config.ConfigException as error:
-            if kubeconfig is None and context is None:
-                try:
-                    config.load_incluster_config(client_configuration=configuration)
-                    return Cluster(configuration, namespace or _own_namespace())
-                except config.ConfigException:
-                    pass
+            configuration, usual = configured(kubeconfig, context)
+        except kubernetes.config.ConfigException as error:
             raise CannotDo(
-                f"no cluster to talk to: {_first_line(error)}. Set KUBECONFIG, or give --kubeconfig and --context",
+                f"no cluster to talk to: {first_line(error)}. Set KUBECONFIG, or give --kubeconfig and "
+                "--context",
                 USAGE,
             ) from error
-        contexts, active = current
-        chosen = next((entry for entry in contexts if entry["name"] == context), active)
-        return Cluster(configuration, namespace or chosen["context"].get("namespace") or "default")
+        if not configuration.verify_ssl and str(configuration.host).startswith("https"):
+            urllib3.disable_warnings(InsecureRequestWarning)  # two lines for each request
+            remark(
+                f"the certificate of {configuration.host} is not checked: the kubeconfig has "
+                "insecure-skip-tls-verify"
+            )
+        return Cluster(ApiServer(configuration), namespace or usual)
 
     def job(self, name: str) -> Object:
-        found = self._find(f"{_JOBS}/namespaces/{self._ns}/{names.PLURAL}/{quote(name)}")
-        if found is None:
-            raise CannotDo(
-                f'there is no TierCheckJob "{name}" in namespace "{self.namespace}"; list them with: tiercheck status -A',
-                NOT_FOUND,
-            )
-        return found
+        try:
+            return self._ask(self._server.get, JOBS, self.namespace, name)
+        except CannotDo as error:
+            if error.status != NOT_FOUND:
+                raise
+            where = f'in namespace "{self.namespace}"; list them with: tiercheck status -A'
+            raise CannotDo(f'there is no TierCheckJob "{name}" {where}', NOT_FOUND) from error
 
     def jobs(self, everywhere: bool = False) -> list[Object]:
-        where = "" if everywhere else f"/namespaces/{self._ns}"
-        return self._list(f"{_JOBS}{where}/{names.PLURAL}")
+        return self._ask(self._server.list, JOBS, None if everywhere else self.namespace)
 
     def pods(self, job: Mapping[str, Any]) -> list[Object]:
         """Of this job, not of a namesake that was deleted."""
-        return self._list(
-            f"{_CORE}/namespaces/{self._ns}/pods", labelSelector=f"{names.LABEL_JOB_UID}={job['metadata']['uid']}"
-        )
+        selector = f"{names.LABEL_JOB_UID}={job['metadata']['uid']}"
+        return self._ask(self._server.list, PODS, self.namespace, selector)
 
     def placement(self, job: Mapping[str, Any]) -> SavedPlacement | None:
         """None before the first attempt."""
@@ -104,129 +98,78 @@ class Cluster:
 
     def placement_object(self, job: Mapping[str, Any]) -> Object | None:
         metadata = job["metadata"]
-        found = self._find(f"{_CORE}/namespaces/{self._ns}/configmaps/{quote(placement_name(metadata['name']))}")
+        found = self._ask(self._server.find, CONFIG_MAPS, self.namespace, placement_name(metadata["name"]))
         owners = (found or {}).get("metadata", {}).get("ownerReferences") or []
         return found if any(owner.get("uid") == metadata["uid"] for owner in owners) else None
 
     def nodes(self) -> list[Object]:
-        """Raises Refused where the user may not read nodes, which are not of any namespace."""
-        return self._list(f"{_CORE}/nodes")
+        """Raises Forbidden where the user may not read nodes, which are not of any namespace."""
+        return self._ask(self._server.list, NODES)
 
     def events(self, job: Mapping[str, Any]) -> list[Object]:
         """Of the job itself, oldest first."""
         metadata = job["metadata"]
         selector = f"involvedObject.kind={names.KIND},involvedObject.name={metadata['name']}"
-        found = self._list(f"{_CORE}/namespaces/{self._ns}/events", fieldSelector=selector)
+        found = self._ask(self._server.list, EVENTS, self.namespace, "", selector)
         return [event for event in found if event["involvedObject"].get("uid") in (None, "", metadata["uid"])]
 
     def log(self, namespace: str, pod: str, container: str | None = None, lines: int = 2000) -> str:
-        query = {"tailLines": str(lines), "timestamps": "true"} | ({"container": container} if container else {})
-        return self._raw(f"{_CORE}/namespaces/{quote(namespace)}/pods/{quote(pod)}/log?{urlencode(query)}").decode(
-            errors="replace"
+        query = {"tailLines": str(lines), "timestamps": "true"} | (
+            {"container": container} if container else {}
         )
+        return self._text(f"{PODS.path(namespace, pod, 'log')}?{urlencode(query)}")
 
     def pod_page(self, pod: str, port: int, path: str) -> str:
         """What a pod serves over plain HTTP, by way of the API server."""
-        return self._raw(f"{_CORE}/namespaces/{self._ns}/pods/{quote(pod)}:{port}/proxy/{path}").decode(
-            errors="replace"
-        )
+        return self._text(f"{PODS.path(self.namespace, f'{pod}:{port}', 'proxy')}/{path}")
 
     def pods_labelled(self, selector: str) -> list[Object]:
         """In any namespace."""
-        return self._list(f"{_CORE}/pods", labelSelector=selector)
+        return self._ask(self._server.list, PODS, None, selector)
 
     def uid(self) -> str:
-        """What other clusters know this one by; empty where the user may not read the namespace kube-system."""
+        """What other clusters know this one by; empty where the user may not read the namespace
+        kube-system."""
         try:
-            found = self._find(f"{_CORE}/namespaces/kube-system") or {}
-        except Refused:
+            found = self._ask(self._server.find, NAMESPACES, None, "kube-system") or {}
+        except Forbidden:
             return ""
         return str((found.get("metadata") or {}).get("uid") or "")
 
     def version(self) -> str:
-        return str(self._json("/version").get("gitVersion", "unknown"))
+        return str(self._ask(self._server.request, "GET", "/version").get("gitVersion", "unknown"))
 
-    @property
-    def _ns(self) -> str:
-        return quote(self.namespace)
+    def _text(self, path: str) -> str:
+        return self._ask(self._server.read, "GET", path).decode(errors="replace")
 
-    def _find(self, path: str) -> Object | None:
+    def _ask(self, call: Callable[..., T], *arguments: object) -> T:
         try:
-            return self._json(path)
-        except CannotDo as error:
-            if error.status == NOT_FOUND:
-                return None
-            raise
+            return call(*arguments)
+        except RequestFailed as failure:
+            raise self._cannot(failure, at_jobs=JOBS in arguments) from failure
 
-    def _list(self, path: str, **query: str) -> list[Object]:
-        items: list[Object] = []
-        following = ""
-        while True:
-            page = {"limit": str(_PAGE), **query} | ({"continue": following} if following else {})
-            answer = self._json(f"{path}?{urlencode(page)}")
-            items += answer.get("items") or []
-            following = (answer.get("metadata") or {}).get("continue") or ""
-            if not following:
-                return items
-
-    def _json(self, path: str) -> Object:
-        try:
-            return dict(parse_json(self._raw(path)))
-        except (TypeError, ValueError) as error:
-            raise CannotDo(f"the answer of the API server {self.server} cannot be read: {error}", NO_ACCESS) from error
-
-    def _raw(self, path: str) -> bytes:
-        try:
-            request = self._client.param_serialize(
-                "GET", path, header_params={"Accept": "application/json"}, auth_settings=["BearerToken"]
-            )
-            response = self._client.call_api(*request, _request_timeout=self._timeout)
-            data: bytes = response.read()  # type: ignore[no-untyped-call]
-            status, said = int(response.status), _sentence(data) or str(response.reason)
-        except ApiException as error:
-            status, said, data = int(error.status or 0), _sentence(error.body) or str(error.reason), b""
-        except (HTTPError, OSError) as error:
-            raise CannotDo(
-                f"the API server {self.server} does not answer: {_first_line(error)}. Check the context and the network",
-                NO_ACCESS,
-            ) from error
-        except ValueError as error:  # a header that cannot be sent, and the error quotes it
-            raise CannotDo(
-                f"the API server {self.server} cannot be asked: {redacted(_first_line(error))}. Look at the token in the kubeconfig",
-                NO_ACCESS,
-            ) from None
-        if 200 <= status < 300:
-            return data
-        if status == 404 and path.startswith(_JOBS) and "could not find" in said.lower():
-            raise CannotDo(
-                "this cluster does not know TierCheckJobs: install the chart, or check that the context is the right one"
-            )
-        if status == 404:
-            raise CannotDo(said, NOT_FOUND)
-        if status == 401:
-            raise CannotDo(f"the API server {self.server} does not accept your credentials; log in again", NO_ACCESS)
-        if status == 403:
-            raise Refused(
-                f"{said}. Ask for the chart's role tiercheck-viewer, or for view, in that namespace", NO_ACCESS
-            )
-        raise CannotDo(f"the API server answered {status}: {said}", NO_ACCESS)
-
-
-def _own_namespace() -> str:
-    try:
-        with open("/var/run/secrets/kubernetes.io/serviceaccount/namespace") as file:
-            return file.read().strip() or "default"
-    except OSError:
-        return "default"
-
-
-def _sentence(body: bytes | str | None) -> str:
-    """The message of a Status object."""
-    try:
-        return str(parse_json(body or b"{}").get("message") or "")
-    except (ValueError, AttributeError):
-        return (body.decode(errors="replace") if isinstance(body, bytes) else str(body or ""))[:300].strip()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    def _cannot(self, failure: RequestFailed, at_jobs: bool) -> CannotDo:
+        said = failure.message
+        match failure.code:
+            case 0:
+                advice = _ADVICE.get(failure.reason)
+                return CannotDo(f"{said}. {advice}" if advice else said, NO_ACCESS)
+            case 404 if at_jobs and "could not find" in said.lower():
+                return CannotDo(
+                    "this cluster does not know TierCheckJobs: "
+                    "install the chart, or check that the context is the right one"
+                )
+            case 404:
+                return CannotDo(said, NOT_FOUND)
+            case 401:
+                return CannotDo(
+                    f"the API server {self._server.url} does not accept your credentials; log in again",
+                    NO_ACCESS,
+                )
+            case 403:
+                return Forbidden(
+                    f"{said}. Ask for the chart's role tiercheck-viewer, or for view, in that namespace",
+                    NO_ACCESS,
+                )
+            case code:
+                return CannotDo(f"the API server answered {code}: {said}", NO_ACCESS)

@@ -11,12 +11,12 @@ from typer.core import TyperGroup
 
 from tiercheck.about import __version__
 from tiercheck_cli.checkpoint.command import import_checkpoint
+from tiercheck_cli.checkpoint.remote_command import remote
 from tiercheck_cli.events.command import events
 from tiercheck_cli.explain.command import explain
 from tiercheck_cli.export.command import export
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.plan.command import plan
-from tiercheck_cli.remote.command import remote
 from tiercheck_cli.simulate.command import simulate
 from tiercheck_cli.status.command import status
 

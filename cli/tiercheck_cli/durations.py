@@ -6,7 +6,8 @@ import datetime
 
 
 def moment(text: object) -> float | None:
-    """Unix seconds of an RFC 3339 time, or of a number, as the first operators wrote some; None if it is neither."""
+    """Unix seconds of an RFC 3339 time, or of a number, as the first operators wrote some; None if it is
+    neither."""
     if isinstance(text, int | float):
         return float(text)
     if not isinstance(text, str):

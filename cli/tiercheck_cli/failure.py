@@ -1,4 +1,5 @@
-"""What the commands say when they cannot do what was asked: one sentence, what to do about it, and an exit status for scripts."""
+"""What the commands say when they cannot do what was asked: one sentence, what to do about it, and
+an exit status for scripts."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ class Nodes:
     """By node, where the file tells."""
 
     def for_pods(self, spec: Mapping[str, Any]) -> tuple[tuple[ClusterNode, ...], int | None]:
-        """(the nodes, those that the job's pods cannot use marked with why, and how many pods fit on each). By nodeSelector and
-        by the accelerators that the containers ask for; None where nothing tells. Raises CannotDo.
-        """
+        """(the nodes, those that the job's pods cannot use marked with why, and how many pods fit on each).
+        By nodeSelector and by the accelerators that the containers ask for; None where nothing tells. Raises
+        CannotDo."""
         pod = (spec.get("template") or {}).get("spec") or {}
         selector = {str(key): str(value) for key, value in (pod.get("nodeSelector") or {}).items()}
         asked = _accelerators(pod)
@@ -66,7 +66,8 @@ def read_job(path: str) -> dict[str, Any]:
 
 
 def read_nodes(path: str) -> Nodes:
-    """Of `kubectl get nodes -o json` (or yaml), or of a cluster as in examples/clusters; "-" is standard input. Raises CannotDo."""
+    """Of `kubectl get nodes -o json` (or yaml), or of a cluster as in examples/clusters; "-" is standard
+    input. Raises CannotDo."""
     for document in _documents(path):
         if "items" in document or "nodes" in document:
             try:
@@ -75,16 +76,20 @@ def read_nodes(path: str) -> Nodes:
                 raise CannotDo(f"{path} is not a list of nodes: {error}", USAGE) from error
             if not found:
                 break
-            return Nodes(found, {name: has for name, has in map(_allocatable, document.get("items") or []) if has})
+            return Nodes(
+                found, {name: has for name, has in map(_allocatable, document.get("items") or []) if has}
+            )
     raise CannotDo(f"{path} lists no nodes; make it with: kubectl get nodes -o json > nodes.json", USAGE)
 
 
 def made_up_nodes(shape: str) -> Nodes:
-    """Of a shape such as 2x25x40: zones, racks in each, nodes in each; without zones 25x40. Raises CannotDo."""
+    """Of a shape such as 2x25x40: zones, racks in each, nodes in each; without zones 25x40. Raises
+    CannotDo."""
     match = _SHAPE.fullmatch(shape)
     if match is None:
         raise CannotDo(
-            f'"{shape}" is no shape: give racks x nodes, such as 25x40, or zones x racks x nodes: 2x25x40', USAGE
+            f'"{shape}" is no shape: give racks x nodes, such as 25x40, or zones x racks x nodes: 2x25x40',
+            USAGE,
         )
     zones, racks, size = int(match[1] or 1), int(match[2]), int(match[3])
     if zones * racks * size > _MOST:
@@ -92,7 +97,8 @@ def made_up_nodes(shape: str) -> Nodes:
     return Nodes(
         tuple(
             ClusterNode(
-                name, {ZONE_LABEL: f"zone-{zone}", RACK_LABEL: f"rack-{zone * racks + rack}", HOSTNAME_LABEL: name}
+                name,
+                {ZONE_LABEL: f"zone-{zone}", RACK_LABEL: f"rack-{zone * racks + rack}", HOSTNAME_LABEL: name},
             )
             for zone in range(zones)
             for rack in range(racks)
@@ -137,7 +143,9 @@ def _documents(path: str) -> Iterable[dict[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise CannotDo(f"{path} cannot be read: {why}", USAGE) from error
-    if text.lstrip().startswith("{"):  # JSON is YAML too, but a thousand nodes of it take YAML's parser a minute
+    if text.lstrip().startswith(
+        "{"
+    ):  # JSON is YAML too, but a thousand nodes of it take YAML's parser a minute
         try:
             loaded: list[Any] = [parse_json(text)]
         except ValueError as error:

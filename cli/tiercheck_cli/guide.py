@@ -1,4 +1,5 @@
-"""What to do about a reason, in the words of the troubleshooting guide: one text, read by people and shown by commands."""
+"""What to do about a reason, in the words of the troubleshooting guide: one text, read by people
+and shown by commands."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _MINUTE = 90.0
 
 
 @dataclass(frozen=True)
-class Entry:
+class GuideEntry:
     """A row of the guide."""
 
     meaning: str
@@ -33,17 +34,17 @@ class Entry:
         return self.advice.removeprefix(_PATIENCE).removeprefix(" Then ").strip()
 
 
-def entry(reason: str) -> Entry | None:
+def entry(reason: str) -> GuideEntry | None:
     """None for a reason that the guide of this version does not know."""
     return _entries().get(reason)
 
 
 @functools.cache
-def _entries() -> dict[str, Entry]:
+def _entries() -> dict[str, GuideEntry]:
     conditions = _text().partition("\n## Events\n")[0]
-    found: dict[str, Entry] = {}
+    found: dict[str, GuideEntry] = {}
     for row in _ROW.finditer(conditions):
-        found.setdefault(row[1], Entry(_plain(row[2]), _plain(row[3])))
+        found.setdefault(row[1], GuideEntry(_plain(row[2]), _plain(row[3])))
     return found
 
 

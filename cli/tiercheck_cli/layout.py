@@ -6,18 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tiercheck_cli.cluster import Cluster, Refused
+from tiercheck_cli.cluster import Cluster, Forbidden
 from tiercheck_cli.failure import CannotDo
+from tiercheck_cli.files import Nodes, left_out
+from tiercheck_operator.planning.cluster_nodes import build_topology, seat_workers
 from tiercheck_operator.planning.existing import existing_placement
 from tiercheck_operator.planning.kueue_topology import levels_of
-from tiercheck_operator.planning.placement import Placement, WorkerSite
+from tiercheck_operator.planning.parity import ParityPolicy, place_parity
+from tiercheck_operator.planning.placement import Placement, PlacementPolicy, Unplaceable, WorkerSite, place
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 from tiercheck_operator.planning.topology import Topology, levels_from_spec
 from tiercheck_operator.planning.wanted import Wanted
 
 
 @dataclass(frozen=True)
-class Layout:
+class JobLayout:
     """Everything that is drawn and asked about."""
 
     name: str
@@ -32,7 +35,8 @@ class Layout:
 
     @property
     def level(self) -> str:
-        """The level that says most: the one that copies are spread over, or the widest below it that the labels tell."""
+        """The level that says most: the one that copies are spread over, or the widest below it that the
+        labels tell."""
         names = self.topology.level_names
         for level in names[names.index(self.wanted.level) :]:
             if any(self.topology.domain(site.node, level) is not None for site in self.sites):
@@ -44,7 +48,11 @@ def wanted_of(spec: Mapping[str, Any], saved: SavedPlacement | None = None) -> W
     """Levels of a Kueue Topology are those that the operator wrote down. Raises CannotDo."""
     try:
         found = None
-        if (spec.get("topology") or {}).get("kueueTopology") and saved is not None and saved.domains is not None:
+        if (
+            (spec.get("topology") or {}).get("kueueTopology")
+            and saved is not None
+            and saved.domains is not None
+        ):
             described = {"spec": {"levels": [{"nodeLabel": key} for key in saved.domains.keys]}}
             found = levels_from_spec(None, levels_of(described))
         return Wanted.of(spec, found)
@@ -52,30 +60,34 @@ def wanted_of(spec: Mapping[str, Any], saved: SavedPlacement | None = None) -> W
         raise CannotDo(f"the job's spec cannot be planned: {error}") from error
 
 
-def layout_of(cluster: Cluster, job: Mapping[str, Any]) -> Layout:
+def layout_of(cluster: Cluster, job: Mapping[str, Any]) -> JobLayout:
     """As the operator has placed it. Raises CannotDo."""
     saved = cluster.placement(job)
     name = job["metadata"]["name"]
     if saved is None:
         raise CannotDo(
-            f"{name} has no placement yet: it is made when every worker has a node. See: tiercheck status {name}"
+            f"{name} has no placement yet: it is made when every worker has a node. See: tiercheck status "
+            f"{name}"
         )
     wanted = wanted_of(job["spec"], saved)
-    sites = tuple(WorkerSite(member.worker, member.node) for member in sorted(saved.members, key=lambda m: m.worker))
+    sites = tuple(
+        WorkerSite(member.worker, member.node) for member in sorted(saved.members, key=lambda m: m.worker)
+    )
     labels, remarks = _labels(cluster, saved, {site.node for site in sites})
     topology = Topology.build(labels, wanted.levels)
     try:
         placement = existing_placement(sites, topology, saved.holders(), saved.groups, wanted.level)
     except ValueError as error:
         raise CannotDo(f"the placement of {name} is not complete: {error}") from error
-    return Layout(name, wanted, sites, topology, placement, saved.attempt, remarks)
+    return JobLayout(name, wanted, sites, topology, placement, saved.attempt, remarks)
 
 
 def node_labels(cluster: Cluster, saved: SavedPlacement | None) -> tuple[dict[str, dict[str, str]], str]:
-    """(labels by node, what is wrong with them). Where the user may not read nodes, as the operator wrote them down."""
+    """(labels by node, what is wrong with them). Where the user may not read nodes, as the operator wrote
+    them down."""
     try:
         nodes = cluster.nodes()
-    except Refused:
+    except Forbidden:
         if saved is not None and saved.domains is not None:
             return saved.domains.labels(), ""
         return {}, "you may not read nodes, so their racks and zones are not known: only hosts are told apart"
@@ -93,3 +105,54 @@ def _labels(
     if gone:
         remarks.append(f"not in the cluster any more: {', '.join(gone[:5])}{' ...' if len(gone) > 5 else ''}")
     return {node: known.get(node, {}) for node in used}, tuple(remarks)
+
+
+def seated(
+    spec: Mapping[str, Any], nodes: Nodes, per_node: int | None = None
+) -> tuple[Wanted, tuple[WorkerSite, ...], Topology, tuple[str, ...]]:
+    """Where the job's workers would about be. The last is what a person should know about it. Raises
+    CannotDo."""
+    wanted = wanted_of(spec)
+    marked, fit = nodes.for_pods(spec)
+    aside = left_out(marked)
+    try:
+        topology = build_topology(marked, wanted.levels)
+        sites = seat_workers(
+            marked, topology, wanted.workers, wanted.level, per_node if per_node is not None else fit
+        )
+    except ValueError as error:
+        raise CannotDo(f"{error}{f'; {aside}' if aside else ''}. Give more nodes or fewer workers") from error
+    bare = [
+        f"{len(names)} of {len(marked)} nodes lack the label {level.label}, so their {level.name} is not "
+        "known"
+        for level, names in topology.missing
+        if level.name == wanted.level
+    ]
+    return wanted, tuple(sites), topology, (*([aside] if aside else []), *bare)
+
+
+def placed(
+    sites: tuple[WorkerSite, ...], topology: Topology, policy: PlacementPolicy | ParityPolicy
+) -> Placement:
+    """As the operator would. Raises CannotDo, also where a required spread cannot be had."""
+    try:
+        outcome = (
+            place_parity(sites, topology, policy)
+            if isinstance(policy, ParityPolicy)
+            else place(sites, topology, policy)
+        )
+    except ValueError as error:
+        raise CannotDo(f"spec.tiers.peer: {error}") from error
+    if isinstance(outcome, Unplaceable):
+        raise CannotDo(
+            f"the job would wait: {outcome.reason}. Give nodes in more domains, or use mode Preferred"
+        )
+    return outcome
+
+
+def planned(job: Mapping[str, Any], nodes: Nodes, per_node: int | None = None) -> JobLayout:
+    """As the operator would place it. Raises CannotDo."""
+    wanted, sites, topology, remarks = seated(job["spec"], nodes, per_node)
+    placement = placed(sites, topology, wanted.policy)
+    name = str((job.get("metadata") or {}).get("name") or "job")
+    return JobLayout(name, wanted, sites, topology, placement, None, remarks)

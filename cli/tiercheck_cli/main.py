@@ -1,7 +1,7 @@
 """`tiercheck` and `kubectl tiercheck`: one command for people.
 
-`tiercheck launch` also runs in training images, where nothing but the standard library and torch is installed, so it is
-handed over before anything else is imported.
+`tiercheck launch` also runs in training images, where nothing but the standard library and torch is
+installed, so it is handed over before anything else is imported.
 """
 
 from __future__ import annotations

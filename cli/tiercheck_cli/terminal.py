@@ -1,4 +1,4 @@
-"""Where answers go: a person's terminal, a pipe, or a program that reads JSON or YAML."""
+"""What commands take and where their answers go: a terminal, a pipe, or a program that reads JSON or YAML."""
 
 from __future__ import annotations
 
@@ -6,18 +6,44 @@ import io
 import json
 import sys
 from collections.abc import Mapping
-from typing import Any
+from enum import Enum
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console, RenderableType
 
-from tiercheck_cli.options import Output
+_CLUSTER = "Cluster"
+
+
+class Output(str, Enum):
+    """How an answer is written."""
+
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+
+
+Namespace = Annotated[
+    str | None,
+    typer.Option("-n", "--namespace", help="Namespace; default: the context's.", rich_help_panel=_CLUSTER),
+]
+Context = Annotated[
+    str | None, typer.Option("--context", help="Context of the kubeconfig.", rich_help_panel=_CLUSTER)
+]
+Kubeconfig = Annotated[
+    str | None,
+    typer.Option("--kubeconfig", help="Default: $KUBECONFIG, then ~/.kube/config.", rich_help_panel=_CLUSTER),
+]
+OutputFormat = Annotated[Output, typer.Option("-o", "--output", help="How to write the answer.")]
+
 
 _PIPE_WIDTH = 120
 """Columns where there is no terminal, unless $COLUMNS says."""
 
 
 def console() -> Console:
-    """On standard output. Colours only on a terminal, and never with NO_COLOR; what the encoding lacks becomes "?"."""
+    """On standard output. Colours only on a terminal, and never with NO_COLOR; what the encoding lacks
+    becomes "?"."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     made = Console(highlight=False, soft_wrap=False)

@@ -1,7 +1,7 @@
 """Addresses that nobody else on this machine uses: one octet of 127.0.0.0/8 per cluster, and free ports.
 
-The octet is held by an abstract Unix socket: it belongs to the same network namespace as the addresses do, and the kernel frees it when
-the holder dies, however it dies.
+The octet is held by an abstract Unix socket: it belongs to the same network namespace as the addresses do,
+and the kernel frees it when the holder dies, however it dies.
 """
 
 from __future__ import annotations
@@ -44,10 +44,12 @@ class Octet:
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports that no socket of this machine has, at any address, held together until all are chosen, so that they differ.
+    """TCP ports that no socket of this machine has, at any address, held together until all are chosen, so
+    that they differ.
 
-    Not of those that the kernel gives to whoever connects, or listens at port 0: between here and their use it would give some away, and a
-    server that listens everywhere (torch's TCPStore) needs a port that is free at every address.
+    Not of those that the kernel gives to whoever connects, or listens at port 0: between here and their use
+    it would give some away, and a server that listens everywhere (torch's TCPStore) needs a port that is free
+    at every address.
     """
     candidates = _given_by_nobody()
     with contextlib.ExitStack() as held:

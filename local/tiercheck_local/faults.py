@@ -9,20 +9,16 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tiercheck.failpoints import STRUCK, Arming
 from tiercheck.protocol.slot import NotASlot, SlotHeader, read_header
 from tiercheck.warm import IDLE_NAME
+from tiercheck_cli.api_server import NODES, PODS, Object, RequestFailed
 from tiercheck_local import links, markers
-from tiercheck_local.client import NODES, PODS, ApiFailure, Object
 from tiercheck_local.node.agent import LOSE_EVERY_POD
 from tiercheck_local.node.container import HOLD, OUT_OF_MEMORY
 from tiercheck_local.nodespec import RACK
-
-if TYPE_CHECKING:
-    from tiercheck_local.cluster import LocalCluster
-
+from tiercheck_local.running import RunningCluster
 
 _HEADER_ROOM = 4 * 1024 * 1024
 
@@ -41,9 +37,10 @@ class NothingToHit(LookupError):
 
 
 class Faults:
-    """Of one cluster. Each returns when the harm is done; that the cluster notices is for the caller to await."""
+    """Of one cluster. Each returns when the harm is done; that the cluster notices is for the caller to
+    await."""
 
-    def __init__(self, cluster: LocalCluster) -> None:
+    def __init__(self, cluster: RunningCluster) -> None:
         self._cluster = cluster
         self._cut: set[frozenset[str]] = set()
 
@@ -52,8 +49,9 @@ class Faults:
     def kill_container_process(
         self, pod: str, container: str = "trainer", number: int = signal.SIGKILL, namespace: str = "default"
     ) -> int:
-        """Signal one process of the user's command: a leaf of the container's process tree, not its first process (the
-        launcher), unless that is alone, nor the interpreter that waits for the next attempt. Returns its PID. Raises NothingToHit."""
+        """Signal one process of the user's command: a leaf of the container's process tree, not its first
+        process (the launcher), unless that is alone, nor the interpreter that waits for the next attempt.
+        Returns its PID. Raises NothingToHit."""
         found = self.container_processes(pod, container, namespace)
         if not found:
             raise NothingToHit(f"no process runs in container {container} of pod {pod}")
@@ -77,8 +75,8 @@ class Faults:
             raise NothingToHit(f"no process runs in container {container} of pod {pod}")
 
     def oom_kill_container(self, pod: str, container: str = "trainer", namespace: str = "default") -> None:
-        """As the kernel does with a container that outgrows its memory limit: everything in it is killed at once, and its end has
-        the reason OOMKilled. Raises NothingToHit."""
+        """As the kernel does with a container that outgrows its memory limit: everything in it is killed at
+        once, and its end has the reason OOMKilled. Raises NothingToHit."""
         mark = (self._cluster.logs / pod / container).with_suffix(OUT_OF_MEMORY)
         mark.touch()
         try:
@@ -99,17 +97,22 @@ class Faults:
     # Pods.
 
     def evict_pod(self, pod: str, namespace: str = "default") -> None:
-        """Through the Eviction API, once. Raises ApiFailure 429 if a disruption budget forbids it."""
-        eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
+        """Through the Eviction API, once. Raises RequestFailed 429 if a disruption budget forbids it."""
+        eviction = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": pod, "namespace": namespace},
+        }
         self._cluster.api.request("POST", PODS.path(namespace, pod, "eviction"), eviction)
 
     def drain_pod(self, pod: str, namespace: str = "default", patience: float = 120.0) -> None:
-        """As `kubectl drain` does: evict it, again and again while a disruption budget forbids it. Raises GaveUp."""
+        """As `kubectl drain` does: evict it, again and again while a disruption budget forbids it. Raises
+        GaveUp."""
 
         def evicted() -> bool:
             try:
                 self.evict_pod(pod, namespace)
-            except ApiFailure as failure:
+            except RequestFailed as failure:
                 if failure.code != 429:
                     raise
                 return False
@@ -125,7 +128,8 @@ class Faults:
         return names
 
     def kill_all_pods(self) -> None:
-        """All processes of all pods die at once, with their memory; the nodes live and report the pods as Failed."""
+        """All processes of all pods die at once, with their memory; the nodes live and report the pods as
+        Failed."""
         for name in self._cluster.nodes:
             agent = self._cluster.agent(name)
             if agent.poll() is None:
@@ -135,7 +139,8 @@ class Faults:
     # Nodes.
 
     def kill_node(self, name: str) -> None:
-        """Power loss: the agent and every process of the node die at once, its memory is gone, nobody reports it."""
+        """Power loss: the agent and every process of the node die at once, its memory is gone, nobody reports
+        it."""
         self.kill_nodes([name])
 
     def kill_rack(self, value: str, label: str = RACK) -> list[str]:
@@ -178,13 +183,17 @@ class Faults:
 
     # Links.
 
-    def cut_links(self, pod: str, others: Iterable[str], *, operator: bool = False, namespace: str = "default") -> None:
-        """Nothing gets through any more between the pod and each of `others` (pods), and the operator if so wished. Kubernetes
-        notices nothing: the node's agent has its own line. Raises NothingToHit if the cluster was not made `cuttable`."""
+    def cut_links(
+        self, pod: str, others: Iterable[str], *, operator: bool = False, namespace: str = "default"
+    ) -> None:
+        """Nothing gets through any more between the pod and each of `others` (pods), and the operator if so
+        wished. Kubernetes notices nothing: the node's agent has its own line. Raises NothingToHit if the
+        cluster was not made `cuttable`."""
         here = self._pod(pod, namespace)["status"]["podIP"]
         there = {self._pod(other, namespace)["status"]["podIP"] for other in others}
         self._cut |= {
-            frozenset((here, address)) for address in (there | ({links.OPERATOR} if operator else set())) - {here}
+            frozenset((here, address))
+            for address in (there | ({links.OPERATOR} if operator else set())) - {here}
         }
         self._write_cuts()
 
@@ -232,8 +241,9 @@ class Faults:
     # Failpoints.
 
     def arm(self, whose: str, arming: Arming) -> None:
-        """From now on this strikes the process, or all those of a container. `whose`: a replica of the operator, or <pod>.<container>. What had
-        struck there before is forgotten. Raises NothingToHit if the cluster was not made with `failpoints`."""
+        """From now on this strikes the process, or all those of a container. `whose`: a replica of the
+        operator, or <pod>.<container>. What had struck there before is forgotten. Raises NothingToHit if the
+        cluster was not made with `failpoints`."""
         path = self._armed(whose)
         path.unlink(missing_ok=True)  # what was armed before must not find its strikes forgotten
         Path(f"{path}{STRUCK}").unlink(missing_ok=True)
@@ -259,8 +269,11 @@ class Faults:
 
     # Copies.
 
-    def sealed_slots(self, pod: str, rank: int | None = None, namespace: str = "default") -> dict[Path, SlotHeader]:
-        """Slots with a seal in the pod's memory (of one rank), newest first: own ones and hosted copies alike."""
+    def sealed_slots(
+        self, pod: str, rank: int | None = None, namespace: str = "default"
+    ) -> dict[Path, SlotHeader]:
+        """Slots with a seal in the pod's memory (of one rank), newest first: own ones and hosted copies
+        alike."""
         found = self._pod(pod, namespace)
         memory = self._cluster.memory_folder(found["spec"]["nodeName"], found["metadata"]["uid"])
         slots: dict[Path, SlotHeader] = {}
@@ -276,7 +289,8 @@ class Faults:
         return dict(sorted(slots.items(), key=lambda entry: entry[1].version, reverse=True))
 
     def flip_bit(self, pod: str, rank: int, namespace: str = "default") -> list[Path]:
-        """Flip one bit of the data in every sealed slot of `rank` in the pod's memory; the slots. Raises NothingToHit."""
+        """Flip one bit of the data in every sealed slot of `rank` in the pod's memory; the slots. Raises
+        NothingToHit."""
         slots = self.sealed_slots(pod, rank, namespace)
         if not slots:
             raise NothingToHit(f"pod {pod} holds no sealed slot of rank {rank}")
@@ -293,7 +307,9 @@ class Faults:
 
     def _place(self, pod: str, namespace: str, container: str) -> str:
         found = self._pod(pod, namespace)
-        return markers.place(self._cluster.id, found["spec"].get("nodeName", ""), found["metadata"]["uid"], container)
+        return markers.place(
+            self._cluster.id, found["spec"].get("nodeName", ""), found["metadata"]["uid"], container
+        )
 
 
 def _parent(pid: int) -> int:

@@ -1,4 +1,5 @@
-"""Which links between pods, and between pods and the operator, are cut: a file that every process of the cluster looks at."""
+"""Which links between pods, and between pods and the operator, are cut: a file that every process
+of the cluster looks at."""
 
 from __future__ import annotations
 

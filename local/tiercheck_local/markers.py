@@ -1,14 +1,18 @@
-"""Finds every process of a pod, a node or a cluster: each carries its place in its environment, children inherit it.
+"""What a cluster leaves on the machine, and how to remove all of it: processes by their marker,
+folders by their name.
 
-A process group would lose what starts its own session, as launchers do; a PID namespace would need privileges.
+Each process carries its place in its environment, and children inherit it. A process group would lose what
+starts its own session, as launchers do; a PID namespace would need privileges.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import time
+from pathlib import Path
 
 CLUSTER = "TIERCHECK_LOCAL_CLUSTER"
 """Value: the cluster's id. On everything that the laptop cluster starts."""
@@ -21,7 +25,8 @@ class Unkillable(RuntimeError):
 
 
 def pids(variable: str, where: str) -> list[int]:
-    """Processes of this user, other than this one, whose `variable` is `where` or below it. Zombies have no environment."""
+    """Processes of this user, other than this one, whose `variable` is `where` or below it. Zombies have no
+    environment."""
     wanted = f"{variable}={where.rstrip('/')}".encode()
     endings = (wanted + b"\0", wanted + b"/")
     found = []
@@ -57,5 +62,30 @@ def kill(variable: str, where: str, patience: float = 10.0) -> None:
 
 
 def place(cluster: str, node: str, pod_uid: str = "", container: str = "") -> str:
-    """The value of `POD`, or the beginning of it that all containers of the pod, all pods of the node share."""
+    """The value of `POD`, or the beginning of it that all containers of the pod, all pods of the node
+    share."""
     return "/".join(part for part in (cluster, node, pod_uid, container) if part)
+
+
+MEMORY_FILE_SYSTEM = Path("/dev/shm")
+SCRATCH = Path("/tmp")
+"""Not the temporary folder that the environment names: Unix sockets in it need short paths."""
+
+
+def folders(cluster: str) -> tuple[Path, Path]:
+    """Where the cluster's memory volumes and its other volumes lie."""
+    return MEMORY_FILE_SYSTEM / f"tiercheck-{cluster}", SCRATCH / f"tiercheck-{cluster}"
+
+
+def remove(cluster: str) -> None:
+    """Kill every other process of the cluster and delete its folders. Raises Unkillable."""
+    kill(CLUSTER, cluster)
+    for folder in folders(cluster):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_all_at(octet: int) -> None:
+    """For the holder of an octet: what else carries it belongs to a cluster whose process was killed."""
+    for root in (MEMORY_FILE_SYSTEM, SCRATCH):
+        for left in root.glob(f"tiercheck-{octet}-*"):
+            remove(left.name.removeprefix("tiercheck-"))

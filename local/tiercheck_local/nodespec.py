@@ -30,7 +30,8 @@ class NodeSpec:
 
     @staticmethod
     def load(path: Path | str) -> list[NodeSpec]:
-        """Nodes of a file `{nodes: [{name, labels, pods, resources, count}]}`; `count` as in `read_nodes`. Raises BadCluster, OSError."""
+        """Nodes of a file `{nodes: [{name, labels, pods, resources, count}]}`; `count` as in `read_nodes`.
+        Raises BadCluster, OSError."""
         content = yaml.safe_load(Path(path).read_text())
         if not isinstance(content, dict) or not isinstance(content.get("nodes"), list):
             raise BadCluster(f"{path}: expected a list under `nodes`")
@@ -56,5 +57,6 @@ class NodeSpec:
         """`nodes` nodes dealt over `racks` racks of one zone: node-0, node-1 ... in rack-0, rack-1 ..."""
         per_rack = -(-nodes // racks)
         return [
-            NodeSpec(f"node-{index}", {ZONE: "laptop", RACK: f"rack-{index // per_rack}"}) for index in range(nodes)
+            NodeSpec(f"node-{index}", {ZONE: "laptop", RACK: f"rack-{index // per_rack}"})
+            for index in range(nodes)
         ]

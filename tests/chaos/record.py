@@ -13,7 +13,8 @@ from typing import Any
 from tests.simulation.checker import Entry
 from tiercheck.protocol import names
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_local.client import PODS, Changed, Client, Listed, Object, Resource
+from tiercheck_cli.api_server import PODS, ApiResource, Changed, Listing, Object
+from tiercheck_local.client import Client
 from tiercheck_local.demo.stage import JOBS
 
 _SETTLED = 1.0
@@ -116,10 +117,10 @@ class Recorder:
     def _follow_all(self, kubeconfig: Path) -> None:
         asyncio.set_event_loop(self._loop)
 
-        async def follow(resource: Resource, selector: dict[str, str], see: Any, gone: Any) -> None:
+        async def follow(resource: ApiResource, selector: dict[str, str], see: Any, gone: Any) -> None:
             async with Client.of(kubeconfig) as client:
                 async for news in client.follow(resource, "default", **selector):
-                    if isinstance(news, Listed):
+                    if isinstance(news, Listing):
                         for item in news.items:
                             see(item)
                     elif isinstance(news, Changed):

@@ -19,7 +19,7 @@ from tests.chaos.record import Recorder
 from tests.chaos.store import BUCKET, Store
 from tiercheck.failpoints import Arming
 from tiercheck.protocol import names
-from tiercheck_local.client import PODS, ApiFailure, Object
+from tiercheck_cli.api_server import PODS, Object, RequestFailed
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.job import CREDENTIALS, credentials
 from tiercheck_local.demo.object_store import REGION
@@ -163,7 +163,7 @@ class Stage:
             case "container":
                 faults.kill_container(pod, names.TRAINER_CONTAINER)
             case "evict":
-                with contextlib.suppress(ApiFailure):  # it was just replaced
+                with contextlib.suppress(RequestFailed):  # it was just replaced
                     faults.drain_pod(pod)
             case "delete":
                 api.delete(PODS, "default", pod, grace=0)

@@ -17,7 +17,7 @@ from chart_under_test import CHART, NAMESPACE, RELEASE
 from real_cluster import service_account_kubeconfig
 from recorder import Recording, recording
 
-from tiercheck_local.client import ApiFailure
+from tiercheck_cli.api_server import RequestFailed
 from tiercheck_local.cluster import LocalCluster
 
 real = [
@@ -49,7 +49,7 @@ def install(
 def exists(cluster: LocalCluster, path: str) -> bool:
     try:
         cluster.api.request("GET", path)
-    except ApiFailure as failure:
+    except RequestFailed as failure:
         if failure.code in (404, 429, 503):
             return False
         raise

@@ -11,7 +11,7 @@ from real_cluster import post, service_account_kubeconfig
 from releases import ACCOUNT, JOBS, install, job, real
 
 from tiercheck.protocol import names
-from tiercheck_local.client import ApiFailure
+from tiercheck_cli.api_server import RequestFailed
 from tiercheck_local.cluster import LocalCluster
 
 Object = dict[str, Any]
@@ -95,7 +95,7 @@ def test_nobody_else_makes_or_changes_what_marks_a_worker(
     cluster.apply(pod("plain", labels={"app": "web"}))
     cluster.apply(pod("plain", labels={"app": "other"}))
     for marked in (pod("plain", labels=OURS), pod("plain", **ATTACHED)):
-        with pytest.raises(ApiFailure, match="operator alone"):
+        with pytest.raises(RequestFailed, match="operator alone"):
             cluster.apply(marked)
 
     by_hand = job("claims", "default", attach={"owner": OWNER, "container": "c"})

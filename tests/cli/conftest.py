@@ -12,13 +12,21 @@ import pytest
 import recorded
 import yaml
 
-from tiercheck.protocol import names
-from tiercheck_local.api import Api
-from tiercheck_local.client import CONFIG_MAPS, CRDS, EVENTS, NAMESPACES, NODES, PODS, ApiFailure, Resource
+from tiercheck_cli.api_server import (
+    CONFIG_MAPS,
+    CRDS,
+    EVENTS,
+    JOBS,
+    NAMESPACES,
+    NODES,
+    PODS,
+    ApiResource,
+    ApiServer,
+    RequestFailed,
+)
 from tiercheck_local.controlplane import ControlPlane, open_control_plane
 
 ROOT = Path(__file__).parents[2]
-JOBS = Resource(f"{names.API_GROUP}/{names.API_VERSION}", names.PLURAL)
 DEADLINE = 60.0
 
 
@@ -34,7 +42,7 @@ def plane(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="session")
 def filled(plane: ControlPlane) -> Path:
     """The kubeconfig of a server that holds the recorded job, its pods, nodes, placement and Events."""
-    api = Api(plane.kubeconfig)
+    api = ApiServer.of(plane.kubeconfig)
     try:
         api.create(CRDS, None, yaml.safe_load((ROOT / "crds" / "tiercheckjobs.yaml").read_text()))
         api.create(NAMESPACES, None, {"metadata": {"name": recorded.NAMESPACE}})
@@ -50,7 +58,9 @@ def filled(plane: ControlPlane) -> Path:
         for pod in recorded.pods():
             made = pod.pop("status")
             _created(api, PODS, pod)
-            api.patch(PODS, recorded.NAMESPACE, pod["metadata"]["name"], {"status": made}, subresource="status")
+            api.patch(
+                PODS, recorded.NAMESPACE, pod["metadata"]["name"], {"status": made}, subresource="status"
+            )
         api.create(CONFIG_MAPS, recorded.NAMESPACE, recorded.placement())
         for event in recorded.events():
             api.create(EVENTS, recorded.NAMESPACE, event)
@@ -59,13 +69,13 @@ def filled(plane: ControlPlane) -> Path:
     return plane.kubeconfig
 
 
-def _created(api: Api, resource: Resource, body: dict[str, Any]) -> dict[str, Any]:
+def _created(api: ApiServer, resource: ApiResource, body: dict[str, Any]) -> dict[str, Any]:
     """A kind is served, and a namespace has its service account, a moment after they were made."""
     end = time.monotonic() + DEADLINE
     while True:
         try:
             return api.create(resource, recorded.NAMESPACE, body)
-        except ApiFailure as failure:
+        except RequestFailed as failure:
             if failure.code not in (403, 404) or time.monotonic() > end:
                 raise
             time.sleep(0.1)

@@ -1,4 +1,5 @@
-"""A cluster that answers with recorded objects, for what is about showing them and not about fetching them."""
+"""A cluster that answers with recorded objects, for what is about showing them and not about
+fetching them."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 import recorded
 
-from tiercheck_cli.cluster import Cluster, Refused
+from tiercheck_cli.cluster import Cluster, Forbidden
 from tiercheck_operator.planning.saved_placement import SavedPlacement, read_placement_data
 
 
@@ -29,7 +30,7 @@ class FakeCluster(Cluster):
 
     def nodes(self) -> list[dict[str, Any]]:
         if not self._may_read_nodes:
-            raise Refused("nodes is forbidden")
+            raise Forbidden("nodes is forbidden")
         return recorded.nodes()
 
     def events(self, job: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -9,7 +9,8 @@ from tiercheck_cli.report import FaultRecord, RunRecord, StepRecord, WatermarkSa
 
 _FAULTS = [
     # name, what, target, at step, lost, detect, restore, start, tiers, sources
-    ("process", "a training process is killed", "training process of worker 1 (gpt-1-0)", 22, 2, 0.06, 0.4, 4.1,
+    ("process", "a training process is killed", "training process of worker 1 (gpt-1-0)", 22, 2, 0.06, 0.4,
+    4.1,
      {"local": 4}, ["own memory"] * 4),
     ("pod", "a pod is evicted", "pod gpt-2-0 (worker 2)", 48, 3, 0.2, 3.2, 4.4,
      {"local": 3, "peer": 1}, ["own memory", "own memory", "worker 0 (rack a)", "own memory"]),
@@ -52,7 +53,8 @@ def made_up_run(total: int = 150, step_seconds: float = 0.45) -> RunRecord:
             now = injected + detect + restore + start
             faults.append(
                 FaultRecord(
-                    name, what, target, injected, injected + detect, injected + detect + restore, now + step_seconds,
+                    name, what, target, injected, injected + detect, injected + detect + restore,
+                    now + step_seconds,
                     attempt, step, lost, dict(tiers), list(sources),
                     reason=f"step {step} is the newest version that every rank can rebuild",
                 )

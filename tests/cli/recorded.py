@@ -1,6 +1,8 @@
-"""A job in trouble as the API shows it: eight workers in four racks, four recoveries behind it, one thing to be done about it.
+"""A job in trouble as the API shows it: eight workers in four racks, four recoveries behind it, one
+thing to be done about it.
 
-The objects have the shape that the operator writes; `test_recorded_objects.py` holds them against the CRD and the operator's own reader.
+The objects have the shape that the operator writes; `test_recorded_objects.py` holds them against the CRD and
+the operator's own reader.
 """
 
 from __future__ import annotations
@@ -62,7 +64,13 @@ def job() -> Object:
     return {
         "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
         "kind": names.KIND,
-        "metadata": {"name": NAME, "namespace": NAMESPACE, "uid": UID, "generation": 1, "creationTimestamp": at(93600)},
+        "metadata": {
+            "name": NAME,
+            "namespace": NAMESPACE,
+            "uid": UID,
+            "generation": 1,
+            "creationTimestamp": at(93600),
+        },
         "spec": spec(),
         "status": status(),
     }
@@ -182,7 +190,8 @@ def status() -> Object:
                 "Protected",
                 "False",
                 "RemoteForbidden",
-                "worker 3: the bucket checkpoints refuses s3:PutObject for team-a/gpt-large/artifacts (AccessDenied)",
+                "worker 3: the bucket checkpoints refuses s3:PutObject for team-a/gpt-large/artifacts "
+                "(AccessDenied)",
                 1100,
             ),
             condition("DeltasActive", "True", "EveryStep", "a delta is taken at every step", 9000),
@@ -257,7 +266,8 @@ def pods() -> list[Object]:
 def placement(domains_saved: bool = True) -> Object:
     members = tuple(
         SavedMember(
-            worker, f"{NAME}-{worker}-{incarnation(worker)}", f"pod-{worker}", incarnation(worker), node_of(worker),
+            worker, f"{NAME}-{worker}-{incarnation(worker)}", f"pod-{worker}", incarnation(worker),
+            node_of(worker),
             HOLDERS[worker],
         )
         for worker in range(WORKERS)
@@ -277,11 +287,15 @@ def placement(domains_saved: bool = True) -> Object:
 def events() -> list[Object]:
     """As they come from the API: in no order."""
     told = [
-        ("Normal", "Recovered", 720, "attempt 5 after NodeLost: back at step 12214 (56 from local, 8 from peer), 2 steps lost, 47.3 s in all"),
-        ("Warning", "NodeLost", 761, "node node-2 with worker 2 is lost: its agent has not reported for 40 s"),
-        ("Normal", "AttemptStarted", 758, "attempt 5: step 12214: newest version that every rank can rebuild; 56 ranks from own memory, 8 from a peer"),
+        ("Normal", "Recovered", 720, "attempt 5 after NodeLost: back at step 12214 (56 from local, 8 from "
+                                     "peer), 2 steps lost, 47.3 s in all"),
+        ("Warning", "NodeLost", 761, "node node-2 with worker 2 is lost: its agent has not reported for 40 "
+                                     "s"),
+        ("Normal", "AttemptStarted", 758, "attempt 5: step 12214: newest version that every rank can "
+                                          "rebuild; 56 ranks from own memory, 8 from a peer"),
         ("Normal", "TrainingReleased", 749, "attempt 5: every rank holds the same state"),
-        ("Warning", "RemoteForbidden", 1100, "worker 3: the bucket checkpoints refuses s3:PutObject (AccessDenied)"),
+        ("Warning", "RemoteForbidden", 1100, "worker 3: the bucket checkpoints refuses s3:PutObject "
+                                             "(AccessDenied)"),
     ]  # fmt: skip
     return [
         {

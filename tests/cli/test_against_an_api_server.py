@@ -1,4 +1,5 @@
-"""The commands against an API server, as the shell runs them; against the real one also as a user with the chart's viewer role alone."""
+"""The commands against an API server, as the shell runs them; against the real one also as a user
+with the chart's viewer role alone."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import recorded
 import yaml
 from commands_run import Ran, run
 
-from tiercheck_local.api import Api
+from tiercheck_cli.api_server import ApiServer
 from tiercheck_local.controlplane import ControlPlane
 from tiercheck_local.controlplane.kubeconfig import write_kubeconfig
 
@@ -127,7 +128,11 @@ def test_a_bug_report_holds_everything_but_secrets(tiercheck: Tiercheck, tmp_pat
 @pytest.mark.parametrize(
     ("words", "status", "complaint"),
     [
-        (("status", "nobody", "-n", NAMESPACE), 3, f'there is no TierCheckJob "nobody" in namespace "{NAMESPACE}"'),
+        (
+            ("status", "nobody", "-n", NAMESPACE),
+            3,
+            f'there is no TierCheckJob "nobody" in namespace "{NAMESPACE}"',
+        ),
         (("plan", "nobody"), 3, 'there is no TierCheckJob "nobody" in namespace "default"'),
         (("status", NAME, "-A"), 2, "a job is in one namespace"),
         (("status", "--watch", "-o", "json"), 2, "--watch is for people"),
@@ -211,8 +216,9 @@ def test_the_charts_viewer_role_is_enough_and_gives_nothing_away(
 
 
 def _bound(admin: Path, role: dict[str, Any], folder: Path) -> Path:
-    """The kubeconfig of a service account that has this role in the namespace of the recorded job, and no other."""
-    api = Api(admin)
+    """The kubeconfig of a service account that has this role in the namespace of the recorded job, and no
+    other."""
+    api = ApiServer.of(admin)
     rbac = "/apis/rbac.authorization.k8s.io/v1"
     accounts = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts"
     try:

@@ -1,4 +1,5 @@
-"""The command as the shell and kubectl start it: its names, its manners in a pipe, and what it says on a terminal."""
+"""The command as the shell and kubectl start it: its names, its manners in a pipe, and what it says
+on a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def start(*words: str, name: str = "tiercheck", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def start(
+    *words: str, name: str = "tiercheck", env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """As the installed script called `name` does."""
     code = f"import sys; sys.argv[0] = {name!r}; from tiercheck_cli.main import main; sys.exit(main())"
     return subprocess.run(
@@ -42,7 +45,18 @@ def test_a_terminal_without_unicode_gets_question_marks_and_no_traceback() -> No
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     code = "import sys; sys.argv[0] = 'tiercheck'; from tiercheck_cli.main import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "plan", "-f", "examples/parity.yaml", "--made-up", "64x64", "-o", "json"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "plan",
+        "-f",
+        "examples/parity.yaml",
+        "--made-up",
+        "64x64",
+        "-o",
+        "json",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -1,4 +1,5 @@
-"""`explain` says why the last recovery took what it took, and what the next one would, by the operator's own decision."""
+"""`explain` says why the last recovery took what it took, and what the next one would, by the
+operator's own decision."""
 
 from __future__ import annotations
 
@@ -11,26 +12,28 @@ from fake_cluster import FakeCluster
 from golden import matches, rendered
 
 from tiercheck.protocol.directive import Tier
+from tiercheck_cli.events.recoveries import PastRecovery, recoveries
 from tiercheck_cli.explain import estimate as estimates
-from tiercheck_cli.explain.answer import Answer, answer, scenario_of
-from tiercheck_cli.explain.estimate import Estimate, Failure, estimate
+from tiercheck_cli.explain.answer import WhatIf, answer, scenario_of
+from tiercheck_cli.explain.estimate import AssumedFailure, Estimate, estimate
 from tiercheck_cli.explain.losses import losses
 from tiercheck_cli.explain.screen import what_if_screen, why
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.files import made_up_nodes, read_job
-from tiercheck_cli.layout import layout_of
-from tiercheck_cli.planned import planned
-from tiercheck_cli.recoveries import PastRecovery, recoveries
+from tiercheck_cli.layout import layout_of, planned
 from tiercheck_operator.controller.causes import Cause
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def answers(*asked: str, job: dict[str, Any] | None = None) -> list[Answer]:
+def answers(*asked: str, job: dict[str, Any] | None = None) -> list[WhatIf]:
     job = job or recorded.job()
     layout = layout_of(FakeCluster(), job)
     scenario, step = scenario_of(layout, job)
-    pods = {pod["metadata"]["name"]: int(pod["metadata"]["labels"]["tiercheck.io/worker"]) for pod in recorded.pods()}
+    pods = {
+        pod["metadata"]["name"]: int(pod["metadata"]["labels"]["tiercheck.io/worker"])
+        for pod in recorded.pods()
+    }
     found = losses(asked, layout, pods)
     return [answer(loss, layout, scenario, step=step, past=recoveries(job)) for loss in found]
 
@@ -46,7 +49,9 @@ def test_why_the_last_recovery_took_that_version_from_there(width: int) -> None:
 def test_a_job_that_never_had_to_come_back_says_so() -> None:
     job = recorded.job()
     del job["status"]["lastRecovery"]
-    assert "has not had to come back from anything" in rendered(why(job, recoveries(job), recorded.NOW, 80), 80)
+    assert "has not had to come back from anything" in rendered(
+        why(job, recoveries(job), recorded.NOW, 80), 80
+    )
 
 
 def test_a_recovery_under_way_is_told_before_the_last_one() -> None:
@@ -64,7 +69,10 @@ def test_a_recovery_under_way_is_told_before_the_last_one() -> None:
 
 def test_all_recoveries_that_the_status_keeps_are_known_newest_first() -> None:
     job = recorded.job()
-    job["status"]["recoveries"] = [recorded.recovery(2, "TrainerCrash", 9000), recorded.recovery(3, "PodEvicted", 5000)]
+    job["status"]["recoveries"] = [
+        recorded.recovery(2, "TrainerCrash", 9000),
+        recorded.recovery(3, "PodEvicted", 5000),
+    ]
     assert [entry.attempt for entry in recoveries(job)] == [5, 3, 2]
 
 
@@ -108,7 +116,10 @@ def test_a_crash_costs_no_step() -> None:
 @pytest.mark.parametrize("asked", ["rack=rack-1", "zone", "all"])
 def test_what_if_on_the_screen(asked: str, width: int) -> None:
     layout = layout_of(FakeCluster(), recorded.job())
-    matches(f"explain-if-{asked.replace('=', '-')}-{width}", rendered(what_if_screen(answers(asked), layout), width))
+    matches(
+        f"explain-if-{asked.replace('=', '-')}-{width}",
+        rendered(what_if_screen(answers(asked), layout), width),
+    )
 
 
 def test_a_job_that_is_only_a_file_is_asked_about_in_the_midst_of_its_life() -> None:
@@ -118,7 +129,9 @@ def test_a_job_that_is_only_a_file_is_asked_about_in_the_midst_of_its_life() -> 
     assert {entry.consequence.farthest for entry in found} == {Tier.PEER}
     matches("explain-if-planned", rendered(what_if_screen(found, layout), 80))
     (one,) = losses(["rack=rack-2"], layout)
-    assert "rebuilt from" in rendered(what_if_screen([answer(one, layout, scenario, step=None, past=())], layout), 80)
+    assert "rebuilt from" in rendered(
+        what_if_screen([answer(one, layout, scenario, step=None, past=())], layout), 80
+    )
 
 
 # How long it would take.
@@ -153,7 +166,7 @@ def test_job_that_never_came_back_gets_a_guess_of_what_real_recoveries_take_and_
     farthest: Tier | None, pods_lost: bool, spare: bool
 ) -> None:
     """It said 5m45s where 15 to 60 s were measured."""
-    found = estimate((), Failure(farthest, pods_lost, spare))
+    found = estimate((), AssumedFailure(farthest, pods_lost, spare))
     assert 15 <= found.seconds <= 60
     assert not found.measured
     assert found.source.startswith("a guess")
@@ -161,20 +174,24 @@ def test_job_that_never_came_back_gets_a_guess_of_what_real_recoveries_take_and_
 
 def test_recoveries_of_the_same_kind_answer_by_their_median() -> None:
     known = past(
-        ("PodDeleted", "peer", 1, 9, 20), ("NodeSilent", "peer", 8, 10, 22), ("PodEvicted", "peer", 1, 60, 29),
+        ("PodDeleted", "peer", 1, 9, 20), ("NodeSilent", "peer", 8, 10, 22),
+        ("PodEvicted", "peer", 1, 60, 29),
         ("TrainerCrash", "local", 0, 2, 15), ("AllPodsLost", "remote", 1, 30, 30),
     )  # fmt: skip
-    assert estimate(known, Failure(Tier.PEER, pods_lost=True)) == Estimate(
+    assert estimate(known, AssumedFailure(Tier.PEER, pods_lost=True)) == Estimate(
         40, True, "the median of its last 3 recoveries like that"
     )
-    assert estimate(known, Failure(Tier.LOCAL, pods_lost=False)).seconds == 17
-    assert estimate(known, Failure(Tier.REMOTE, pods_lost=True)).source == "as after AllPodsLost in attempt 2"
+    assert estimate(known, AssumedFailure(Tier.LOCAL, pods_lost=False)).seconds == 17
+    assert (
+        estimate(known, AssumedFailure(Tier.REMOTE, pods_lost=True)).source
+        == "as after AllPodsLost in attempt 2"
+    )
 
 
 def test_what_never_happened_is_put_together_from_the_parts_of_what_did() -> None:
     """Its script takes two minutes to its first step, whatever it comes back from."""
     known = past(("TrainerCrash", "local", 0, 2, 120), ("OOMKilled", "local", 0, 2, 122))
-    found = estimate(known, Failure(Tier.PEER, pods_lost=True))
+    found = estimate(known, AssumedFailure(Tier.PEER, pods_lost=True))
     assert 121 < found.seconds < 150
     assert (found.measured, found.source) == (
         False,
@@ -184,12 +201,14 @@ def test_what_never_happened_is_put_together_from_the_parts_of_what_did() -> Non
 
 def test_resuming_a_job_says_nothing_about_how_fast_a_loss_is_noticed() -> None:
     known = past(("Resumed", "remote", 0, 500, 20))
-    assert estimate(known, Failure(Tier.PEER, pods_lost=True)).seconds < 60
-    assert estimate(known, Failure(Tier.REMOTE, pods_lost=True)).seconds > 500
+    assert estimate(known, AssumedFailure(Tier.PEER, pods_lost=True)).seconds < 60
+    assert estimate(known, AssumedFailure(Tier.REMOTE, pods_lost=True)).seconds > 500
 
 
 def test_state_that_is_large_takes_its_time_on_the_way() -> None:
-    small, large = (estimate((), Failure(Tier.REMOTE, True, carry_seconds=seconds)).seconds for seconds in (0, 200))
+    small, large = (
+        estimate((), AssumedFailure(Tier.REMOTE, True, carry_seconds=seconds)).seconds for seconds in (0, 200)
+    )
     assert large == small + 200
 
 

@@ -1,4 +1,5 @@
-"""Promise: what a job saved can be read by torch and by Hugging Face's tools without us, and what they wrote begins a job."""
+"""Promise: what a job saved can be read by torch and by Hugging Face's tools without us, and what
+they wrote begins a job."""
 
 from __future__ import annotations
 
@@ -29,9 +30,8 @@ from tiercheck import Checkpointer
 from tiercheck.dcp import Storage
 from tiercheck.protocol.contents import Chunk, WholeTensor
 from tiercheck.protocol.pieces import Box
-from tiercheck_cli.checkpoint.assemble import read_box, slabs
 from tiercheck_cli.checkpoint.remote import settings_of_job, settings_of_url
-from tiercheck_cli.checkpoint.saved import Slot
+from tiercheck_cli.checkpoint.saved import SavedArtifact, read_box, slabs
 from tiercheck_cli.failure import CannotDo
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,13 @@ WIDE = 1301
 def model_of_the_run() -> nn.Sequential:
     """As `sharded_script.make_model`."""
     return nn.Sequential(
-        nn.Linear(9, 34), nn.ReLU(), nn.Linear(34, WIDE), nn.ReLU(), nn.Linear(WIDE, 30), nn.ReLU(), nn.Linear(30, 5)
+        nn.Linear(9, 34),
+        nn.ReLU(),
+        nn.Linear(34, WIDE),
+        nn.ReLU(),
+        nn.Linear(WIDE, 30),
+        nn.ReLU(),
+        nn.Linear(30, 5),
     )
 
 
@@ -55,7 +61,9 @@ def sharded(lives: Lives, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def restored(sharded: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, torch.optim.Optimizer]:
+def restored(
+    sharded: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The same version, as one rank restores it."""
     model = model_of_the_run()
     optimizer = optimizer_of_the_run(model)
@@ -89,7 +97,17 @@ def test_large_models_come_in_several_files_with_an_index(
     sharded: Path, restored: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
     to = tmp_path / "hf"
-    ran = run("export", "--folder", str(sharded), "--format", "safetensors", "--shard-size", "160KB", "--to", str(to))
+    ran = run(
+        "export",
+        "--folder",
+        str(sharded),
+        "--format",
+        "safetensors",
+        "--shard-size",
+        "160KB",
+        "--to",
+        str(to),
+    )
     assert ran.status == 0, ran.err
     index = json.loads((to / "model.safetensors.index.json").read_text())
     found: dict[str, torch.Tensor] = {}
@@ -129,7 +147,17 @@ def test_what_is_corrupt_is_not_exported(sharded: Path, tmp_path: Path) -> None:
     content = bytearray(slot.read_bytes())
     content[-70_000] ^= 1
     slot.write_bytes(content)
-    ran = run("export", "--folder", str(copy), "--format", "safetensors", "--prefix", "", "--to", str(tmp_path / "hf"))
+    ran = run(
+        "export",
+        "--folder",
+        str(copy),
+        "--format",
+        "safetensors",
+        "--prefix",
+        "",
+        "--to",
+        str(tmp_path / "hf"),
+    )
     assert ran.status == 1
     assert "is corrupt at byte" in ran.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
@@ -151,7 +179,9 @@ def test_what_cannot_be_done_is_a_sentence(sharded: Path, tmp_path: Path) -> Non
     assert "give --prefix one of model, optimizer0" in said(
         "--folder", str(sharded), "--format", "safetensors", "--prefix", "ema", *to
     )
-    assert "is no size" in said("--folder", str(sharded), "--format", "safetensors", "--shard-size", "big", *to)
+    assert "is no size" in said(
+        "--folder", str(sharded), "--format", "safetensors", "--shard-size", "big", *to
+    )
     assert "--remote needs --job" in said("--remote", "s3://bucket/x", "--format", "dcp", *to)
     assert "which job?" in said()
     assert not (tmp_path / "new").exists()
@@ -161,7 +191,9 @@ def test_what_torch_saved_through_us_is_exported_as_torch_would_have_saved_it(tm
     state = {"model": {"w": torch.arange(6.0).view(2, 3)}, "epoch": 3, "list": [torch.ones(2), "text"]}
     with Storage(tmp_path / "checkpoints") as storage:
         assert storage.save(state, 5)
-    ran = run("export", "--folder", str(tmp_path / "checkpoints"), "--format", "dcp", "--to", str(tmp_path / "ours"))
+    ran = run(
+        "export", "--folder", str(tmp_path / "checkpoints"), "--format", "dcp", "--to", str(tmp_path / "ours")
+    )
     assert ran.status == 0, ran.err
     dcp.save(state, checkpoint_id=tmp_path / "theirs")
     ours, theirs = (dcp.FileSystemReader(tmp_path / each).read_metadata() for each in ("ours", "theirs"))
@@ -173,7 +205,13 @@ def test_what_torch_saved_through_us_is_exported_as_torch_would_have_saved_it(tm
     assert (loaded["epoch"], loaded["list"][1]) == (3, "text")
     assert torch.equal(loaded["list"][0], torch.ones(2))
     ran = run(
-        "export", "--folder", str(tmp_path / "checkpoints"), "--format", "safetensors", "--to", str(tmp_path / "hf")
+        "export",
+        "--folder",
+        str(tmp_path / "checkpoints"),
+        "--format",
+        "safetensors",
+        "--to",
+        str(tmp_path / "hf"),
     )
     assert ran.status == 0, ran.err
     equal(load_file(tmp_path / "hf" / "model.safetensors"), {"w": state["model"]["w"]})
@@ -183,7 +221,8 @@ def test_safetensors_are_written_where_torch_is_not_installed(sharded: Path, tmp
     without = (
         "import sys; sys.modules['torch'] = None\n"
         "from tiercheck_cli.main import main\n"
-        "sys.argv = ['tiercheck', 'export', '--folder', sys.argv[1], '--format', sys.argv[2], '--to', sys.argv[3]]\n"
+        "sys.argv = ['tiercheck', 'export', '--folder', sys.argv[1], '--format', sys.argv[2], '--to', "
+        "sys.argv[3]]\n"
         "sys.exit(main())"
     )
     for form, status in (("safetensors", 0), ("dcp", 1)):
@@ -195,11 +234,16 @@ def test_safetensors_are_written_where_torch_is_not_installed(sharded: Path, tmp
 
 
 def test_assembling_by_slabs_gives_what_reading_at_once_gives() -> None:
-    tensor = WholeTensor("F32", (10, 3), (Chunk(0, Box((0, 0), (10, 1)), 0, 40), Chunk(1, Box((0, 1), (10, 2)), 0, 80)))
+    tensor = WholeTensor(
+        "F32", (10, 3), (Chunk(0, Box((0, 0), (10, 1)), 0, 40), Chunk(1, Box((0, 1), (10, 2)), 0, 80))
+    )
     content = [bytes(range(40)), bytes(range(100, 180))]
 
     class Fake:
-        slots = tuple(Slot("", len(each), 16, lambda i, n, each=each: each[16 * i : 16 * i + n]) for each in content)
+        slots = tuple(
+            SavedArtifact("", len(each), 16, lambda i, n, each=each: each[16 * i : 16 * i + n])
+            for each in content
+        )
 
     parts = [bytes(read_box(Fake, tensor, box)) for box in slabs(tensor, 40)]  # type: ignore[arg-type]
     assert len(parts) == 4
@@ -216,7 +260,10 @@ def begun(folder: Path, state: dict[str, Any] | None = None) -> tuple[nn.Module,
         step = checkpointer.restore()
         optimizer.zero_grad()
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        kept = {name: {k: v.clone() for k, v in optimizer.state[p].items()} for name, p in model.named_parameters()}
+        kept = {
+            name: {k: v.clone() for k, v in optimizer.state[p].items()}
+            for name, p in model.named_parameters()
+        }
         model(torch.ones(2, 9)).sum().backward()
         optimizer.step()  # what was imported can be trained, and saved again
         checkpointer.step()
@@ -249,16 +296,24 @@ def test_weights_from_safetensors_begin_a_run_with_a_fresh_optimizer(tmp_path: P
     weights = model_of_the_run().state_dict()
     (tmp_path / "hf").mkdir()
     names = list(weights)
-    save_file({name: weights[name] for name in names[:3]}, tmp_path / "hf" / "model-00001-of-00002.safetensors")
-    save_file({name: weights[name] for name in names[3:]}, tmp_path / "hf" / "model-00002-of-00002.safetensors")
-    ran = run("import", "--from", str(tmp_path / "hf"), "--format", "safetensors", "--to", str(tmp_path / "seeded"))
+    save_file(
+        {name: weights[name] for name in names[:3]}, tmp_path / "hf" / "model-00001-of-00002.safetensors"
+    )
+    save_file(
+        {name: weights[name] for name in names[3:]}, tmp_path / "hf" / "model-00002-of-00002.safetensors"
+    )
+    ran = run(
+        "import", "--from", str(tmp_path / "hf"), "--format", "safetensors", "--to", str(tmp_path / "seeded")
+    )
     assert ran.status == 0, ran.err
     position = {"samples": 5}
     model, optimizer, step = begun(tmp_path / "seeded", {"position": position})
     assert (step, position) == (1, {"samples": 5})
     equal(dict(model.state_dict()), dict(weights))
     assert all(not optimizer.state[parameter] for parameter in model.parameters())
-    again = run("import", "--from", str(tmp_path / "hf"), "--format", "safetensors", "--to", str(tmp_path / "seeded"))
+    again = run(
+        "import", "--from", str(tmp_path / "hf"), "--format", "safetensors", "--to", str(tmp_path / "seeded")
+    )
     assert "holds versions already" in again.err
 
 
@@ -299,7 +354,14 @@ def test_a_remote_tier_is_seeded_and_exported_from(tmp_path: Path) -> None:
     content[-100_000] ^= 1
     artifact.write_bytes(content)
     ran = run(
-        "export", "--remote", str(tmp_path / "shared"), *tier, "--format", "safetensors", "--to", str(tmp_path / "bad")
+        "export",
+        "--remote",
+        str(tmp_path / "shared"),
+        *tier,
+        "--format",
+        "safetensors",
+        "--to",
+        str(tmp_path / "bad"),
     )
     assert "does not match its digest" in ran.err
     assert not (tmp_path / "bad").exists()
@@ -319,7 +381,10 @@ def test_places_are_named_as_people_know_them() -> None:
     }
     with pytest.raises(CannotDo, match="is no remote tier"):
         settings_of_url("https://bucket/x", None, None)
-    job: dict[str, Any] = {"metadata": {"name": "gpt"}, "spec": {"tiers": {"remote": {"s3": {"bucket": "b", "x": 1}}}}}
+    job: dict[str, Any] = {
+        "metadata": {"name": "gpt"},
+        "spec": {"tiers": {"remote": {"s3": {"bucket": "b", "x": 1}}}},
+    }
     assert json.loads(settings_of_job(job)) == {"s3": {"bucket": "b"}}
     # From outside, the bucket may have another address than from inside the cluster.
     assert json.loads(settings_of_job(job, "https://outside:9000", "eu-1")) == {
@@ -368,13 +433,17 @@ def test_metadata_that_is_none_is_a_sentence(tmp_path: Path, state: Any) -> None
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"1234567", struct.pack("<Q", 2**62) + b"{}", struct.pack("<Q", 2**64 - 1), struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 6000) + b"[" * 6000,
+        b"", b"1234567", struct.pack("<Q", 2**62) + b"{}", struct.pack("<Q", 2**64 - 1),
+        struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 6000) + b"[" * 6000,
         *(
             struct.pack("<Q", len(text)) + text + bytes(64)
             for text in (
-                b'{"w":{"dtype":"F32","shape":[4],"data_offsets":[0,1e400]}}', b'{"w":{"dtype":"F32","shape":[-4],"data_offsets":[0,16]}}',
-                b'{"w":{"dtype":"F32","shape":[4],"data_offsets":[-16,0]}}', b'{"w":{"dtype":"F32","shape":[4],"data_offsets":[]}}', b'{"w":null}',
-                b'{"w":{"dtype":"F32","shape":[4611686018427387904],"data_offsets":[0,16]}}', b'{"w":{"dtype":[],"shape":[4],"data_offsets":[0,16]}}',
+                b'{"w":{"dtype":"F32","shape":[4],"data_offsets":[0,1e400]}}',
+                b'{"w":{"dtype":"F32","shape":[-4],"data_offsets":[0,16]}}',
+                b'{"w":{"dtype":"F32","shape":[4],"data_offsets":[-16,0]}}',
+                b'{"w":{"dtype":"F32","shape":[4],"data_offsets":[]}}', b'{"w":null}',
+                b'{"w":{"dtype":"F32","shape":[4611686018427387904],"data_offsets":[0,16]}}',
+                b'{"w":{"dtype":[],"shape":[4],"data_offsets":[0,16]}}',
             )
         ),
     ],
@@ -382,16 +451,22 @@ def test_metadata_that_is_none_is_a_sentence(tmp_path: Path, state: Any) -> None
 def test_weights_with_a_header_of_nonsense_are_a_sentence(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "model.safetensors").write_bytes(content)
-    ran = run("import", "--from", str(tmp_path / "hf"), "--format", "safetensors", "--to", str(tmp_path / "seeded"))
+    ran = run(
+        "import", "--from", str(tmp_path / "hf"), "--format", "safetensors", "--to", str(tmp_path / "seeded")
+    )
     assert (ran.status, "cannot be read" in ran.err) == (1, True)
 
 
 @pytest.mark.parametrize(
     "record",
     [
-        b"", b"[]", b"null", b"[" * 5000, b'{"size":64,"chunk":0,"crc32":[]}', b'{"size":64,"chunk":-1,"crc32":[1]}', b'{"size":-64,"chunk":64,"crc32":[1]}',
-        b'{"size":1e400,"chunk":64,"crc32":[1]}', b'{"size":1000000000000000000,"chunk":1000000000000000000,"crc32":[1]}', b'{"size":64,"chunk":64,"crc32":5}',
-        b'{"size":64,"chunk":64,"crc32":[]}', b'{"size":"64","chunk":"64","crc32":[1]}', b'{"size":64,"chunk":64,"crc32":"x"}', b'{"chunk":"\xff"}',
+        b"", b"[]", b"null", b"[" * 5000, b'{"size":64,"chunk":0,"crc32":[]}',
+        b'{"size":64,"chunk":-1,"crc32":[1]}', b'{"size":-64,"chunk":64,"crc32":[1]}',
+        b'{"size":1e400,"chunk":64,"crc32":[1]}',
+        b'{"size":1000000000000000000,"chunk":1000000000000000000,"crc32":[1]}',
+        b'{"size":64,"chunk":64,"crc32":5}',
+        b'{"size":64,"chunk":64,"crc32":[]}', b'{"size":"64","chunk":"64","crc32":[1]}',
+        b'{"size":64,"chunk":64,"crc32":"x"}', b'{"chunk":"\xff"}',
     ],
 )  # fmt: skip
 def test_a_record_of_nonsense_is_a_sentence(tmp_path: Path, record: bytes) -> None:

@@ -1,4 +1,5 @@
-"""The failure matrix keeps its word: every row names a test that exists, every cause is in it, and every reason that it offers to rules is real."""
+"""The failure matrix keeps its word: every row names a test that exists, every cause is in it, and
+every reason that it offers to rules is real."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def test_every_reason_that_a_rank_gives_is_offered_to_rules() -> None:
 
 
 def test_example_is_what_the_api_takes() -> None:
-    rules = yaml.safe_load(MATRIX.partition("```yaml\n")[2].partition("```")[0])["spec"]["failurePolicy"]["rules"]
+    rules = yaml.safe_load(MATRIX.partition("```yaml\n")[2].partition("```")[0])["spec"]["failurePolicy"][
+        "rules"
+    ]
     assert len({rule["name"] for rule in rules}) == len(rules)
     for rule in rules:
         assert sum(key.startswith("on") for key in rule) == 1

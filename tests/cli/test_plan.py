@@ -14,23 +14,25 @@ from golden import matches, rendered
 
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.files import made_up_nodes, read_job, read_nodes
-from tiercheck_cli.layout import Layout, layout_of
+from tiercheck_cli.layout import JobLayout, layout_of, planned
 from tiercheck_cli.plan.links import links
 from tiercheck_cli.plan.picture import svg
 from tiercheck_cli.plan.screen import group_name, screen
-from tiercheck_cli.planned import planned
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def example(job: str, nodes: str) -> Layout:
-    found = read_nodes(str(EXAMPLES / "clusters" / nodes)) if nodes.endswith(".yaml") else made_up_nodes(nodes)
+def example(job: str, nodes: str) -> JobLayout:
+    found = (
+        read_nodes(str(EXAMPLES / "clusters" / nodes)) if nodes.endswith(".yaml") else made_up_nodes(nodes)
+    )
     return planned(read_job(str(EXAMPLES / job)), found)
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize(
-    ("job", "nodes"), [("gke.yaml", "gke-blocks.yaml"), ("parity.yaml", "4x4"), ("smallest.yaml", "two-racks.yaml")]
+    ("job", "nodes"),
+    [("gke.yaml", "gke-blocks.yaml"), ("parity.yaml", "4x4"), ("smallest.yaml", "two-racks.yaml")],
 )
 def test_small_jobs_are_drawn_worker_by_worker(job: str, nodes: str, width: int) -> None:
     shown = rendered(screen(example(job, nodes), width), width)
@@ -68,7 +70,7 @@ def test_the_picture_has_every_domain_and_a_curve_for_every_copy_or_every_pair_o
     assert content == svg(layout)
     texts = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
     assert {domain.name for domain in drawn.domains} <= texts
-    curves = [path for path in root.iter("{http://www.w3.org/2000/svg}path") if " Q" in path.attrib["d"]]
+    curves = [path for path in root.iter("{http://www.w3.org/2000/svg}path") if "Q" in path.attrib["d"]]
     assert len(curves) == (racks * size if racks * size <= 400 else len(drawn.between()))
 
 
@@ -111,7 +113,10 @@ def test_groups_have_names_that_never_run_out() -> None:
 
 def test_a_required_spread_that_cannot_be_had_says_why_the_job_would_wait() -> None:
     job = read_job(str(EXAMPLES / "gke.yaml"))
-    job["spec"].setdefault("tiers", {}).setdefault("peer", {})["spread"] = {"level": "zone", "mode": "Required"}
+    job["spec"].setdefault("tiers", {}).setdefault("peer", {})["spread"] = {
+        "level": "zone",
+        "mode": "Required",
+    }
     with pytest.raises(CannotDo, match=r"the job would wait: .* all 8 workers are in zone"):
         planned(job, read_nodes(str(EXAMPLES / "clusters" / "gke-blocks.yaml")))
 
@@ -152,7 +157,9 @@ def test_nodes_without_the_accelerator_are_left_out_and_it_is_said(tmp_path: Pat
         ('{"items": [', "is not JSON"),
     ],
 )
-def test_files_that_list_no_nodes_are_refused_in_a_sentence(tmp_path: Path, text: str, complaint: str) -> None:
+def test_files_that_list_no_nodes_are_refused_in_a_sentence(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
     (tmp_path / "nodes").write_text(text)
     with pytest.raises(CannotDo, match=re.escape(complaint)) as refusal:
         read_nodes(str(tmp_path / "nodes"))

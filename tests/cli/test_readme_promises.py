@@ -1,4 +1,5 @@
-"""What the README promises can be looked up: each promise names a test that exists, each link leads somewhere."""
+"""What the README promises can be looked up: each promise names a test that exists, each link leads
+somewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ README = (ROOT / "README.md").read_text()
 PROMISES = README.partition("\n## What it promises\n")[2].partition("\n## ")[0]
 NAMED = re.findall(r"\(`(test_\w+)`\)", PROMISES)
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")
+    ),
     *(ROOT / "docs").rglob("*.md"),
     ROOT / "local" / "tiercheck_local" / "README.md",
 ]

@@ -46,7 +46,8 @@ def test_keys_are_known_by_their_looks(secret: str) -> None:
     "line",
     [
         "2026-11-21T12:00:00Z worker 3: step 12480, loss 2.31, 1.91 s",
-        "attempt 5: step 12214: newest version that every rank can rebuild; 56 ranks from own memory, 8 from a peer",
+        "attempt 5: step 12214: newest version that every rank can rebuild; 56 ranks from own memory, 8 from "
+        "a peer",
         "https://minio.storage.svc:9000/checkpoints/team-a/gpt-large: 503 Slow Down",
     ],
 )
@@ -73,7 +74,8 @@ def test_the_copy_that_kubectl_keeps_of_an_object_goes_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["train", "--token", SECRET], ["train", f"--api-key={SECRET}"], ["sh", "-c", f"TOKEN={SECRET} x"]]
+    "command",
+    [["train", "--token", SECRET], ["train", f"--api-key={SECRET}"], ["sh", "-c", f"TOKEN={SECRET} x"]],
 )
 def test_secrets_on_the_command_line_are_taken_out(command: list[str]) -> None:
     assert SECRET not in str(redact.thing({"command": command}))

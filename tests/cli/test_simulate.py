@@ -10,8 +10,7 @@ from commands_run import run
 
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.files import made_up_nodes, read_job
-from tiercheck_cli.layout import wanted_of
-from tiercheck_cli.planned import planned
+from tiercheck_cli.layout import planned, wanted_of
 from tiercheck_cli.simulate.assumptions import RECORDS, shared_domain_rate
 from tiercheck_cli.simulate.settings import settings
 from tiercheck_operator.planning.wanted import Wanted
@@ -65,7 +64,9 @@ def test_without_failures_a_job_trains_all_the_time() -> None:
 
 
 def test_failures_a_day_are_the_sum_of_what_is_told() -> None:
-    told = answers(*QUICK, "--node-failures", "10", "--process-failures", "30", "--domain-failures", "rack=100")
+    told = answers(
+        *QUICK, "--node-failures", "10", "--process-failures", "30", "--domain-failures", "rack=100"
+    )
     assert told["failuresPerDay"] == pytest.approx((64 * 10 + 64 * 30 + 8 * 100) / 1000)
 
 
@@ -74,7 +75,12 @@ def test_domains_have_the_share_of_all_failures_that_the_record_says(name: str) 
     layout = planned(read_job(str(EXAMPLES / "realistic.yaml")), made_up_nodes("2x2"))
     counted = RECORDS[name]
     rate = shared_domain_rate(
-        counted, node=counted.node, process=counted.process, sites=layout.sites, topology=layout.topology, level="rack"
+        counted,
+        node=counted.node,
+        process=counted.process,
+        sites=layout.sites,
+        topology=layout.topology,
+        level="rack",
     )
     of_domains, of_nodes = 2 * rate, 4 * (counted.node + counted.process)
     assert of_domains / (of_domains + of_nodes) == pytest.approx(counted.domain_share)
@@ -108,7 +114,13 @@ def test_a_picture_is_drawn_and_is_the_same_again(tmp_path: Path) -> None:
 
 def test_one_thing_is_changed_at_a_time() -> None:
     rows = settings(base(), ["copies=0,1 parity=4+1", "remote=none", "deltas=off"])
-    assert [row.name for row in rows] == ["as it is: copies=1", "copies=0", "parity=4+1", "remote=none", "deltas=off"]
+    assert [row.name for row in rows] == [
+        "as it is: copies=1",
+        "copies=0",
+        "parity=4+1",
+        "remote=none",
+        "deltas=off",
+    ]
     assert rows[2].wanted.parity == (4, 1)
     assert rows[2].wanted.copies == 0
     assert rows[3].wanted.copies == 1

@@ -14,7 +14,8 @@ from tiercheck_operator.planning.topology import PRESETS, Topology
 
 def view(wide: bool = True) -> StatusView:
     topology = Topology.build(
-        {node["metadata"]["name"]: node["metadata"]["labels"] for node in recorded.nodes()}, PRESETS["generic"]
+        {node["metadata"]["name"]: node["metadata"]["labels"] for node in recorded.nodes()},
+        PRESETS["generic"],
     )
     members = worker_views(recorded.pods(), recorded.HOLDERS, topology) if wide else ()
     return status_view(recorded.job(), recorded.NOW, members, topology.level_names[:-1])
@@ -75,7 +76,9 @@ def test_restore_under_way_shows_how_much_is_back_and_how_fast() -> None:
 def test_pods_that_are_pulled_for_a_minute_alarm_nobody_and_after_two_they_do() -> None:
     job = recorded.job()
     for ago, expected in ((30, 0), (180, 1)):
-        job["status"]["conditions"] = [recorded.condition("Placed", "False", "WaitingForPods", "pulling", ago)]
+        job["status"]["conditions"] = [
+            recorded.condition("Placed", "False", "WaitingForPods", "pulling", ago)
+        ]
         attention = status_view(job, recorded.NOW).attention
         assert len(attention) == expected
     assert attention[0].advice.startswith("kubectl describe pod")
@@ -85,11 +88,16 @@ def test_every_worker_is_told_with_its_newest_pod_and_its_domains() -> None:
     old = recorded.pods()[5]
     old["metadata"]["name"], old["metadata"]["labels"]["tiercheck.io/incarnation"] = "gpt-large-5-0", "0"
     topology = Topology.build(
-        {node["metadata"]["name"]: node["metadata"]["labels"] for node in recorded.nodes()}, PRESETS["generic"]
+        {node["metadata"]["name"]: node["metadata"]["labels"] for node in recorded.nodes()},
+        PRESETS["generic"],
     )
     members = worker_views([old, *recorded.pods()], recorded.HOLDERS, topology)
     assert [member.worker for member in members] == list(range(8))
-    assert (members[5].pod, members[5].replaced, members[5].domains) == ("gpt-large-5-2", 2, ("zone-a", "rack-1"))
+    assert (members[5].pod, members[5].replaced, members[5].domains) == (
+        "gpt-large-5-2",
+        2,
+        ("zone-a", "rack-1"),
+    )
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -99,7 +107,9 @@ def test_all_jobs_in_a_table(width: int) -> None:
 
 def test_names_in_square_brackets_are_shown_and_not_interpreted() -> None:
     job = recorded.job()
-    job["status"]["conditions"] = [recorded.condition("Placed", "False", "Unschedulable", "0/8 [red]nodes[/red]", 200)]
+    job["status"]["conditions"] = [
+        recorded.condition("Placed", "False", "Unschedulable", "0/8 [red]nodes[/red]", 200)
+    ]
     assert "0/8 [red]nodes[/red]" in rendered(screen(status_view(job, recorded.NOW), 80), 80)
 
 

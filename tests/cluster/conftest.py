@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.jobs import Jobs
-from tiercheck_local.client import NODES
+from tiercheck_cli.api_server import NODES
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.job import credentials
 from tiercheck_local.demo.object_store import ObjectStore

@@ -10,10 +10,10 @@ import copy
 import secrets
 from typing import Any
 
-from tiercheck_local.client import PODS, Object, Resource
+from tiercheck_cli.api_server import PODS, ApiResource, Object
 from tiercheck_local.cluster import LocalCluster
 
-JOBS = Resource("batch/v1", "jobs")
+JOBS = ApiResource("batch/v1", "jobs")
 INDEX = "batch.kubernetes.io/job-completion-index"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck.protocol.report import RankRestore, Report
-from tiercheck_local.client import CONFIG_MAPS, EVENTS, PODS, SECRETS, SERVICES, Object
+from tiercheck_cli.api_server import CONFIG_MAPS, EVENTS, PODS, SECRETS, SERVICES, Object
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.job import CREDENTIALS
 from tiercheck_local.demo.object_store import REGION, ObjectStore

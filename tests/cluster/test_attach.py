@@ -18,15 +18,15 @@ from tests.cluster.jobs import PATIENCE, TRAINER, Job, Jobs
 from tests.cluster.test_recovery import assert_same_as_undisturbed
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Tier
+from tiercheck_cli.api_server import PODS, SECRETS, ApiResource, Object
 from tiercheck_local.addresses import free_ports
-from tiercheck_local.client import PODS, SECRETS, Object, Resource
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.stage import JOBS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended]
 
-POLICIES = Resource("tiercheck.io/v1alpha1", "tiercheckpolicies")
-WEBHOOKS = Resource("admissionregistration.k8s.io/v1", "mutatingwebhookconfigurations", namespaced=False)
+POLICIES = ApiResource("tiercheck.io/v1alpha1", "tiercheckpolicies")
+WEBHOOKS = ApiResource("admissionregistration.k8s.io/v1", "mutatingwebhookconfigurations", namespaced=False)
 NAME = "tiercheck-attach"
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.jobs import Job, Jobs
 from tests.cluster.test_recovery import assert_same_as_undisturbed
 from tiercheck.protocol.directive import Tier
-from tiercheck_local.client import PODS
+from tiercheck_cli.api_server import PODS
 from tiercheck_local.cluster import LocalCluster
 
 pytestmark = pytest.mark.cluster

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster.jobs import Job, Jobs
 from tests.lives import Lives
-from tiercheck_local.client import PODS
+from tiercheck_cli.api_server import PODS
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.object_store import ObjectStore
 from tiercheck_local.demo.stage import JOBS

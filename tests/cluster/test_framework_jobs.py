@@ -10,7 +10,7 @@ import pytest
 from tests.cluster.jobs import Jobs
 from tests.frameworks.test_frameworks import NEEDS, command, needed, steps
 from tests.lives import Lives
-from tiercheck_local.client import PODS
+from tiercheck_cli.api_server import PODS
 from tiercheck_local.cluster import LocalCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(400)]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster.jobs import TRAINER, Jobs
 from tests.cluster.test_recovery import assert_same_as_undisturbed
-from tiercheck_local.client import SECRETS
+from tiercheck_cli.api_server import SECRETS
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.object_store import ACCESS_KEY, REGION, SECRET_KEY, ObjectStore
 

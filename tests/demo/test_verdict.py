@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiercheck_local.demo.training_log import Digest, Step, TrainingLog, parse
-from tiercheck_local.demo.verdict import compare
+from tiercheck_local.demo.training_log import Digest, Step, TrainingLog, compare, parse
 
 
 def a_run(*losses: tuple[int, int, str]) -> list[Step]:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from chart_under_test import NAMESPACE, of_kind, only
 
+from tests.access import load
 from tests.cluster.jobs import Jobs
 from tests.images.building import ROOT
 from tests.images.conftest import StartPod
 from tests.images.tls_front import in_cluster
 from tests.images.worker import answers
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.kubeconfig import load
 from tiercheck_local.nodespec import NodeSpec
 
 SOON = 5.0

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from chart_under_test import NAMESPACE, of_kind
 
+from tests.access import Access
 from tests.images.conftest import StartPod
 from tests.images.container import Container
 from tests.images.pods import Pod
@@ -22,7 +23,6 @@ from tests.images.test_operator_image import operators_pod
 from tests.images.tls_front import in_cluster
 from tests.images.worker import Worker
 from tiercheck.protocol import names
-from tiercheck_local.kubeconfig import Access
 
 MOMENTS = (0.0, 0.05, 0.15, 0.4, 0.8, 1.5, 3.0)
 SECONDS = 2.0

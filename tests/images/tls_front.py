@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tiercheck_local.kubeconfig import Access
+from tests.access import Access
 from tiercheck_operator.certificates import issue_pair
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiercheck_local.node.back_off import BackOff, go_duration
+from tiercheck_local.node.process import BackOff, go_duration
 
 
 def test_first_end_costs_nothing_and_every_further_one_twice_the_last_up_to_five_minutes() -> None:
@@ -18,7 +18,8 @@ def test_life_of_more_than_ten_minutes_makes_the_next_end_the_first_again() -> N
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.5, "500ms"), (10, "10s"), (40, "40s"), (80, "1m20s"), (160, "2m40s"), (300, "5m0s")]
+    ("seconds", "text"),
+    [(0.5, "500ms"), (10, "10s"), (40, "40s"), (80, "1m20s"), (160, "2m40s"), (300, "5m0s")],
 )
 def test_waits_are_written_as_kubelets_write_them(seconds: float, text: str) -> None:
     assert go_duration(seconds) == text

@@ -6,9 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercheck_local.node.paths import PathTranslation
+from tiercheck_local.node.volumes import PathTranslation
 
-MOUNTS = {"/tiercheck/memory": "/dev/shm/p", "/tiercheck/run": "/tmp/r", "/data": "/host/d", "/data/sub": "/host/s"}
+MOUNTS = {
+    "/tiercheck/memory": "/dev/shm/p",
+    "/tiercheck/run": "/tmp/r",
+    "/data": "/host/d",
+    "/data/sub": "/host/s",
+}
 
 
 @pytest.mark.parametrize(

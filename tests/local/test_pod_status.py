@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tiercheck_local.node.status import Situation, pod_status
+from tiercheck_local.node.status import PodSituation, pod_status
 
 NOW = "2026-01-02T03:04:05Z"
 RUNNING = {"running": {"startedAt": NOW}}
@@ -41,26 +41,34 @@ class Container:
         return self.state["terminated"]["exitCode"] if "terminated" in self.state else None
 
 
-def situation(*mains: Container, inits: tuple[Container, ...] = (), **more: Any) -> Situation:
+def situation(*mains: Container, inits: tuple[Container, ...] = (), **more: Any) -> PodSituation:
     facts: dict[str, Any] = {"initialized": True, "over": False, **more}
-    return Situation(inits=inits, mains=mains, pod_ip="127.2.1.2", host_ip="127.2.1.1", started_at=NOW, **facts)
+    return PodSituation(
+        inits=inits, mains=mains, pod_ip="127.2.1.2", host_ip="127.2.1.1", started_at=NOW, **facts
+    )
 
 
 @pytest.mark.parametrize(
     ("facts", "phase"),
     [
         (situation(Container("m", WAITING), initialized=False), "Pending"),
-        (situation(Container("m", WAITING), inits=(Container("s", RUNNING, True),), initialized=False), "Pending"),
+        (
+            situation(Container("m", WAITING), inits=(Container("s", RUNNING, True),), initialized=False),
+            "Pending",
+        ),
         (situation(Container("m", RUNNING)), "Running"),
         (situation(Container("m", WAITING, last_state=ended(1))), "Running"),
         (situation(Container("m", ended(0)), inits=(Container("s", RUNNING, True),)), "Running"),
-        (situation(Container("m", ended(0)), inits=(Container("s", ended(143), True),), over=True), "Succeeded"),
+        (
+            situation(Container("m", ended(0)), inits=(Container("s", ended(143), True),), over=True),
+            "Succeeded",
+        ),
         (situation(Container("m", ended(0)), Container("n", ended(2)), over=True), "Failed"),
         (situation(Container("m", WAITING), inits=(Container("i", ended(1)),), over=True), "Failed"),
         (situation(Container("m", ended(137)), over=True, failure=("PodLost", "gone")), "Failed"),
     ],
 )
-def test_phase(facts: Situation, phase: str) -> None:
+def test_phase(facts: PodSituation, phase: str) -> None:
     assert pod_status(facts, {}, NOW)["phase"] == phase
 
 

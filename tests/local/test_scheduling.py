@@ -9,7 +9,9 @@ import pytest
 from tiercheck_local.controllers.scheduling import Chosen, Nowhere, choose, requests
 
 
-def node(name: str, *, labels: dict[str, str] | None = None, ready: bool = True, **spec: Any) -> dict[str, Any]:
+def node(
+    name: str, *, labels: dict[str, str] | None = None, ready: bool = True, **spec: Any
+) -> dict[str, Any]:
     return {
         "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name, **(labels or {})}},
         "spec": {key: value for key, value in spec.items() if key != "room"},
@@ -22,7 +24,11 @@ def node(name: str, *, labels: dict[str, str] | None = None, ready: bool = True,
 
 def pod(name: str = "p", on: str | None = None, job: str | None = None, **spec: Any) -> dict[str, Any]:
     return {
-        "metadata": {"name": name, "namespace": "default", "labels": {"tiercheck.io/job": job} if job else {}},
+        "metadata": {
+            "name": name,
+            "namespace": "default",
+            "labels": {"tiercheck.io/job": job} if job else {},
+        },
         "spec": {"containers": [{"name": "c"}], **({"nodeName": on} if on else {}), **spec},
     }
 
@@ -32,7 +38,9 @@ def asking(**amounts: str) -> list[dict[str, Any]]:
 
 
 def affinity(*terms: dict[str, Any]) -> dict[str, Any]:
-    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": list(terms)}}}
+    return {
+        "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": list(terms)}}
+    }
 
 
 def where(expression: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +85,14 @@ def test_finished_pods_take_no_room() -> None:
         ({"affinity": where({"key": "gen", "operator": "Exists"})}, "b"),
         ({"affinity": where({"key": "gen", "operator": "DoesNotExist"})}, "a"),
         ({"affinity": where({"key": "gen", "operator": "Gt", "values": ["4"]})}, "b"),
-        ({"affinity": affinity({"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["b"]}]})}, "b"),
+        (
+            {
+                "affinity": affinity(
+                    {"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["b"]}]}
+                )
+            },
+            "b",
+        ),
     ],
 )
 def test_selectors_and_affinity_decide(rule: dict[str, Any], expected: str) -> None:

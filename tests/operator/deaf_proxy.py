@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
+from tests.access import load
 from tiercheck_local.controlplane.kubeconfig import write_kubeconfig
-from tiercheck_local.kubeconfig import load
 
 _PASSED_ON = ("Accept", "Content-Type")
 

@@ -11,7 +11,7 @@ import pytest
 from tests.operator import attach_shapes as shapes
 from tests.operator.attach_shapes import Object
 from tiercheck.protocol import names
-from tiercheck_local.apiserver.patch import json_patch
+from tiercheck_local.apiserver.store.patch import json_patch
 from tiercheck_operator.attach.admission import Admission
 from tiercheck_operator.attach.injection import Attachment, Outfit, attached_job, job_name
 from tiercheck_operator.attach.json_patch import difference

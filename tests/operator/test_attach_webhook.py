@@ -17,7 +17,7 @@ from tests.operator import attach_shapes as shapes
 from tests.operator.test_attach_admission import Server
 from tiercheck.protocol import names
 from tiercheck_local.addresses import free_ports
-from tiercheck_local.apiserver.patch import json_patch
+from tiercheck_local.apiserver.store.patch import json_patch
 from tiercheck_operator.attach.admission import Admission
 from tiercheck_operator.attach.injection import Outfit
 from tiercheck_operator.attach.trust import Bundle, Trust, renewed

@@ -25,7 +25,7 @@ from tiercheck.protocol.directive import DeltaMode, Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Break, Holding, Problem, Proof, Report, Unreachable, Watermarks
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_local.apiserver.schema import faults
+from tiercheck_local.apiserver.schema.structural import faults
 from tiercheck_operator.clock_skew import by_our_clock
 from tiercheck_operator.controller.record import render_record
 from tiercheck_operator.planning import stock

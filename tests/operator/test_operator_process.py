@@ -15,12 +15,12 @@ import kubernetes
 import pytest
 from deaf_proxy import deaf_to_watches
 
+from tests.access import load
 from tests.cluster.replicas import Replicas
 from tiercheck.protocol import names
+from tiercheck_cli.api_server import RequestFailed
 from tiercheck_local.addresses import free_ports
-from tiercheck_local.client import ApiFailure
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.kubeconfig import load
 from tiercheck_operator.app import Operator, end_by_signal
 from tiercheck_operator.config import Config
 
@@ -67,7 +67,7 @@ def condition(cluster: LocalCluster, name: str, kind: str) -> dict[str, Any]:
 def gone(cluster: LocalCluster, name: str) -> bool:
     try:
         cluster.api.request("GET", f"{JOBS}/{name}")
-    except ApiFailure as failure:
+    except RequestFailed as failure:
         return failure.code == 404
     return False
 

@@ -1,4 +1,5 @@
-"""`export --format` and `import`: a version leaves a job for other tools, or what other tools wrote becomes one."""
+"""`export --format` and `import`: a version leaves a job for other tools, or what other tools wrote
+becomes one."""
 
 from __future__ import annotations
 
@@ -22,8 +23,19 @@ from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.terminal import remark
 
 _PANEL = "Checkpoint"
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-NEEDS_TORCH = "torch is not installed, which --format dcp and imports need; run: pip install 'tiercheck[trainer]'"
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
+NEEDS_TORCH = (
+    "torch is not installed, which --format dcp and imports need; run: pip install 'tiercheck[trainer]'"
+)
 
 
 class Format(str, Enum):
@@ -35,7 +47,9 @@ class Format(str, Enum):
 
 RemoteUrl = Annotated[
     str | None,
-    typer.Option("--remote", help="s3://BUCKET/PREFIX, or the path of a shared directory.", rich_help_panel=_PANEL),
+    typer.Option(
+        "--remote", help="s3://BUCKET/PREFIX, or the path of a shared directory.", rich_help_panel=_PANEL
+    ),
 ]
 StoredAs = Annotated[
     str | None, typer.Option("--job", help="NAMESPACE/NAME of the job in --remote.", rich_help_panel=_PANEL)
@@ -45,7 +59,7 @@ Region = Annotated[str | None, typer.Option(help="Of the bucket.", rich_help_pan
 
 
 @dataclass(frozen=True)
-class Source:
+class VersionSource:
     """Where a version is: one of job, folder and remote."""
 
     job: str | None
@@ -78,7 +92,7 @@ class Source:
 
 
 def export_checkpoint(
-    source: Source, form: Format, to: Path, step: int | None, *, prefix: str, shard_size: str
+    source: VersionSource, form: Format, to: Path, step: int | None, *, prefix: str, shard_size: str
 ) -> None:
     """Raises CannotDo. Nothing is at `to` unless all is."""
     most = _bytes_of(shard_size)
@@ -151,15 +165,21 @@ def import_checkpoint(
     *,
     to: Annotated[
         str,
-        typer.Option(help="A Checkpointer's folder, s3://BUCKET/PREFIX, or with --job the path of a shared directory."),
+        typer.Option(
+            help="A Checkpointer's folder, s3://BUCKET/PREFIX, or with --job the path of a shared directory."
+        ),
     ],
     came: Annotated[Path, typer.Option("--from", help="The folder to read.")],
     form: Annotated[Format, typer.Option("--format", help="What wrote it.")],
     step: Annotated[
         int, typer.Option(help="The step that it is the state after; training goes on from there.", min=1)
     ] = 1,
-    prefix: Annotated[str, typer.Option(help='dcp: the name of the model in it; "" if all is the model.')] = "model",
-    job: Annotated[str | None, typer.Option("--job", help="NAMESPACE/NAME of the job that will begin from it.")] = None,
+    prefix: Annotated[
+        str, typer.Option(help='dcp: the name of the model in it; "" if all is the model.')
+    ] = "model",
+    job: Annotated[
+        str | None, typer.Option("--job", help="NAMESPACE/NAME of the job that will begin from it.")
+    ] = None,
     endpoint: Endpoint = None,
     region: Region = None,
 ) -> None:

@@ -1,4 +1,5 @@
-"""The remote tier of a job, for the commands: the sidecar's own store, so that there is one reader of its layout and digests."""
+"""The remote tier of a job, for the commands: the sidecar's own store, so that there is one reader
+of its layout and digests."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from urllib.parse import urlsplit
 
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import Version
-from tiercheck_cli.checkpoint.saved import Saved, Slot
+from tiercheck_cli.checkpoint.saved import Saved, SavedArtifact
 from tiercheck_cli.failure import NOT_FOUND, USAGE, CannotDo
 
 try:
@@ -36,13 +37,18 @@ def settings_of_url(url: str, endpoint: str | None, region: str | None) -> str:
         return json.dumps({"directory": {"path": url}})
     parts = urlsplit(url)
     if parts.scheme != "s3" or not parts.netloc:
-        raise CannotDo(f"{url} is no remote tier; give s3://BUCKET/PREFIX, or the path of a shared directory", USAGE)
+        raise CannotDo(
+            f"{url} is no remote tier; give s3://BUCKET/PREFIX, or the path of a shared directory", USAGE
+        )
     given = {"prefix": parts.path.strip("/"), "endpoint": endpoint, "region": region}
-    return json.dumps({"s3": {"bucket": parts.netloc, **{key: value for key, value in given.items() if value}}})
+    return json.dumps(
+        {"s3": {"bucket": parts.netloc, **{key: value for key, value in given.items() if value}}}
+    )
 
 
 def settings_of_job(job: Mapping[str, Any], endpoint: str | None = None, region: str | None = None) -> str:
-    """Of `spec.tiers.remote`; what is given comes first, since outside the cluster a bucket may have another address.
+    """Of `spec.tiers.remote`; what is given comes first, since outside the cluster a bucket may have another
+    address.
 
     Raises CannotDo if it is in no place that can be reached from here.
     """
@@ -55,7 +61,8 @@ def settings_of_job(job: Mapping[str, Any], endpoint: str | None = None, region:
         return json.dumps({"s3": {key: found[key] for key in keys if found.get(key)}})
     if remote.get("directory"):
         raise CannotDo(
-            f"the remote tier of {name} is a volume; mount it here and give --remote PATH --job NAMESPACE/{name}"
+            f"the remote tier of {name} is a volume; mount it here and give --remote PATH --job "
+            f"NAMESPACE/{name}"
         )
     raise CannotDo(f"{name} has no remote tier, and what is in memory cannot be read from outside its pods")
 
@@ -79,7 +86,9 @@ def open_version(store: RemoteStore, step: int | None) -> Saved:
             raise CannotDo(f"{store.location} has no complete version{asked}{there}", NOT_FOUND)
         version = found[-1]
         manifest = store.read_manifest(version)
-        return Saved.open(version, tuple(_slot(store, artifact) for artifact in sorted(manifest.artifacts, key=_rank)))
+        return Saved.open(
+            version, tuple(_slot(store, artifact) for artifact in sorted(manifest.artifacts, key=_rank))
+        )
     except RemoteError as error:
         raise CannotDo(str(error)) from error
 
@@ -88,7 +97,7 @@ def _rank(artifact: RankArtifact) -> int:
     return artifact.rank
 
 
-def _slot(store: RemoteStore, brief: RankArtifact) -> Slot:
+def _slot(store: RemoteStore, brief: RankArtifact) -> SavedArtifact:
     artifact = store.artifact(brief.rank, brief.version)
     assert artifact.digests is not None
     chunk = artifact.digests.chunk
@@ -101,11 +110,12 @@ def _slot(store: RemoteStore, brief: RankArtifact) -> Slot:
             raise CannotDo(str(error)) from error
         return into
 
-    return Slot(f"{store.location}/{artifact.key}", artifact.bytes, chunk, fetch)
+    return SavedArtifact(f"{store.location}/{artifact.key}", artifact.bytes, chunk, fetch)
 
 
 def check_empty(store: RemoteStore) -> None:
-    """Raises CannotDo if there are versions: a job begins from the newest, and nothing may come between them."""
+    """Raises CannotDo if there are versions: a job begins from the newest, and nothing may come between
+    them."""
     try:
         store.check()
         versions = store.versions()
@@ -113,7 +123,8 @@ def check_empty(store: RemoteStore) -> None:
         raise CannotDo(str(error)) from error
     if versions:
         raise CannotDo(
-            f"{store.location} holds versions already, up to {versions[-1]}; give another prefix or job", USAGE
+            f"{store.location} holds versions already, up to {versions[-1]}; give another prefix or job",
+            USAGE,
         )
 
 

@@ -1,9 +1,11 @@
-"""A version as bytes of ranks' slots, wherever it is kept; no byte is handed out that did not match its checksum."""
+"""A version as bytes of ranks' slots, wherever it is kept; no byte is handed out that did not match
+its checksum."""
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.contents import DCP, FORMAT, WholeTensor, check_complete, contents
 from tiercheck.protocol.manifest import parse_version_name, version_name
-from tiercheck.protocol.pieces import Piece
+from tiercheck.protocol.pieces import Box, Part, Piece
 from tiercheck.protocol.pieces_table import read_pieces
 from tiercheck.protocol.plain_json import MOST_BYTES, parse_json
 from tiercheck.protocol.slot import PIECES, SlotHeader, beginning, read_header
@@ -25,7 +27,7 @@ _KEPT = 8
 
 
 @dataclass
-class Slot:
+class SavedArtifact:
     """One rank's artifact."""
 
     place: str
@@ -66,13 +68,15 @@ class Saved:
     """A complete version."""
 
     version: Version
-    slots: tuple[Slot, ...]
+    slots: tuple[SavedArtifact, ...]
     """By rank."""
     headers: tuple[SlotHeader, ...]
     tensors: Mapping[str, WholeTensor]
-    """By their full names in the state (dcp), or as a `Checkpointer` calls them: `model/...`, `optimizer0/...`."""
+    """By their full names in the state (dcp), or as a `Checkpointer` calls them: `model/...`,
+    `optimizer0/...`."""
     notes: tuple[Mapping[str, Any], ...]
-    """Of each rank, of a version that torch.distributed.checkpoint saved (`tiercheck.trainer.dcp_note`), else empty."""
+    """Of each rank, of a version that torch.distributed.checkpoint saved (`tiercheck.trainer.dcp_note`), else
+    empty."""
 
     @property
     def writer(self) -> str:
@@ -80,7 +84,8 @@ class Saved:
         return self.headers[0].metadata.get(FORMAT, "")
 
     def entry(self, rank: int, name: str, length: str) -> bytes:
-        """The bytes of an entry that is no tensor; `length` is the key of the metadata that tells how many. Raises CannotDo."""
+        """The bytes of an entry that is no tensor; `length` is the key of the metadata that tells how many.
+        Raises CannotDo."""
         header = self.headers[rank]
         try:
             begin, end = header.blob(name, length)
@@ -89,7 +94,7 @@ class Saved:
         return bytes(self.slots[rank].read(begin, end))
 
     @staticmethod
-    def open(version: Version, slots: tuple[Slot, ...]) -> Saved:
+    def open(version: Version, slots: tuple[SavedArtifact, ...]) -> Saved:
         """Reads the beginnings. Raises CannotDo."""
         headers: list[SlotHeader] = []
         pieces: list[Mapping[str, Piece]] = []
@@ -109,7 +114,9 @@ class Saved:
                 len(slots),
                 Kind.SNAPSHOT,
             ):
-                raise CannotDo(f"{slot.place} holds {header.version} of rank {header.rank} of {header.world_size}")
+                raise CannotDo(
+                    f"{slot.place} holds {header.version} of rank {header.rank} of {header.world_size}"
+                )
             headers.append(header)
             pieces.append(table)
         found = Saved(version, slots, tuple(headers), {}, ())
@@ -120,7 +127,10 @@ class Saved:
                 notes.append(note)
                 called = note["names"]
                 names.append(
-                    {each.name: called.get(each.name, each.name.removeprefix("dcp/")) for each in header.tensors}
+                    {
+                        each.name: called.get(each.name, each.name.removeprefix("dcp/"))
+                        for each in header.tensors
+                    }
                 )
         try:
             tensors = contents(list(zip(headers, pieces, strict=True)), names)
@@ -137,7 +147,9 @@ def _note(place: str, text: bytes) -> Mapping[str, Any]:
         names, items, planner = note["names"], note["bytes"], note["planner"]
         words = [*names.values(), *(fqn for fqn, _ in planner or ())]
         steps = [step for _, path in planner or () for step in path]
-        if not all(type(word) is str for word in words) or not all(type(step) in (str, int) for step in steps):
+        if not all(type(word) is str for word in words) or not all(
+            type(step) in (str, int) for step in steps
+        ):
             raise ValueError("its names are no words")
         if not all(0 <= begin <= end for begin, end in items.values()):
             raise ValueError("its items have no places")
@@ -166,13 +178,15 @@ def open_folder(folder: Path, step: int | None) -> Saved:
     return Saved.open(version, tuple(_file(folder, rank, world, version) for rank in range(world)))
 
 
-def _file(folder: Path, rank: int, world: int, version: Version) -> Slot:
+def _file(folder: Path, rank: int, world: int, version: Version) -> SavedArtifact:
     path = folder / f"rank-{rank}-of-{world}" / f"{version_name(version)}.safetensors"
     try:
         with open(path.with_suffix(".json"), "rb") as file:
             record = parse_json(file.read(MOST_BYTES + 1))
         size, chunk, sums = record["size"], record["chunk"], record["crc32"]
-        if not all(type(each) is int and each > 0 for each in (size, chunk)) or len(sums) != -(-size // chunk):
+        if not all(type(each) is int and each > 0 for each in (size, chunk)) or len(sums) != -(
+            -size // chunk
+        ):
             raise ValueError("sizes and checksums do not belong together")
         if path.stat().st_size < size:
             raise CannotDo(f"{path} is cut off: it has {path.stat().st_size} bytes, {size} are needed")
@@ -190,10 +204,55 @@ def _file(folder: Path, rank: int, world: int, version: Version) -> Slot:
             raise CannotDo(f"{path} is corrupt at byte {index * chunk}; export another --step")
         return found
 
-    return Slot(str(path), size, chunk, fetch)
+    return SavedArtifact(str(path), size, chunk, fetch)
 
 
 def check_new(folder: Path) -> None:
     """Raises CannotDo unless nothing is there yet."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CannotDo(f"{folder} is there already; give a new folder with --to", USAGE)
+
+
+SLAB = 64 * 1024 * 1024
+"""Bytes held at once, unless one row has more."""
+
+
+def slabs(tensor: WholeTensor, most: int = SLAB) -> Iterator[Box]:
+    """The tensor in row-major order, in boxes of whole rows of at most `most` bytes."""
+    if not tensor.shape or tensor.size <= most:
+        yield Box.whole(tensor.shape)
+        return
+    row = math.prod(tensor.shape[1:]) * tensor.itemsize
+    rows = max(1, most // max(1, row))
+    for first in range(0, tensor.shape[0], rows):
+        yield Box(
+            (first, *(0,) * (len(tensor.shape) - 1)), (min(rows, tensor.shape[0] - first), *tensor.shape[1:])
+        )
+
+
+def read_box(saved: Saved, tensor: WholeTensor, wanted: Box) -> bytearray:
+    """Its elements in row-major order. Raises CannotDo."""
+    size = tensor.itemsize
+    filled = bytearray(wanted.count * size)
+    for chunk, box in tensor.reads(wanted):
+        sources = Part(chunk.box, 0).ranges(box, most=box.count)
+        targets = Part(wanted, 0).ranges(box, most=box.count)
+        begin, end = sources[0][0] * size, sources[-1][1] * size
+        near = saved.slots[chunk.rank].read(chunk.begin + begin, chunk.begin + end)
+        for source, target, count in _together(sources, targets):
+            at = source * size - begin
+            filled[target * size : (target + count) * size] = near[at : at + count * size]
+    return filled
+
+
+def _together(
+    sources: list[tuple[int, int]], targets: list[tuple[int, int]]
+) -> Iterator[tuple[int, int, int]]:
+    """Runs of the same elements in both: (first in the one, first in the other, number)."""
+    step = min(sources[0][1] - sources[0][0], targets[0][1] - targets[0][0])
+    cut = (
+        [first + at for first, last in ranges for at in range(0, last - first, step)]
+        for ranges in (sources, targets)
+    )
+    for source, target in zip(*cut, strict=True):
+        yield source, target, step

@@ -1,4 +1,5 @@
-"""A version made of what other tools wrote, as one rank would have saved it: a job of any number of ranks begins from it.
+"""A version made of what other tools wrote, as one rank would have saved it: a job of any number of
+ranks begins from it.
 
 Tensors go one by one into a mapped file, so the model does not have to fit into memory.
 """
@@ -85,7 +86,9 @@ def write(found: Incoming, folder: Path, version: Version, progress: Progress) -
         backend.complete(path, version.step, layout.size, Kind.SNAPSHOT)
     except CannotDo:
         raise
-    except Exception as error:  # what was found may be of any shape, and torch has an error of its own for each
+    except (
+        Exception
+    ) as error:  # what was found may be of any shape, and torch has an error of its own for each
         raise CannotDo(f"it cannot be made a version: {error}") from error
     return backend.path_of(0, version)
 
@@ -127,11 +130,14 @@ def _from_file(path: Path, begin: int, end: int, most: int = 64 * 1024 * 1024) -
 
 
 class _MetadataOnly(pickle.Unpickler):
-    """torch writes `.metadata` as a pickle. Only the plain classes that it is made of are let in, so it runs no code."""
+    """torch writes `.metadata` as a pickle. Only the plain classes that it is made of are let in, so it runs
+    no code."""
 
     _ALLOWED = frozenset({
-        ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"), ("builtins", "set"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("pathlib", "PosixPath"), ("pathlib", "Path"),
+        ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
+        ("builtins", "set"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("pathlib", "PosixPath"),
+        ("pathlib", "Path"),
         ("pathlib._local", "PosixPath"),
     })  # fmt: skip
     _CLASSES = frozenset({
@@ -148,9 +154,8 @@ class _MetadataOnly(pickle.Unpickler):
 
 
 def from_dcp(folder: Path, prefix: str) -> Incoming:
-    """Of a folder that torch.distributed.checkpoint wrote: `prefix` names the model in it (empty: all is the model); `optimizer`
-    and `state` beside it are taken along as `export` writes them. Raises CannotDo.
-    """
+    """Of a folder that torch.distributed.checkpoint wrote: `prefix` names the model in it (empty: all is the
+    model); `optimizer` and `state` beside it are taken along as `export` writes them. Raises CannotDo."""
     try:
         return _from_dcp(folder, prefix)
     except CannotDo:
@@ -169,7 +174,13 @@ def _from_dcp(folder: Path, prefix: str) -> Incoming:
         raise CannotDo(f"{folder / '.metadata'} cannot be read: {error}") from error
     try:
         return _described(folder, metadata, prefix)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # a pickle may hold anything
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:  # a pickle may hold anything
         raise CannotDo(f"{folder / '.metadata'} cannot be understood: {error}") from error
 
 
@@ -205,16 +216,22 @@ def _described(folder: Path, metadata: Metadata, prefix: str) -> Incoming:
             found.left_out.append(fqn)
     groups = nested.get("optimizer", {}).get("param_groups")
     if groups and optimizer["states"]:
-        optimizer["groups"] = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        optimizer["groups"] = [
+            {key: value for key, value in group.items() if key != "params"} for group in groups
+        ]
         found.optimizer = optimizer
     elif optimizer["states"]:
         found.left_out += [name for name in found.tensors if name.startswith("optimizer0/")]
-        found.tensors = {name: each for name, each in found.tensors.items() if not name.startswith("optimizer0/")}
+        found.tensors = {
+            name: each for name, each in found.tensors.items() if not name.startswith("optimizer0/")
+        }
     found.state = nested.get("state", {})
     if not any(name.startswith("model/") for name in found.tensors):
         tops = sorted({fqn.partition(".")[0] for fqn in metadata.state_dict_metadata})
         raise CannotDo(
-            f'no tensor is below "{prefix}"; give --prefix one of {", ".join(tops)}, or "" if all is the model', USAGE
+            f'no tensor is below "{prefix}"; give --prefix one of {", ".join(tops)}, or "" if all is the '
+            "model",
+            USAGE,
         )
     return found
 
@@ -230,7 +247,9 @@ class _DcpFolder:
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         self._folder = folder
-        self._places = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
+        self._places = {
+            (index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()
+        }
 
     def value(self, fqn: str) -> Any:
         return self._load(fqn, ())

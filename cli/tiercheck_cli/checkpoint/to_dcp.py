@@ -1,4 +1,5 @@
-"""A plain folder of torch.distributed.checkpoint, written by torch itself: readable wherever torch is, without us."""
+"""A plain folder of torch.distributed.checkpoint, written by torch itself: readable wherever torch
+is, without us."""
 
 from __future__ import annotations
 
@@ -19,8 +20,7 @@ from tiercheck.protocol.contents import DCP, DCP_BYTES, WholeTensor
 from tiercheck.protocol.pieces import Box
 from tiercheck.trainer import user_state
 from tiercheck.trainer.dtypes import dtype_of
-from tiercheck_cli.checkpoint.assemble import read_box
-from tiercheck_cli.checkpoint.saved import Saved
+from tiercheck_cli.checkpoint.saved import Saved, read_box
 from tiercheck_cli.failure import CannotDo
 
 Progress = Callable[[str, int], None]
@@ -38,7 +38,8 @@ def write(saved: Saved, folder: Path, progress: Progress) -> list[str]:
 
 
 class _Reading(DefaultSavePlanner):
-    """Plans with tensors that have no bytes, and reads each when its turn comes: one is in memory at a time."""
+    """Plans with tensors that have no bytes, and reads each when its turn comes: one is in memory at a
+    time."""
 
     def __init__(self, saved: Saved, stored: Mapping[str, WholeTensor], progress: Progress) -> None:
         super().__init__()
@@ -77,7 +78,8 @@ def _dcp_state(saved: Saved) -> _State:
 
 
 def _checkpointer_state(saved: Saved) -> _State:
-    """As `get_state_dict` of torch.distributed.checkpoint would name it: model, optimizer (state, param_groups), and the script's own."""
+    """As `get_state_dict` of torch.distributed.checkpoint would name it: model, optimizer (state,
+    param_groups), and the script's own."""
     nested: dict[str, Any] = {"model": {}}
     stored: dict[str, WholeTensor] = {}
     remarks: list[str] = []
@@ -114,7 +116,8 @@ def _checkpointer_state(saved: Saved) -> _State:
             nested[optimizer(index)]["param_groups"] = [{**described["groups"][0], "params": names}]
         else:
             remarks.append(
-                f"{optimizer(index)}: which parameter is in which of its groups is not stored, so param_groups is left out"
+                f"{optimizer(index)}: which parameter is in which of its groups is not stored, so "
+                "param_groups is left out"
             )
     for key, value in facts[0]["model_extra"].items():
         nested["model"][key] = value

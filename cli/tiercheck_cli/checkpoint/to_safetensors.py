@@ -1,4 +1,5 @@
-"""Safetensors as Hugging Face libraries lay it out: files of limited size, and an index that says which tensor is in which.
+"""Safetensors as Hugging Face libraries lay it out: files of limited size, and an index that says
+which tensor is in which.
 
 Bytes are copied as they are, so neither torch nor safetensors has to be installed.
 Layout: https://huggingface.co/docs/safetensors, `save_torch_state_dict` of huggingface_hub.
@@ -13,8 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tiercheck.protocol.contents import WholeTensor
-from tiercheck_cli.checkpoint.assemble import read_box, slabs
-from tiercheck_cli.checkpoint.saved import Saved
+from tiercheck_cli.checkpoint.saved import Saved, read_box, slabs
 from tiercheck_cli.failure import USAGE, CannotDo
 
 INDEX = "model.safetensors.index.json"
@@ -24,7 +24,8 @@ Progress = Callable[[str, int], None]
 
 
 def chosen(saved: Saved, prefix: str) -> dict[str, WholeTensor]:
-    """The tensors below `prefix`, by their names without it; all with their full names if it is empty. Raises CannotDo."""
+    """The tensors below `prefix`, by their names without it; all with their full names if it is empty. Raises
+    CannotDo."""
     if not prefix:
         return dict(saved.tensors)
     found = {
@@ -34,7 +35,9 @@ def chosen(saved: Saved, prefix: str) -> dict[str, WholeTensor]:
     }
     if not found:
         tops = sorted({name.replace("/", ".").partition(".")[0] for name in saved.tensors})
-        raise CannotDo(f'no tensor is below "{prefix}"; give --prefix one of {", ".join(tops)}, or "" for all', USAGE)
+        raise CannotDo(
+            f'no tensor is below "{prefix}"; give --prefix one of {", ".join(tops)}, or "" for all', USAGE
+        )
     return found
 
 
@@ -48,13 +51,17 @@ def write(
             shards.append({})
         shards[-1][name] = tensor
     count = len(shards)
-    files = [SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    files = (
+        [SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    )
     for file, shard in zip(files, shards, strict=True):
         _write_file(saved, shard, folder / file, progress)
     if count > 1:
         index = {
             "metadata": {"total_size": sum(tensor.size for tensor in tensors.values())},
-            "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in sorted(shard)},
+            "weight_map": {
+                name: file for file, shard in zip(files, shards, strict=True) for name in sorted(shard)
+            },
         }
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
         files.append(INDEX)
@@ -68,7 +75,8 @@ def _write_file(saved: Saved, tensors: Mapping[str, WholeTensor], path: Path, pr
     offset = 0
     for name, tensor in order:
         table[name] = {
-            "dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, offset + tensor.size],
+            "dtype": tensor.dtype, "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.size],
         }  # fmt: skip
         offset += tensor.size
     header = json.dumps(table, separators=(",", ":")).encode()

@@ -1,0 +1,1 @@
+"""`tiercheck events`: what happened to a job, and its recoveries."""

@@ -15,8 +15,16 @@ from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.durations import clock
 from tiercheck_cli.events.story import Happening, story
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.options import Context, Kubeconfig, Namespace, Output, OutputFormat
-from tiercheck_cli.terminal import console, remark, write
+from tiercheck_cli.terminal import (
+    Context,
+    Kubeconfig,
+    Namespace,
+    Output,
+    OutputFormat,
+    console,
+    remark,
+    write,
+)
 
 _STYLE = {"Warning": "yellow", "Recovery": "cyan"}
 _GOOD = {"Recovered", "Completed", "TrainingReleased", "Grown"}
@@ -25,7 +33,9 @@ _GOOD = {"Recovered", "Completed", "TrainingReleased", "Grown"}
 def events(
     job: Annotated[str, typer.Argument(help="The job.")],
     *,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on with what happens next, until Ctrl-C.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Go on with what happens next, until Ctrl-C.")
+    ] = False,
     every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks with --watch.")] = 2.0,
     output: OutputFormat = Output.TABLE,
     namespace: Namespace = None,
@@ -42,7 +52,8 @@ def events(
         return
     if not told:
         remark(
-            f"nothing is told of {job}: Kubernetes forgets Events after an hour, and it has not recovered from anything"
+            f"nothing is told of {job}: Kubernetes forgets Events after an hour, and it has not recovered "
+            "from anything"
         )
     terminal = console()
     if told:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck_cli.durations import moment, short
-from tiercheck_cli.recoveries import PastRecovery, recoveries
+from tiercheck_cli.events.recoveries import PastRecovery, recoveries
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,15 @@ class Happening:
 def story(job: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> tuple[Happening, ...]:
     """Oldest first. Where an Event of a recovery's end is still there, the recovery is not told twice."""
     told = [_of_event(event) for event in events]
-    ends = {entry.message.split(" ", 3)[1] for entry in told if entry.reason == "Recovered" and " " in entry.message}
+    ends = {
+        entry.message.split(" ", 3)[1]
+        for entry in told
+        if entry.reason == "Recovered" and " " in entry.message
+    }
     told += [
-        _of_recovery(entry) for entry in recoveries(job) if entry.ended is not None and str(entry.attempt) not in ends
+        _of_recovery(entry)
+        for entry in recoveries(job)
+        if entry.ended is not None and str(entry.attempt) not in ends
     ]
     return tuple(sorted(told, key=lambda entry: entry.at))
 
@@ -57,6 +63,7 @@ def _of_recovery(entry: PastRecovery) -> Happening:
         at=entry.ended or 0.0,
         kind="Recovery",
         reason="Recovered",
-        message=f"attempt {entry.attempt} after {entry.cause}: back at step {entry.step} ({entry.sources}), {lost} lost, "
+        message=f"attempt {entry.attempt} after {entry.cause}: back at step {entry.step} ({entry.sources}), "
+        f"{lost} lost, "
         f"{short(entry.total)} in all",
     )

@@ -1,4 +1,5 @@
-"""What would happen if something died now, put together from what the job holds and what the operator would decide."""
+"""What would happen if something died now, put together from what the job holds and what the
+operator would decide."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.protocol.directive import Tier
-from tiercheck_cli.explain.estimate import Estimate, Failure, estimate
-from tiercheck_cli.explain.losses import Loss
-from tiercheck_cli.layout import Layout
-from tiercheck_cli.recoveries import PastRecovery
+from tiercheck_cli.events.recoveries import PastRecovery
+from tiercheck_cli.explain.estimate import AssumedFailure, Estimate, estimate
+from tiercheck_cli.explain.losses import LostMemory
+from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.simulate.assumptions import PEER_BANDWIDTH, REMOTE_BANDWIDTH
 from tiercheck_operator.planning.recovery import RestoreSeconds
 from tiercheck_operator.planning.scenario import Held, RecoveryTimes, Saving, Scenario
@@ -23,10 +24,10 @@ _NO_DELTAS_EVERY, _DELTAS_EVERY = 50, 10
 
 
 @dataclass(frozen=True)
-class Answer:
+class WhatIf:
     """To one question."""
 
-    loss: Loss
+    loss: LostMemory
     consequence: Consequence
     step: int | None
     """The newest step trained; None: the job is only a plan, taken in the midst of its life."""
@@ -37,15 +38,18 @@ class Answer:
     """By worker that needs a peer: who would be left to give it its state."""
 
 
-def scenario_of(layout: Layout, job: Mapping[str, Any] | None) -> tuple[Scenario, int | None]:
-    """(the job as it is now, its newest step). A job that does not run is taken in the midst of its life: None."""
+def scenario_of(layout: JobLayout, job: Mapping[str, Any] | None) -> tuple[Scenario, int | None]:
+    """(the job as it is now, its newest step). A job that does not run is taken in the midst of its life:
+    None."""
     status = (job or {}).get("status") or {}
     step = (status.get("progress") or {}).get("step")
     wanted = layout.wanted
     checkpoint = status.get("checkpoint") or {}
     deltas = checkpoint.get("deltas") == "EveryStep" if checkpoint.get("deltas") else wanted.deltas
     every = (
-        checkpoint.get("snapshotEverySteps") or wanted.snapshot_every or (_DELTAS_EVERY if deltas else _NO_DELTAS_EVERY)
+        checkpoint.get("snapshotEverySteps")
+        or wanted.snapshot_every
+        or (_DELTAS_EVERY if deltas else _NO_DELTAS_EVERY)
     )
     if step is None:
         saving = Saving(every, deltas, remote_every=wanted.remote_every)
@@ -74,24 +78,29 @@ def scenario_of(layout: Layout, job: Mapping[str, Any] | None) -> tuple[Scenario
 
 
 def answer(
-    loss: Loss, layout: Layout, scenario: Scenario, *, step: int | None, past: tuple[PastRecovery, ...]
-) -> Answer:
+    loss: LostMemory,
+    layout: JobLayout,
+    scenario: Scenario,
+    *,
+    step: int | None,
+    past: tuple[PastRecovery, ...],
+) -> WhatIf:
     """`step`: the newest one; None: the job is only a plan. `past`: the job's recoveries, newest first."""
     found = what_if(scenario, loss.workers, step)
     spare = 0 < len(loss.workers) <= scenario.spares
     size = (layout.wanted.state_size or 0) * layout.wanted.procs_per_worker
     carry = size / _BANDWIDTH[found.farthest] if found.farthest in _BANDWIDTH else 0.0
-    return Answer(
+    return WhatIf(
         loss=loss,
         consequence=found,
         step=step,
         lost_seconds=None if step is None else found.lost_steps * scenario.step_seconds,
-        without_training=estimate(past, Failure(found.farthest, bool(loss.workers), spare, carry)),
+        without_training=estimate(past, AssumedFailure(found.farthest, bool(loss.workers), spare, carry)),
         from_whom={worker: _left(worker, loss, layout) for worker in found.workers.get(Tier.PEER, ())},
     )
 
 
-def _left(worker: int, loss: Loss, layout: Layout) -> tuple[int, ...]:
+def _left(worker: int, loss: LostMemory, layout: JobLayout) -> tuple[int, ...]:
     for group in layout.placement.groups:
         if worker in group.members:
             return tuple(other for other in group.workers if other != worker and other not in loss.workers)

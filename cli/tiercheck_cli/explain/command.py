@@ -10,16 +10,23 @@ import typer
 
 from tiercheck.protocol import names
 from tiercheck_cli.cluster import Cluster
-from tiercheck_cli.explain.answer import Answer, answer, scenario_of
+from tiercheck_cli.events.recoveries import recoveries
+from tiercheck_cli.explain.answer import WhatIf, answer, scenario_of
 from tiercheck_cli.explain.losses import losses
 from tiercheck_cli.explain.screen import what_if_screen, why
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.layout import Layout, layout_of
-from tiercheck_cli.options import Context, Kubeconfig, Namespace, Output, OutputFormat
+from tiercheck_cli.layout import JobLayout, layout_of, planned
 from tiercheck_cli.plan.command import JobFile, NodesFile, PerNode, Shape, job_and_nodes
-from tiercheck_cli.planned import planned
-from tiercheck_cli.recoveries import recoveries
-from tiercheck_cli.terminal import console, remark, write
+from tiercheck_cli.terminal import (
+    Context,
+    Kubeconfig,
+    Namespace,
+    Output,
+    OutputFormat,
+    console,
+    remark,
+    write,
+)
 
 
 def explain(
@@ -29,7 +36,8 @@ def explain(
         list[str] | None,
         typer.Option(
             "--if",
-            help="What if this died now: node=NAME, rack=NAME (or any level), pod=NAME, worker=N, all, crash. "
+            help="What if this died now: node=NAME, rack=NAME (or any level), pod=NAME, worker=N, all, "
+            "crash. "
             "Several: at once. A level alone, such as rack: each of its domains by itself.",
         ),
     ] = None,
@@ -42,7 +50,8 @@ def explain(
     context: Context = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Why the last restore took that version from there; with --if, what would happen if something died now."""
+    """Why the last restore took that version from there; with --if, what would happen if something died
+    now."""
     found: dict[str, Any] | None = None
     pods: dict[str, int] = {}
     if job is not None:
@@ -59,7 +68,9 @@ def explain(
     else:
         described, listed = job_and_nodes(file, nodes, made_up)
         if not what_if:
-            raise CannotDo("of a job that is only a file there is nothing to explain but --if: say what dies", USAGE)
+            raise CannotDo(
+                "of a job that is only a file there is nothing to explain but --if: say what dies", USAGE
+            )
         layout = planned(described, listed, workers_per_node)
     _what_if(what_if, layout, found, pods, output)
 
@@ -83,7 +94,7 @@ def _why(found: dict[str, Any], output: Output) -> None:
 
 
 def _what_if(
-    asked: list[str], layout: Layout, job: dict[str, Any] | None, pods: dict[str, int], output: Output
+    asked: list[str], layout: JobLayout, job: dict[str, Any] | None, pods: dict[str, int], output: Output
 ) -> None:
     for sentence in layout.remarks:
         remark(sentence)
@@ -96,7 +107,7 @@ def _what_if(
     console().print(what_if_screen(answers, layout))
 
 
-def _as_json(entry: Answer) -> dict[str, Any]:
+def _as_json(entry: WhatIf) -> dict[str, Any]:
     found = entry.consequence
     return {
         "loss": entry.loss.name,

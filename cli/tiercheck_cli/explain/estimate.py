@@ -1,4 +1,5 @@
-"""How long a job would be without training: as long as after its own recoveries, by their parts; or a guess, which says so."""
+"""How long a job would be without training: as long as after its own recoveries, by their parts; or
+a guess, which says so."""
 
 from __future__ import annotations
 
@@ -7,15 +8,15 @@ from dataclasses import dataclass
 from statistics import median
 
 from tiercheck.protocol.directive import Tier
-from tiercheck_cli.recoveries import PastRecovery
+from tiercheck_cli.events.recoveries import PastRecovery
 
 _IN_PLACE = {"TrainerCrash", "OOMKilled", "Hung", "Diverged", "RestoreFailed"}
 """Causes after which pods stay, as a rule."""
 _PLANNED = {"FirstStart", "Resumed", "Grown"}
 """Nothing failed: nobody had to notice it."""
 
-# Medians of small jobs on a real cluster whose nodes had the images (docs/benchmarks): 18 s after a crash, 37 s after
-# the loss of a pod, 56 s after that of all.
+# Medians of small jobs on a real cluster whose nodes had the images (docs/benchmarks): 18 s after a crash, 37
+# s after the loss of a pod, 56 s after that of all.
 _DETECT = 1.0
 _RESTORE = {Tier.LOCAL: 2.0, Tier.PEER: 10.0, Tier.REMOTE: 25.0}
 _SPARE = 3.0
@@ -34,7 +35,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Failure:
+class AssumedFailure:
     """What it would be like."""
 
     farthest: Tier | None
@@ -46,7 +47,7 @@ class Failure:
     """For a worker's state on its way from that tier, by its size."""
 
 
-def estimate(past: Sequence[PastRecovery], failure: Failure) -> Estimate:
+def estimate(past: Sequence[PastRecovery], failure: AssumedFailure) -> Estimate:
     """`past`: newest first."""
     farthest, pods_lost = failure.farthest, failure.pods_lost
     failures = [entry for entry in past if entry.cause not in _PLANNED]
@@ -68,7 +69,10 @@ def estimate(past: Sequence[PastRecovery], failure: Failure) -> Estimate:
         )
         source = f"an estimate from the parts of {those} like that"
     else:
-        source = "a guess: it has not come back from anything yet; small jobs took so long on a cluster with the images at hand"
+        source = (
+            "a guess: it has not come back from anything yet; small jobs took so long on a cluster with "
+            "the images at hand"
+        )
     return Estimate(detect + restore + start, False, source)
 
 
@@ -77,10 +81,12 @@ def _usual(measured: Iterable[float], otherwise: float) -> float:
     return median(found) if found else otherwise
 
 
-def _guessed_restore(failure: Failure) -> float:
+def _guessed_restore(failure: AssumedFailure) -> float:
     tier = failure.farthest or Tier.LOCAL
     if failure.spare and tier is not Tier.REMOTE:
         usual = _SPARE
     else:
-        usual = max(_RESTORE[tier], _RESTORE[Tier.PEER] if failure.pods_lost else 0.0)  # new pods take their time
+        usual = max(
+            _RESTORE[tier], _RESTORE[Tier.PEER] if failure.pods_lost else 0.0
+        )  # new pods take their time
     return usual + failure.carry_seconds

@@ -1,4 +1,5 @@
-"""What a person may ask "what if" about: a node, a pod, a worker, a rack or another domain, everything, or a mere crash."""
+"""What a person may ask "what if" about: a node, a pod, a worker, a rack or another domain,
+everything, or a mere crash."""
 
 from __future__ import annotations
 
@@ -6,30 +7,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.layout import Layout
+from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.report.words import plural
 from tiercheck_operator.planning.topology import short_name
 
 
 @dataclass(frozen=True)
-class Loss:
+class LostMemory:
     """`name`: what would be lost, for a sentence. `workers`: whose memory goes with it; none: a crash."""
 
     name: str
     workers: frozenset[int]
 
 
-def losses(asked: Sequence[str], layout: Layout, pods: Mapping[str, int] | None = None) -> tuple[Loss, ...]:
+def losses(
+    asked: Sequence[str], layout: JobLayout, pods: Mapping[str, int] | None = None
+) -> tuple[LostMemory, ...]:
     """What `--if` says, all of it at once; or, for the bare name of a level, each of its domains by itself.
     `pods`: worker by name of the pod. Raises CannotDo.
     """
     if len(asked) == 1 and asked[0] in layout.topology.level_names:
         return _each_domain(asked[0], layout)
     parts = [_loss(entry, layout, pods or {}) for entry in asked]
-    return (Loss(" and ".join(part.name for part in parts), frozenset().union(*(part.workers for part in parts))),)
+    return (
+        LostMemory(
+            " and ".join(part.name for part in parts), frozenset().union(*(part.workers for part in parts))
+        ),
+    )
 
 
-def _each_domain(level: str, layout: Layout) -> tuple[Loss, ...]:
+def _each_domain(level: str, layout: JobLayout) -> tuple[LostMemory, ...]:
     found: dict[str, set[int]] = {}
     for site in layout.sites:
         domain = layout.topology.domain(site.node, level)
@@ -39,39 +46,39 @@ def _each_domain(level: str, layout: Layout) -> tuple[Loss, ...]:
         raise CannotDo(f"the labels of the nodes do not say which {level} they are in")
     shared = len({short_name(domain) for domain in found}) < len(found)
     return tuple(
-        Loss(f"{level} {domain if shared else short_name(domain)}", frozenset(found[domain]))
+        LostMemory(f"{level} {domain if shared else short_name(domain)}", frozenset(found[domain]))
         for domain in sorted(found)
     )
 
 
-def _loss(asked: str, layout: Layout, pods: Mapping[str, int]) -> Loss:
+def _loss(asked: str, layout: JobLayout, pods: Mapping[str, int]) -> LostMemory:
     kind, equals, name = asked.partition("=")
     workers = [site.worker for site in layout.sites]
     if not equals:
         if kind == "crash":
-            return Loss("one training process", frozenset())
+            return LostMemory("one training process", frozenset())
         if kind == "all":
-            return Loss("every pod", frozenset(workers))
+            return LostMemory("every pod", frozenset(workers))
         raise CannotDo(_usage(asked, layout), USAGE)
     if kind == "worker":
         if not name.isdigit() or int(name) not in workers:
             raise CannotDo(f"there is no worker {name}: workers are 0 to {len(workers) - 1}", USAGE)
-        return Loss(f"worker {int(name)}", frozenset({int(name)}))
+        return LostMemory(f"worker {int(name)}", frozenset({int(name)}))
     if kind == "pod":
         if name not in pods:
             raise CannotDo(f'the job has no pod "{name}"; see: tiercheck status {layout.name} --wide', USAGE)
-        return Loss(f"pod {name}", frozenset({pods[name]}))
+        return LostMemory(f"pod {name}", frozenset({pods[name]}))
     if kind == "node":
         found = frozenset(site.worker for site in layout.sites if site.node == name)
         if not found:
             raise CannotDo(f'no worker is on a node "{name}"; see: tiercheck plan {layout.name}', USAGE)
-        return Loss(f"node {name}", found)
+        return LostMemory(f"node {name}", found)
     if kind in layout.topology.level_names:
         return _domain(kind, name, layout)
     raise CannotDo(_usage(asked, layout), USAGE)
 
 
-def _domain(level: str, name: str, layout: Layout) -> Loss:
+def _domain(level: str, name: str, layout: JobLayout) -> LostMemory:
     """By the whole path or by its last part, if that is only one's."""
     found: dict[str, set[int]] = {}
     for site in layout.sites:
@@ -79,25 +86,29 @@ def _domain(level: str, name: str, layout: Layout) -> Loss:
         if path is not None and name in (path, short_name(path)):
             found.setdefault(path, set()).add(site.worker)
     if len(found) > 1:
-        raise CannotDo(f"there are several of the name {name}: say which of {', '.join(sorted(found))}", USAGE)
+        raise CannotDo(
+            f"there are several of the name {name}: say which of {', '.join(sorted(found))}", USAGE
+        )
     if not found:
         known = sorted(
             {short_name(path) for site in layout.sites if (path := layout.topology.domain(site.node, level))}
         )
         there = (
-            f"there are {', '.join(known[:8])}{' ...' if len(known) > 8 else ''}" if known else "the labels name none"
+            f"there are {', '.join(known[:8])}{' ...' if len(known) > 8 else ''}"
+            if known
+            else "the labels name none"
         )
         raise CannotDo(f'no worker is in a {level} "{name}": {there}', USAGE)
     ((_, workers),) = found.items()
-    return Loss(f"{level} {name}", frozenset(workers))
+    return LostMemory(f"{level} {name}", frozenset(workers))
 
 
-def _usage(asked: str, layout: Layout) -> str:
+def _usage(asked: str, layout: JobLayout) -> str:
     levels = ", ".join(f"{level}=NAME" for level in layout.topology.level_names)
     return f'"{asked}" is nothing that can be lost: say node=NAME, pod=NAME, worker=N, {levels}, all or crash'
 
 
-def hit(loss: Loss, layout: Layout) -> str:
+def hit(loss: LostMemory, layout: JobLayout) -> str:
     """How much that is: "2 nodes, 2 workers, 16 ranks"."""
     if not loss.workers:
         return "no pod, no memory"

@@ -1,4 +1,5 @@
-"""Why the last recovery took what it took, and what the next one would take, in sentences and small pictures."""
+"""Why the last recovery took what it took, and what the next one would take, in sentences and small
+pictures."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from rich.text import Text
 
 from tiercheck.protocol.directive import Tier
 from tiercheck_cli.durations import age, clock, moment, short
-from tiercheck_cli.explain.answer import Answer
+from tiercheck_cli.events.recoveries import TIERS, PastRecovery
+from tiercheck_cli.explain.answer import WhatIf
 from tiercheck_cli.explain.losses import hit
-from tiercheck_cli.layout import Layout
-from tiercheck_cli.recoveries import TIERS, PastRecovery
-from tiercheck_cli.report.colours import PHASES
-from tiercheck_cli.report.colours import TIERS as COLOURS
+from tiercheck_cli.layout import JobLayout
+from tiercheck_cli.report.style import PHASES
+from tiercheck_cli.report.style import TIERS as COLOURS
 from tiercheck_cli.report.words import plural
 
 _WHENCE = {
@@ -48,7 +49,11 @@ def why(job: Mapping[str, Any], past: Sequence[PastRecovery], now: float, width:
 
 def _under_way(recovery: Mapping[str, Any], name: str, now: float) -> Group:
     since = moment(recovery.get("failedAt")) or moment(recovery.get("detectedAt"))
-    lines = [Text.assemble((name, "bold"), " is on its way back now", f", for {short(now - since)}" if since else "")]
+    lines = [
+        Text.assemble(
+            (name, "bold"), " is on its way back now", f", for {short(now - since)}" if since else ""
+        )
+    ]
     lines.append(Text(f"  what failed   {recovery.get('message') or recovery.get('cause')}"))
     if recovery.get("reason"):
         lines.append(Text(f"  comes back to {recovery['reason']}"))
@@ -69,10 +74,13 @@ def _recovery(entry: PastRecovery, name: str, now: float, width: int) -> list[Re
     for sentence in _how(entry):
         grid.add_row("", Text(f"· {sentence}"))
     grid.add_row(
-        "  cost", Text(f"{plural(entry.lost_steps, 'step')} trained again, {short(entry.total)} without training")
+        "  cost",
+        Text(f"{plural(entry.lost_steps, 'step')} trained again, {short(entry.total)} without training"),
     )
     return [
-        Text.assemble((name, "bold"), f": why attempt {entry.attempt} began at step {entry.step:,}", (when, "dim")),
+        Text.assemble(
+            (name, "bold"), f": why attempt {entry.attempt} began at step {entry.step:,}", (when, "dim")
+        ),
         Text(),
         grid,
         Text(),
@@ -114,7 +122,9 @@ def _time_line(entry: PastRecovery, columns: int) -> list[Text]:
     parts = [
         (word, seconds, colour)
         for (word, seconds), (_, colour) in zip(
-            (("noticed", entry.detect), ("restored", entry.restore), ("first step", entry.start)), PHASES, strict=True
+            (("noticed", entry.detect), ("restored", entry.restore), ("first step", entry.start)),
+            PHASES,
+            strict=True,
         )
     ]
     bar, labels = Text("  "), Text("  ")
@@ -148,11 +158,13 @@ def _history(history: Sequence[Mapping[str, Any]], status: Mapping[str, Any], wi
     told = "  ".join(f"attempt {branch['attempt']}: {start:,} → {end:,}" for branch, start, end in last)
     earlier = f"{len(history) - len(last)} earlier  " if len(history) > len(last) else ""
     return Group(
-        Text("steps, and the attempts whose work they are", style="dim"), bar, Text(f"  {earlier}{told}", style="dim")
+        Text("steps, and the attempts whose work they are", style="dim"),
+        bar,
+        Text(f"  {earlier}{told}", style="dim"),
     )
 
 
-def what_if_screen(answers: Sequence[Answer], layout: Layout) -> Group:
+def what_if_screen(answers: Sequence[WhatIf], layout: JobLayout) -> Group:
     """One answer in full, several as a table."""
     if len(answers) == 1:
         return _full(answers[0], layout)
@@ -171,16 +183,20 @@ def what_if_screen(answers: Sequence[Answer], layout: Layout) -> Group:
             _back(entry),
             Text(f"{found.lost_steps:,}" if found.tiers else "all"),
             _tier(found.farthest),
-            Text(f"{'' if entry.without_training.measured else 'about '}{short(entry.without_training.seconds)}"),
+            Text(
+                ("" if entry.without_training.measured else "about ") + short(entry.without_training.seconds)
+            ),
         )
     parts: list[RenderableType] = [Text.assemble((layout.name, "bold"), _moment(answers[0])), Text(), table]
-    guessed = next((entry.without_training.source for entry in answers if not entry.without_training.measured), "")
+    guessed = next(
+        (entry.without_training.source for entry in answers if not entry.without_training.measured), ""
+    )
     if guessed:
         parts.append(Text(f"about: {guessed}", style="dim"))
     return Group(*parts)
 
 
-def _full(entry: Answer, layout: Layout) -> Group:
+def _full(entry: WhatIf, layout: JobLayout) -> Group:
     found = entry.consequence
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
@@ -188,13 +204,16 @@ def _full(entry: Answer, layout: Layout) -> Group:
     again = f" ({short(entry.lost_seconds)} of training)" if entry.lost_seconds else ""
     if not found.tiers:
         grid.add_row(
-            "  back to", Text("the beginning: nothing that is left holds every rank's state", style="bold red")
+            "  back to",
+            Text("the beginning: nothing that is left holds every rank's state", style="bold red"),
         )
         hint = "a remote tier (spec.tiers.remote), more copies, or copies farther apart would change that"
         grid.add_row("", Text(hint))
         grid.add_row(
             "  lost",
-            Text("all that was trained" if entry.step is None else f"{plural(found.lost_steps, 'step')}{again}"),
+            Text(
+                "all that was trained" if entry.step is None else f"{plural(found.lost_steps, 'step')}{again}"
+            ),
         )
     else:
         grid.add_row(
@@ -211,11 +230,13 @@ def _full(entry: Answer, layout: Layout) -> Group:
             grid.add_row("  from" if tier is next(iter(found.tiers)) else "", line)
         needed = found.farthest is Tier.REMOTE
         grid.add_row(
-            "  remote tier", Text("needed", style="bold yellow") if needed else Text("not needed", style="green")
+            "  remote tier",
+            Text("needed", style="bold yellow") if needed else Text("not needed", style="green"),
         )
     time = entry.without_training
     grid.add_row(
-        "  time", Text.assemble(f"about {short(time.seconds)} without training", (f"  ({time.source})", "dim"))
+        "  time",
+        Text.assemble(f"about {short(time.seconds)} without training", (f"  ({time.source})", "dim")),
     )
     head = Text.assemble(
         (layout.name, "bold"), f"{_moment(entry)}, if ", (entry.loss.name, "bold yellow"),
@@ -224,11 +245,13 @@ def _full(entry: Answer, layout: Layout) -> Group:
     return Group(head, Text(), grid)
 
 
-def _peers(entry: Answer, layout: Layout) -> str:
+def _peers(entry: WhatIf, layout: JobLayout) -> str:
     shown = list(entry.from_whom.items())[:_PEERS_NAMED]
     coded = bool(layout.placement.groups)
     told = ", ".join(
-        f"worker {worker} rebuilt from {len(givers)} workers" if coded else f"worker {worker} from {_either(givers)}"
+        f"worker {worker} rebuilt from {len(givers)} workers"
+        if coded
+        else f"worker {worker} from {_either(givers)}"
         for worker, givers in shown
         if givers
     )
@@ -240,11 +263,11 @@ def _either(workers: Sequence[int]) -> str:
     return " or ".join(str(worker) for worker in workers)
 
 
-def _moment(entry: Answer) -> str:
+def _moment(entry: WhatIf) -> str:
     return f" at step {entry.step:,}" if entry.step is not None else " in the midst of training"
 
 
-def _back(entry: Answer) -> Text:
+def _back(entry: WhatIf) -> Text:
     if not entry.consequence.tiers:
         return Text("scratch", style="bold red")
     return Text(f"{entry.consequence.step:,}" if entry.step is not None else "-")

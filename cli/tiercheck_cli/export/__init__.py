@@ -1,0 +1,1 @@
+"""`tiercheck export`: what somebody who helps needs to see, without secrets."""

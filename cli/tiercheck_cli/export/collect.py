@@ -1,4 +1,5 @@
-"""Collects what somebody who is asked for help would ask for: as files, redacted, with a list of what could not be had."""
+"""Collects what somebody who is asked for help would ask for: as files, redacted, with a list of
+what could not be had."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ from tiercheck.redaction import GONE, redacted
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.durations import clock
 from tiercheck_cli.events.command import events_table
+from tiercheck_cli.events.recoveries import recoveries
 from tiercheck_cli.events.story import story
 from tiercheck_cli.explain.screen import why
 from tiercheck_cli.export import redact
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.layout import layout_of
 from tiercheck_cli.plan.screen import screen as plan_screen
-from tiercheck_cli.recoveries import recoveries
 from tiercheck_cli.status.screen import screen as status_screen
 from tiercheck_cli.status.view import status_view, worker_views
 from tiercheck_cli.terminal import plain
@@ -36,7 +37,7 @@ _LOGS = 32
 
 
 @dataclass
-class Collection:
+class CollectedFiles:
     """`files`: content by path. `missing`: why, by what."""
 
     files: dict[str, str] = field(default_factory=dict)
@@ -50,11 +51,10 @@ class Collection:
             self.missing[path] = redacted(str(error))
 
 
-def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: bool) -> Collection:
-    """Of one job. Nothing is asked of the cluster that a viewer of the namespace may not ask, but for nodes and the operator's
-    log: those are left out for whoever may not.
-    """
-    found = Collection()
+def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: bool) -> CollectedFiles:
+    """Of one job. Nothing is asked of the cluster that a viewer of the namespace may not ask, but for nodes
+    and the operator's log: those are left out for whoever may not."""
+    found = CollectedFiles()
     name = job["metadata"]["name"]
     pods = _pods(cluster, job, found)
     found.add("job.yaml", lambda: _yaml(redact.thing(job)))
@@ -67,7 +67,8 @@ def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: 
         pod_name = pod["metadata"]["name"]
         for container in (names.SIDECAR_CONTAINER, *((names.TRAINER_CONTAINER,) if trainer_logs else ())):
             found.add(
-                f"logs/{pod_name}/{container}.log", partial(_log, cluster, cluster.namespace, pod_name, container)
+                f"logs/{pod_name}/{container}.log",
+                partial(_log, cluster, cluster.namespace, pod_name, container),
             )
         found.add(f"metrics/{pod_name}.txt", partial(_metrics, cluster, pod))
     if len(pods) > _LOGS:
@@ -80,14 +81,15 @@ def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: 
     found.add("explain.txt", lambda: _text(why(job, recoveries(job), now, _WIDTH)))
     found.add("events.txt", lambda: _text(events_table(story(job, cluster.events(job)))))
     found.add("about.json", lambda: json.dumps(
-        {"job": f"{cluster.namespace}/{name}", "time": clock(now), "tiercheck": __version__, "kubernetes": cluster.version()},
+        {"job": f"{cluster.namespace}/{name}", "time": clock(now), "tiercheck": __version__,
+        "kubernetes": cluster.version()},
         indent=2,
     ) + "\n")  # fmt: skip
     found.files["README.txt"] = _readme(found, f"{cluster.namespace}/{name}", now)
     return found
 
 
-def _pods(cluster: Cluster, job: Mapping[str, Any], found: Collection) -> list[dict[str, Any]]:
+def _pods(cluster: Cluster, job: Mapping[str, Any], found: CollectedFiles) -> list[dict[str, Any]]:
     try:
         return cluster.pods(job)
     except CannotDo as error:
@@ -99,7 +101,9 @@ def _metrics_port(pod: Mapping[str, Any]) -> int:
     """Pods in their node's network have ports of their own."""
     containers = (pod.get("spec") or {}).get("initContainers") or []
     ports = [port for entry in containers for port in entry.get("ports") or []]
-    return next((int(port["containerPort"]) for port in ports if port.get("name") == "tc-metrics"), names.METRICS_PORT)
+    return next(
+        (int(port["containerPort"]) for port in ports if port.get("name") == "tc-metrics"), names.METRICS_PORT
+    )
 
 
 def _view(cluster: Cluster, job: Mapping[str, Any], pods: list[dict[str, Any]], now: float) -> Any:
@@ -126,7 +130,7 @@ def _node(node: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _operator_logs(cluster: Cluster, found: Collection) -> None:
+def _operator_logs(cluster: Cluster, found: CollectedFiles) -> None:
     try:
         pods = cluster.pods_labelled(_OPERATOR)
     except CannotDo as error:
@@ -160,7 +164,7 @@ def _telling(pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(pods, key=order)[:_LOGS]
 
 
-def _readme(found: Collection, job: str, now: float) -> str:
+def _readme(found: CollectedFiles, job: str, now: float) -> str:
     lines = [
         f"What tiercheck {__version__} collected about {job} on {clock(now)} UTC.",
         "",

@@ -12,12 +12,19 @@ from typing import Annotated
 
 import typer
 
-from tiercheck_cli.checkpoint.command import Endpoint, Format, Region, RemoteUrl, Source, StoredAs, export_checkpoint
+from tiercheck_cli.checkpoint.command import (
+    Endpoint,
+    Format,
+    Region,
+    RemoteUrl,
+    StoredAs,
+    VersionSource,
+    export_checkpoint,
+)
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.export.collect import collect, gaps
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.options import Context, Kubeconfig, Namespace
-from tiercheck_cli.terminal import remark
+from tiercheck_cli.terminal import Context, Kubeconfig, Namespace, remark
 
 _CHECKPOINT = "Checkpoint"
 _ARCHIVES = (".tar.gz", ".tgz")
@@ -37,24 +44,32 @@ def export(
         What | None,
         typer.Option(
             help="diagnostics: all that a bug report needs, without secrets (the default). "
-            "checkpoint: a complete version of the training state (the default with --format, --folder or --remote)."
+            "checkpoint: a complete version of the training state (the default with --format, --folder or "
+            "--remote)."
         ),
     ] = None,
     to: Annotated[
         Path | None,
         typer.Option(
-            help="FILE.tar.gz, or a new folder. Default: JOB-diagnostics-TIME.tar.gz. A new folder for checkpoint."
+            help="FILE.tar.gz, or a new folder. Default: JOB-diagnostics-TIME.tar.gz. A new folder for "
+            "checkpoint."
         ),
     ] = None,
     trainer_logs: Annotated[
-        bool, typer.Option("--trainer-logs", help="Also what the training commands printed. Look through it first.")
+        bool,
+        typer.Option(
+            "--trainer-logs", help="Also what the training commands printed. Look through it first."
+        ),
     ] = False,
     form: Annotated[
         Format | None, typer.Option("--format", help="Of the checkpoint.", rich_help_panel=_CHECKPOINT)
     ] = None,
-    step: Annotated[int | None, typer.Option(help="Default: the newest.", rich_help_panel=_CHECKPOINT)] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Default: the newest.", rich_help_panel=_CHECKPOINT)
+    ] = None,
     folder: Annotated[
-        Path | None, typer.Option(help="A Checkpointer's folder, instead of a job.", rich_help_panel=_CHECKPOINT)
+        Path | None,
+        typer.Option(help="A Checkpointer's folder, instead of a job.", rich_help_panel=_CHECKPOINT),
     ] = None,
     remote: RemoteUrl = None,
     stored_as: StoredAs = None,
@@ -63,7 +78,8 @@ def export(
     prefix: Annotated[
         str,
         typer.Option(
-            help='safetensors: only what is below this name, without it; "" for all.', rich_help_panel=_CHECKPOINT
+            help='safetensors: only what is below this name, without it; "" for all.',
+            rich_help_panel=_CHECKPOINT,
         ),
     ] = "model",
     shard_size: Annotated[
@@ -73,15 +89,20 @@ def export(
     context: Context = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Everything for a bug report in one file, secrets taken out; or with --format a version of the training state."""
+    """Everything for a bug report in one file, secrets taken out; or with --format a version of the training
+    state."""
     if what is None:
         what = What.CHECKPOINT if form or folder or remote else What.DIAGNOSTICS
     if what is What.CHECKPOINT:
         if sum(each is not None for each in (job, folder, remote)) != 1:
             raise CannotDo("give one of JOB, --folder and --remote", USAGE)
         if form is None or to is None:
-            raise CannotDo("a checkpoint needs --format dcp or safetensors, and --to with a new folder", USAGE)
-        source = Source(job, folder, remote, stored_as, endpoint, region, namespace, context, kubeconfig)
+            raise CannotDo(
+                "a checkpoint needs --format dcp or safetensors, and --to with a new folder", USAGE
+            )
+        source = VersionSource(
+            job, folder, remote, stored_as, endpoint, region, namespace, context, kubeconfig
+        )
         export_checkpoint(source, form, to, step, prefix=prefix, shard_size=shard_size)
         return
     if job is None:

@@ -1,6 +1,8 @@
-"""Takes out of objects and logs what must not leave the company: values of environment variables, credentials, signed addresses.
+"""Takes out of objects and logs what must not leave the company: values of environment variables,
+credentials, signed addresses.
 
-It is better to lose a harmless value than to give a secret away, so values of environment variables go whatever they are called.
+It is better to lose a harmless value than to give a secret away, so values of environment variables go
+whatever they are called.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ _OPTION = re.compile(r"^--?[A-Za-z0-9_.-]+$")
 
 
 def thing(content: Any) -> Any:
-    """An object of the API, or a part of one: a new one, without values that may be secret and without noise."""
+    """An object of the API, or a part of one: a new one, without values that may be secret and without
+    noise."""
     if isinstance(content, Mapping):
         return {str(key): _value(str(key), value) for key, value in content.items() if key not in _NOISE}
     if isinstance(content, list):

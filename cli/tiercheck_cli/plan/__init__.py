@@ -1,0 +1,1 @@
+"""`tiercheck plan`: who keeps whose copies."""

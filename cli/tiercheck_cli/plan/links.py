@@ -1,4 +1,5 @@
-"""What a drawing of a placement is made of: the domains with their workers, and how many copies go from where to where."""
+"""What a drawing of a placement is made of: the domains with their workers, and how many copies go
+from where to where."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tiercheck_cli.layout import Layout
+from tiercheck_cli.layout import JobLayout
 from tiercheck_operator.planning.topology import short_name
 
 UNKNOWN = "not known"
@@ -14,7 +15,8 @@ UNKNOWN = "not known"
 
 @dataclass(frozen=True)
 class Domain:
-    """One domain of the level that is drawn. `path`: as the topology names it; empty where labels do not say."""
+    """One domain of the level that is drawn. `path`: as the topology names it; empty where labels do not
+    say."""
 
     path: str
     name: str
@@ -50,7 +52,9 @@ class Links:
     def between(self) -> Counter[tuple[int, int]]:
         """By (owner's domain, keeper's domain): how many copies or blocks."""
         where = self.domain_of
-        return Counter((where[owner], where[keeper]) for owner, kept in self.keepers.items() for keeper in kept)
+        return Counter(
+            (where[owner], where[keeper]) for owner, kept in self.keepers.items() for keeper in kept
+        )
 
     def kept(self) -> Counter[int]:
         """By worker: how many copies or blocks it keeps."""
@@ -60,7 +64,7 @@ class Links:
         return Counter(keeper for kept in self.keepers.values() for keeper in kept)
 
 
-def links(layout: Layout) -> Links:
+def links(layout: JobLayout) -> Links:
     """Of the level that says most, with the domains in the order of their names."""
     topology, placement, level = layout.topology, layout.placement, layout.level
     found: dict[str, dict[str, list[int]]] = {}
@@ -86,12 +90,12 @@ def links(layout: Layout) -> Links:
     return Links(level, parent_level, domains, keepers, group, frozenset(placement.unprotected))
 
 
-def _tells(layout: Layout, level: str) -> bool:
+def _tells(layout: JobLayout, level: str) -> bool:
     """Whether that level tells nodes apart, or at least names what they are in."""
     return any(layout.topology.domain(site.node, level) is not None for site in layout.sites)
 
 
-def _parent(layout: Layout, node: str, level: str) -> str:
+def _parent(layout: JobLayout, node: str, level: str) -> str:
     if not level:
         return ""
     path = layout.topology.domain(node, level)

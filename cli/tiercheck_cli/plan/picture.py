@@ -1,76 +1,86 @@
-"""A placement as a picture: domains on a circle, and a curve from each worker to whoever keeps its copies, in its domain's colour."""
+"""A placement as a picture: domains on a circle, and a curve from each worker to whoever keeps its copies."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from tiercheck_cli.failure import CannotDo
-from tiercheck_cli.layout import Layout
+from tiercheck_cli.figures import new_figure, svg_of
+from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.plan.links import Links, links
 from tiercheck_cli.plan.screen import colour
 from tiercheck_cli.report.words import plural
 
 _SIZE, _CENTRE, _RADIUS = 860.0, 430.0, 290.0
+_MIDDLE = (_CENTRE, _CENTRE + 15)
 _GAP = 0.035
 """Radians between two domains, at most."""
 _DOTS = 400
 """Workers, up to which each is drawn."""
+_NUMBERS = 64
+"""Workers, up to which each has its number beside it."""
 _LABELS = 64
-_RED = "#c24e00"
+_RED, _GREEN, _INK, _SOFT = "#c24e00", "#0a7a52", "#1c1f23", "#5d646d"
 
 
-def draw(path: Path, layout: Layout) -> None:
+def draw(path: Path, layout: JobLayout) -> None:
     """SVG, or a page with it, by the name's end. Raises CannotDo."""
+    if path.suffix not in (".svg", ".html", ".htm"):
+        raise CannotDo(f"{path} must end with .svg or .html", 2)
     content = svg(layout)
-    if path.suffix in (".html", ".htm"):
+    if path.suffix != ".svg":
         title = escape(f"{layout.name}: who keeps whose copies")
         content = (
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+            f"<style>svg {{ width: 100%; height: auto }}</style>"
             f'<body style="margin:0 auto;max-width:900px">{content}</body></html>\n'
         )
-    elif path.suffix != ".svg":
-        raise CannotDo(f"{path} must end with .svg or .html", 2)
     try:
         path.write_text(content)
     except OSError as error:
         raise CannotDo(f"{path} cannot be written: {error.strerror}") from error
 
 
-def svg(layout: Layout) -> str:
+def svg(layout: JobLayout) -> str:
     """The same for the same placement."""
     drawn = links(layout)
     spots = _spots(drawn)
     placement = layout.placement
     survives = "; ".join(placement.tolerates)
-    head = f"{layout.name}: {plural(len(layout.sites), 'worker')} in {plural(len(drawn.domains), drawn.level)}"
-    foot = f"survives the loss of {survives}" if survives else "survives no loss of a pod"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_SIZE:.0f} {_SIZE:.0f}" role="img" '
-        f'aria-label="{escape(head)}; {escape(foot)}" font-family="system-ui, sans-serif">',
-        f'<rect width="{_SIZE:.0f}" height="{_SIZE:.0f}" fill="#ffffff"/>',
-        _text(24, 38, head, 20, weight=650),
-        _text(24, 62, foot, 14, fill="#0a7a52" if survives else _RED),
-        *(_chords(drawn, spots) if len(spots) <= _DOTS else _bundles(drawn, spots)),
-        *_rim(drawn, spots),
-    ]
-    if placement.unprotected and (any(placement.holders) or placement.groups):
-        parts.append(
-            _text(24, 84, f"{plural(len(placement.unprotected), 'worker')} unprotected (ringed)", 14, fill=_RED)
-        )
-    what = "block of its group" if drawn.group else "copy"
-    parts.append(
-        _text(
-            24,
-            _SIZE - 20,
-            f"a curve leads from a worker to each keeper of its {what}; colours are its {drawn.level}",
-            12,
-            fill="#5d646d",
-        )
+    head = (
+        f"{layout.name}: {plural(len(layout.sites), 'worker')} in {plural(len(drawn.domains), drawn.level)}"
     )
-    return "".join([*parts, "</svg>\n"])
+    foot = f"survives the loss of {survives}" if survives else "survives no loss of a pod"
+    what = "block of its group" if drawn.group else "copy"
+    with new_figure(_SIZE / 100, _SIZE / 100, layout=None) as figure:
+        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, _SIZE), ylim=(_SIZE, 0))
+        axes.set_axis_off()
+        _write(axes, 24, 38, head, 20, weight="bold")
+        _write(axes, 24, 62, foot, 14, fill=_GREEN if survives else _RED)
+        if placement.unprotected and (any(placement.holders) or placement.groups):
+            _write(
+                axes,
+                24,
+                84,
+                f"{plural(len(placement.unprotected), 'worker')} unprotected (ringed)",
+                14,
+                fill=_RED,
+            )
+        legend = f"a curve leads from a worker to each keeper of its {what}; colours are its {drawn.level}"
+        _write(axes, 24, _SIZE - 20, legend, 12, fill=_SOFT)
+        if len(spots) <= _DOTS:
+            _add_chords(axes, drawn, spots)
+        else:
+            _add_bundles(axes, drawn, spots)
+        _add_rim(axes, drawn, spots)
+        content = svg_of(figure, f"{head}; {foot}", paper="white")
+    # What a browser shows for the dot under the pointer.
+    return re.sub(r'<g id="worker (\d+)">', r"\g<0><title>worker \1</title>", content)
 
 
 def _spots(drawn: Links) -> dict[int, float]:
@@ -87,88 +97,88 @@ def _spots(drawn: Links) -> dict[int, float]:
     return found
 
 
-def _chords(drawn: Links, spots: dict[int, float]) -> list[str]:
+def _add_chords(axes: Any, drawn: Links, spots: dict[int, float]) -> None:
     where = drawn.domain_of
-    strength = 0.75 if len(spots) <= 64 else 0.4
-    return [
-        _curve(spots[owner], spots[keeper], colour(where[owner]), 1.6 if len(spots) <= 64 else 1.0, strength)
-        for owner, kept in drawn.keepers.items()
-        for keeper in kept
-    ]
+    width, opacity = (1.6, 0.75) if len(spots) <= _NUMBERS else (1.0, 0.4)
+    for owner, kept in drawn.keepers.items():
+        for keeper in kept:
+            _add_curve(axes, spots[owner], spots[keeper], colour(where[owner]), width=width, opacity=opacity)
 
 
-def _bundles(drawn: Links, spots: dict[int, float]) -> list[str]:
+def _add_bundles(axes: Any, drawn: Links, spots: dict[int, float]) -> None:
     counts = drawn.between()
     most = max(counts.values(), default=1)
     middle = [_mean([spots[worker] for worker in domain.workers]) for domain in drawn.domains]
-    return [
-        _curve(middle[owner], middle[keeper], colour(owner) if owner != keeper else _RED, 0.6 + 5 * count / most, 0.55)
-        for (owner, keeper), count in sorted(counts.items())
-    ]
+    for (owner, keeper), count in sorted(counts.items()):
+        stroke = colour(owner) if owner != keeper else _RED
+        _add_curve(axes, middle[owner], middle[keeper], stroke, width=0.6 + 5 * count / most, opacity=0.55)
 
 
-def _rim(drawn: Links, spots: dict[int, float]) -> list[str]:
-    parts = []
+def _add_rim(axes: Any, drawn: Links, spots: dict[int, float]) -> None:
+    from matplotlib.patches import Arc, Circle
+
     every = -(-len(drawn.domains) // _LABELS)
+    unique = len({domain.name for domain in drawn.domains}) == len(drawn.domains)
+    size = 6.0 if len(spots) <= _NUMBERS else 2.5
     for index, domain in enumerate(drawn.domains):
         angles = [spots[worker] for worker in domain.workers]
-        parts.append(_arc(angles[0] - 0.006, angles[-1] + 0.006, _RADIUS + 16, colour(index)))
+        wide, begin, end = (
+            2 * (_RADIUS + 16),
+            math.degrees(angles[0] - 0.006),
+            math.degrees(angles[-1] + 0.006),
+        )
+        axes.add_patch(
+            Arc(_MIDDLE, wide, wide, theta1=begin, theta2=end, color=colour(index), linewidth=_points(7))
+        )
         if index % every == 0:
-            name = (
-                domain.name
-                if not domain.parent or len({d.name for d in drawn.domains}) == len(drawn.domains)
-                else f"{domain.parent}/{domain.name}"
+            name = domain.name if unique or not domain.parent else f"{domain.parent}/{domain.name}"
+            _add_label(axes, _mean(angles), _RADIUS + 30, name)
+        for worker in domain.workers if len(spots) <= _DOTS else ():
+            ring = (
+                {"edgecolor": _RED, "linewidth": _points(3)}
+                if worker in drawn.unprotected
+                else {"linewidth": 0}
             )
-            parts.append(_label(_mean(angles), _RADIUS + 30, name))
-        if len(spots) <= _DOTS:
-            for worker in domain.workers:
-                x, y = _at(spots[worker], _RADIUS)
-                size = 6.0 if len(spots) <= 64 else 2.5
-                ring = f' stroke="{_RED}" stroke-width="3"' if worker in drawn.unprotected else ""
-                parts.append(
-                    f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{size}" fill="{colour(index)}"{ring}><title>worker {worker}</title></circle>'
-                )
-                if len(spots) <= 64:
-                    x, y = _at(spots[worker], _RADIUS - 17)
-                    parts.append(
-                        f'<text x="{x:.1f}" y="{y + 4:.1f}" font-size="11" text-anchor="middle" fill="#1c1f23">{worker}</text>'
-                    )
-    return parts
+            spot = _at(spots[worker], _RADIUS)
+            axes.add_patch(
+                Circle(spot, size, facecolor=colour(index), zorder=3, gid=f"worker {worker}", **ring)
+            )
+            if len(spots) <= _NUMBERS:
+                x, y = _at(spots[worker], _RADIUS - 17)
+                _write(axes, x, y + 4, str(worker), 11, anchor="center")
 
 
-def _curve(start: float, end: float, stroke: str, width: float, opacity: float) -> str:
-    x1, y1 = _at(start, _RADIUS - 8)
-    x2, y2 = _at(end, _RADIUS - 8)
-    return (
-        f'<path d="M{x1:.1f} {y1:.1f} Q{_CENTRE:.0f} {_CENTRE:.0f} {x2:.1f} {y2:.1f}" fill="none" stroke="{stroke}" '
-        f'stroke-width="{width:.1f}" stroke-opacity="{opacity}"/>'
+def _add_curve(axes: Any, start: float, end: float, stroke: str, *, width: float, opacity: float) -> None:
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path as Curve
+
+    curve = Curve(
+        [_at(start, _RADIUS - 8), (_CENTRE, _CENTRE), _at(end, _RADIUS - 8)],
+        [Curve.MOVETO, Curve.CURVE3, Curve.CURVE3],
     )
+    axes.add_patch(PathPatch(curve, fill=False, edgecolor=stroke, linewidth=_points(width), alpha=opacity))
 
 
-def _arc(start: float, end: float, radius: float, stroke: str) -> str:
-    x1, y1 = _at(start, radius)
-    x2, y2 = _at(end, radius)
-    large = int(end - start > math.pi)
-    return f'<path d="M{x1:.1f} {y1:.1f} A{radius:.0f} {radius:.0f} 0 {large} 1 {x2:.1f} {y2:.1f}" fill="none" stroke="{stroke}" stroke-width="7"/>'
-
-
-def _label(angle: float, radius: float, content: str) -> str:
+def _add_label(axes: Any, angle: float, radius: float, content: str) -> None:
     x, y = _at(angle, radius)
-    anchor = "middle" if abs(math.cos(angle)) < 0.2 else "start" if math.cos(angle) > 0 else "end"
-    return _text(x, y + 4 + 6 * math.sin(angle), content, 12, anchor=anchor)
+    anchor = "center" if abs(math.cos(angle)) < 0.2 else "left" if math.cos(angle) > 0 else "right"
+    _write(axes, x, y + 4 + 6 * math.sin(angle), content, 12, anchor=anchor)
 
 
-def _text(
-    x: float, y: float, content: str, size: int, *, anchor: str = "start", fill: str = "#1c1f23", weight: int = 400
-) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{fill}" font-weight="{weight}">'
-        f"{escape(content)}</text>"
-    )
+def _write(
+    axes: Any, x: float, y: float, content: str, size: float, *, anchor: str = "left", fill: str = _INK,
+    weight: str = "normal",
+) -> None:  # fmt: skip
+    axes.text(x, y, content, fontsize=_points(size), ha=anchor, va="baseline", color=fill, fontweight=weight)
+
+
+def _points(pixels: float) -> float:
+    """Matplotlib's measure of lines and letters; the picture is laid out in hundredths of an inch."""
+    return pixels * 0.72
 
 
 def _at(angle: float, radius: float) -> tuple[float, float]:
-    return _CENTRE + radius * math.cos(angle), _CENTRE + 15 + radius * math.sin(angle)
+    return _MIDDLE[0] + radius * math.cos(angle), _MIDDLE[1] + radius * math.sin(angle)
 
 
 def _mean(angles: Sequence[float]) -> float:

@@ -1,4 +1,5 @@
-"""A placement in the terminal: boxes with every worker while they fit on a screen, a matrix of domains, or a list of them."""
+"""A placement in the terminal: boxes with every worker while they fit on a screen, a matrix of
+domains, or a list of them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from tiercheck_cli.layout import Layout
+from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.plan.links import Domain, Links, links
 from tiercheck_cli.report.words import plural
 
@@ -22,7 +23,7 @@ _WORKERS_IN_BOXES = 96
 _DOMAINS_LISTED = 40
 
 
-def screen(layout: Layout, width: int) -> Group:
+def screen(layout: JobLayout, width: int) -> Group:
     """For a terminal of `width` columns."""
     drawn = links(layout)
     parts: list[RenderableType] = [_summary(layout, drawn), Text()]
@@ -42,7 +43,7 @@ def colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
-def _summary(layout: Layout, drawn: Links) -> Group:
+def _summary(layout: JobLayout, drawn: Links) -> Group:
     placement, wanted = layout.placement, layout.wanted
     nodes = {site.node for site in layout.sites}
     kind = _kind(layout)
@@ -56,12 +57,16 @@ def _summary(layout: Layout, drawn: Links) -> Group:
     lines.append(
         Text.assemble(("  survives     ", "dim"), (f"the loss of {survives}", "bold green"))
         if survives
-        else Text.assemble(("  survives     ", "dim"), ("no loss of a pod: its memory is the only one", "bold red"))
+        else Text.assemble(
+            ("  survives     ", "dim"), ("no loss of a pod: its memory is the only one", "bold red")
+        )
     )
     if placement.achieved_level != wanted.level and (any(placement.holders) or placement.groups):
         got = f"only by {placement.achieved_level}" if placement.achieved_level else "not even by node"
         lines.append(
-            Text.assemble(("  apart        ", "dim"), (f"{got}, and {wanted.level} was asked for", "bold yellow"))
+            Text.assemble(
+                ("  apart        ", "dim"), (f"{got}, and {wanted.level} was asked for", "bold yellow")
+            )
         )
     kept = drawn.kept()
     if kept:
@@ -70,9 +75,13 @@ def _summary(layout: Layout, drawn: Links) -> Group:
         many = f"{least} to {most}" if least != most else str(most)
         noun = unit if many == "1" else {"block": "blocks", "copy": "copies"}[unit]
         lines.append(Text.assemble(("  each keeps   ", "dim"), f"{many} {noun} for others"))
-    lines += [Text.assemble(("  note         ", "dim"), Text(remark, style="yellow")) for remark in layout.remarks]
+    lines += [
+        Text.assemble(("  note         ", "dim"), Text(remark, style="yellow")) for remark in layout.remarks
+    ]
     if placement.unprotected and (any(placement.holders) or placement.groups):
-        shown = ", ".join(map(str, placement.unprotected[:12])) + (" ..." if len(placement.unprotected) > 12 else "")
+        shown = ", ".join(map(str, placement.unprotected[:12])) + (
+            " ..." if len(placement.unprotected) > 12 else ""
+        )
         lines.append(
             Text.assemble(
                 ("  unprotected  ", "dim"),
@@ -84,7 +93,7 @@ def _summary(layout: Layout, drawn: Links) -> Group:
     return Group(*lines)
 
 
-def _kind(layout: Layout) -> str:
+def _kind(layout: JobLayout) -> str:
     groups = layout.placement.groups
     if groups:
         data, parity = max(len(g.members) for g in groups), max(len(g.holders) for g in groups)
@@ -126,7 +135,9 @@ def _box(drawn: Links, domain: Domain, where: dict[int, int], position: int) -> 
         grid.add_row(name, cell)
         longest = max(longest, len(name) + 1 + cell.cell_len)
     title = Text(f"{drawn.level} {domain.name}", style=f"bold {colour(position)}")
-    panel = Panel(grid, title=title, title_align="left", border_style=colour(position), box=box.ROUNDED, expand=True)
+    panel = Panel(
+        grid, title=title, title_align="left", border_style=colour(position), box=box.ROUNDED, expand=True
+    )
     return panel, max(longest, title.cell_len + 2) + 4
 
 
@@ -154,7 +165,7 @@ def group_name(index: int) -> str:
     return name
 
 
-def _groups(layout: Layout, drawn: Links) -> Table:
+def _groups(layout: JobLayout, drawn: Links) -> Table:
     where = drawn.domain_of
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("GROUP")
@@ -163,7 +174,9 @@ def _groups(layout: Layout, drawn: Links) -> Table:
     for index, group in enumerate(layout.placement.groups):
         table.add_row(
             Text(group_name(index)),
-            Text(" ").join(Text(str(worker), style=f"bold {colour(where[worker])}") for worker in group.members),
+            Text(" ").join(
+                Text(str(worker), style=f"bold {colour(where[worker])}") for worker in group.members
+            ),
             Text(" ").join(Text(str(worker), style=colour(where[worker])) for worker in group.holders),
         )
     return table
@@ -185,7 +198,10 @@ def _matrix(drawn: Links) -> Group:
         cells = [_cell(counts[(row, column)], row == column) for column in range(len(drawn.domains))]
         table.add_row(Text(domain.name, style=f"bold {colour(row)}"), str(len(domain.workers)), *cells)
     return Group(
-        Text(f"copies of the workers of each {drawn.level}, by the {drawn.level} that keeps them", style="dim"), table
+        Text(
+            f"copies of the workers of each {drawn.level}, by the {drawn.level} that keeps them", style="dim"
+        ),
+        table,
     )
 
 

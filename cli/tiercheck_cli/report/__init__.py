@@ -1,8 +1,8 @@
 """Shows what a run went through: one record in, a page, two pictures and a terminal table out."""
 
+from tiercheck_cli.report.page import Rendered, render
 from tiercheck_cli.report.record import FaultRecord, RunRecord, StepRecord, WatermarkSample
-from tiercheck_cli.report.render import Rendered, render
-from tiercheck_cli.report.table import faults_table, verdict_line
+from tiercheck_cli.report.words import faults_table, verdict_line
 
 __all__ = [
     "FaultRecord",

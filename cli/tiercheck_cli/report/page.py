@@ -1,12 +1,23 @@
-"""The report: one HTML page that needs nothing else, so that it can be mailed, archived and opened in ten years."""
+"""The report of a run: one HTML page that needs nothing else, and its pictures once more as files.
+
+The page can be mailed, archived and opened in ten years.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
+from pathlib import Path
 
-from tiercheck_cli.report import colours
-from tiercheck_cli.report.charts import loss_chart, progress_chart, recovery_chart
+from tiercheck_cli.report import style
+from tiercheck_cli.report.pictures import (
+    loss_svg,
+    progress_svg,
+    recovery_svg,
+    write_loss_png,
+    write_recovery_png,
+)
 from tiercheck_cli.report.record import TIERS, FaultRecord, RunRecord
 from tiercheck_cli.report.style import CSS
 from tiercheck_cli.report.words import HEADINGS, TIER_WORDS, plural, rows, seconds
@@ -18,7 +29,8 @@ def page(record: RunRecord) -> str:
         [
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{_verdict(record)}: {escape(record.title)}</title><style>{CSS}</style></head><body><main>",
+            f"<title>{_verdict(record)}: "
+            f"{escape(record.title)}</title><style>{CSS}</style></head><body><main>",
             _head(record),
             _section("What failed, and what it cost", _FAULTS, f'<div class="card">{_faults(record)}</div>'),
             _section(
@@ -30,11 +42,11 @@ def page(record: RunRecord) -> str:
                         ("var(--pale)", "uninterrupted run", False),
                         ("var(--again)", "steps trained again", False),
                     ),
-                    loss_chart(record),
+                    loss_svg(record),
                 ),
             ),
-            _section("Progress by the clock", _PROGRESS, _card(_progress_key(record), progress_chart(record))),
-            _section("How long each recovery took", _RECOVERY, _card(_phase_key(), recovery_chart(record))),
+            _section("Progress by the clock", _PROGRESS, _card(_progress_key(record), progress_svg(record))),
+            _section("How long each recovery took", _RECOVERY, _card(_phase_key(), recovery_svg(record))),
             _section("Where each rank came back from", _RANKS, f'<div class="card">{_ranks(record)}</div>'),
             _section("How to read this page", "", _GUIDE),
             _section("The evidence", "", f'<div class="card">{_evidence(record)}</div>'),
@@ -45,23 +57,31 @@ def page(record: RunRecord) -> str:
 
 _FAULTS = "Each fault was injected into the running job. Nobody helped: the operator brought the job back."
 _LOSS = (
-    "The thin line is this run, attempt after attempt, drawn on the pale line of a run that nothing happened to. "
-    "Where the thin line leaves the pale one, the two runs differ. Shaded stretches were lost and trained again."
+    "The thin line is this run, attempt after attempt, drawn on the pale line of a run that nothing happened "
+    "to. "
+    "Where the thin line leaves the pale one, the two runs differ. Shaded stretches were lost and trained "
+    "again."
 )
 _PROGRESS = "A fault throws the run back to the newest complete version and holds it up for a while (grey)."
 _RECOVERY = (
-    "From the fault to the end of the first new step. Below each name: how many ranks came back from which tier."
+    "From the fault to the end of the first new step. Below each name: how many ranks came back from "
+    "which tier."
 )
 _RANKS = "One column per fault. Own memory is the nearest source; the remote store is the farthest."
 _GUIDE = """<dl class="guide">
-<dt>Bitwise equal</dt><dd>Every loss has the same bits as in the uninterrupted run, and so have all parameters at the end.
+<dt>Bitwise equal</dt><dd>Every loss has the same bits as in the uninterrupted run, and so have all parameters
+at the end.
 That is stronger than a curve that looks the same: one lost or repeated batch would show.</dd>
 <dt>Detect</dt><dd>From the fault until the operator acted on it.</dd>
-<dt>Restore</dt><dd>Until every rank held the same verified version: new pods where pods were lost, then the copying.</dd>
-<dt>Next step</dt><dd>Until the first new step had ended: starting Python, joining the process group, loading, one step.</dd>
-<dt>Steps lost</dt><dd>Steps that were done before the fault and had to be done again, at most one snapshot interval and those
+<dt>Restore</dt><dd>Until every rank held the same verified version: new pods where pods were lost, then the
+copying.</dd>
+<dt>Next step</dt><dd>Until the first new step had ended: starting Python, joining the process group, loading,
+one step.</dd>
+<dt>Steps lost</dt><dd>Steps that were done before the fault and had to be done again, at most one snapshot
+interval and those
 still on their way.</dd>
-<dt>Own memory, peer memory, remote store</dt><dd>The three tiers. Own memory survives a crashed process, peer memory the
+<dt>Own memory, peer memory, remote store</dt><dd>The three tiers. Own memory survives a crashed process, peer
+memory the
 loss of pods, nodes and racks, the remote store the loss of everything.</dd></dl>"""
 
 
@@ -76,7 +96,9 @@ def _card(key: str, chart: str) -> str:
 def _head(record: RunRecord) -> str:
     kind = "" if record.bitwise_equal else " bad"
     racks = len(set(record.nodes.values()))
-    where = f"{plural(record.workers, 'worker')}, {plural(len(record.nodes), 'node')} in {plural(racks, 'rack')}"
+    where = (
+        f"{plural(record.workers, 'worker')}, {plural(len(record.nodes), 'node')} in {plural(racks, 'rack')}"
+    )
     figures = (
         ("faults injected", str(len(record.faults))),
         ("steps trained", str(len({step.step for step in record.steps}))),
@@ -115,7 +137,8 @@ def _faults(record: RunRecord) -> str:
 
 def _chips(fault: FaultRecord) -> str:
     chips = [
-        f'<span class="chip" style="border-color:var(--{tier})">{escape(str(fault.tiers[tier]))} × {words}</span>'
+        f'<span class="chip" style="border-color:var(--{tier})">{escape(str(fault.tiers[tier]))} × '
+        f"{words}</span>"
         for tier, words in TIER_WORDS.items()
         if fault.tiers.get(tier)
     ]
@@ -142,7 +165,11 @@ def _ranks(record: RunRecord) -> str:
         for number, fault in enumerate(record.faults, start=1)
         if fault.reason
     )
-    why = f"<table><thead><tr><th colspan=2>Why that version</th></tr></thead>{reasons}</table>" if reasons else ""
+    why = (
+        f"<table><thead><tr><th colspan=2>Why that version</th></tr></thead>{reasons}</table>"
+        if reasons
+        else ""
+    )
     return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>{why}"
 
 
@@ -150,12 +177,17 @@ def _evidence(record: RunRecord) -> str:
     entries = [
         ("digest of the final parameters, this run", record.digests.get("run", "none")),
         ("digest of the final parameters, uninterrupted run", record.digests.get("reference", "none")),
-        ("losses compared", f"{len(record.run_losses)} of this run, {len(record.reference_losses)} of the other"),
+        (
+            "losses compared",
+            f"{len(record.run_losses)} of this run, {len(record.reference_losses)} of the other",
+        ),
         ("machine", record.machine),
         ("nodes", ", ".join(f"{node} ({rack})" for node, rack in sorted(record.nodes.items()))),
         ("from", f"{_date(record.started)} to {_date(record.ended)}"),
     ]
-    cells = "".join(f"<tr><td>{escape(name)}</td><td><code>{escape(value)}</code></td></tr>" for name, value in entries)
+    cells = "".join(
+        f"<tr><td>{escape(name)}</td><td><code>{escape(value)}</code></td></tr>" for name, value in entries
+    )
     return f"<table>{cells}</table><p class=soft>All numbers of this page are in run.json beside it.</p>"
 
 
@@ -175,8 +207,30 @@ def _progress_key(record: RunRecord) -> str:
 
 
 def _phase_key() -> str:
-    return _key(*((colour, colours.PHASE_WORDS[phase], False) for phase, colour in colours.PHASES))
+    return _key(*((colour, style.PHASE_WORDS[phase], False) for phase, colour in style.PHASES))
 
 
 def _date(moment: float) -> str:
     return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The files of one report."""
+
+    record: Path
+    page: Path
+    loss: Path
+    recovery: Path
+
+
+def render(record: RunRecord, folder: Path) -> Rendered:
+    """Write run.json, index.html, loss.png and recovery.png into `folder`, which is made if need be. Raises
+    OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = Rendered(folder / "run.json", folder / "index.html", folder / "loss.png", folder / "recovery.png")
+    record.write(files.record)
+    files.page.write_text(page(record), encoding="utf-8")
+    write_loss_png(record, files.loss)
+    write_recovery_png(record, files.recovery)
+    return files

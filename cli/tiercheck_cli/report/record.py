@@ -1,4 +1,5 @@
-"""The one thing every view is drawn from: what happened in a run, as plain data that can be kept and drawn again."""
+"""The one thing every view is drawn from: what happened in a run, as plain data that can be kept
+and drawn again."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step, as the training command reported it. A step trained again appears once per attempt."""
+    """One optimizer step, as the training command reported it. A step trained again appears once per
+    attempt."""
 
     time: float
     """Unix seconds."""
@@ -60,7 +62,8 @@ class FaultRecord:
 
     @property
     def detect_seconds(self) -> float:
-        """From the fault until the controller noticed it; never negative, although two clocks are compared."""
+        """From the fault until the controller noticed it; never negative, although two clocks are
+        compared."""
         return max(0.0, self.detected_at - self.injected_at)
 
     @property
@@ -139,7 +142,10 @@ class RunRecord:
                 "to those of an uninterrupted run."
             )
         if self.first_difference is not None:
-            return f"The loss of step {self.first_difference} is the first that differs from the uninterrupted run."
+            return (
+                f"The loss of step {self.first_difference} is the first that differs from the "
+                "uninterrupted run."
+            )
         return "The final parameters differ from those of the uninterrupted run."
 
     def write(self, path: Path) -> None:

@@ -1,0 +1,1 @@
+"""`tiercheck simulate`: months of failures, played with the operator's own planning."""

@@ -1,4 +1,5 @@
-"""What a simulation takes for granted where nobody says otherwise: how often what fails, with sources, and how long things take."""
+"""What a simulation takes for granted where nobody says otherwise: how often what fails, with
+sources, and how long things take."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tiercheck_operator.planning.wanted import Wanted
 
 
 @dataclass(frozen=True)
-class Record:
+class CountedFailures:
     """Failures as somebody counted them, per 1,000 days of one node."""
 
     node: float
@@ -24,23 +25,28 @@ class Record:
     source: str
 
 
-RECORDS: Mapping[str, Record] = {
-    "rsc-1": Record(
+RECORDS: Mapping[str, CountedFailures] = {
+    "rsc-1": CountedFailures(
         6.50, 19.5, 0.03,
-        "nodes: 6.50 per 1,000 node-days, Meta's RSC-1 (Kokolis et al. 2024, arXiv:2410.21680); processes: three times as many "
-        "(DLRover: three in four faults are cured by restarting processes); domains: 3 in 100 of all, an assumption",
+        "nodes: 6.50 per 1,000 node-days, Meta's RSC-1 (Kokolis et al. 2024, arXiv:2410.21680); processes: "
+        "three times as many "
+        "(DLRover: three in four faults are cured by restarting processes); domains: 3 in 100 of all, an "
+        "assumption",
     ),
-    "rsc-2": Record(
+    "rsc-2": CountedFailures(
         2.34, 7.02, 0.03,
-        "nodes: 2.34 per 1,000 node-days, Meta's RSC-2 (Kokolis et al. 2024, arXiv:2410.21680); processes and domains as for rsc-1",
+        "nodes: 2.34 per 1,000 node-days, Meta's RSC-2 (Kokolis et al. 2024, arXiv:2410.21680); processes "
+        "and domains as for rsc-1",
     ),
-    "llama-3": Record(
+    "llama-3": CountedFailures(
         2.92, 0.55, 0.084,
-        "419 unexpected interruptions in 54 days on 2,048 nodes (Llama 3, arXiv:2407.21783, table 5): 61 of them software, 35 network "
+        "419 unexpected interruptions in 54 days on 2,048 nodes (Llama 3, arXiv:2407.21783, table 5): 61 of "
+        "them software, 35 network "
         "switches and cables, each taken to hit a whole domain, and the rest nodes",
     ),
 }  # fmt: skip
-"""By name. llama-3: 419 / (54 x 2,048) = 3.79 per 1,000 node-days; software bugs and watchdog timeouts are 61 of 419."""
+"""By name. llama-3: 419 / (54 x 2,048) = 3.79 per 1,000 node-days; software bugs and watchdog
+timeouts are 61 of 419."""
 
 PEER_BANDWIDTH = 2 * 2**30
 """Bytes per second and worker, where the job does not limit it."""
@@ -66,7 +72,8 @@ class Assumptions:
         host = topology.level_names[-1]
         return FailureRates(
             process=self.process * nodes / len(sites) / 24_000.0,
-            domains={host: self.node / 24_000.0} | {level: rate / 24_000.0 for level, rate in self.domains.items()},
+            domains={host: self.node / 24_000.0}
+            | {level: rate / 24_000.0 for level, rate in self.domains.items()},
         )
 
     def failures_per_day(self, sites: Sequence[WorkerSite], topology: Topology) -> float:
@@ -78,7 +85,7 @@ class Assumptions:
         return total * 24.0
 
 
-def record(name: str) -> Record:
+def record(name: str) -> CountedFailures:
     """Raises CannotDo."""
     if name not in RECORDS:
         raise CannotDo(f'no failures are on record as "{name}"; known are {", ".join(RECORDS)}', USAGE)
@@ -96,14 +103,22 @@ def domain_rates(told: Sequence[str], topology: Topology) -> dict[str, float]:
         try:
             found[level] = float(text)
         except ValueError as error:
-            raise CannotDo(f'"{entry}" must be LEVEL=RATE, with a number of failures per 1,000 days', USAGE) from error
+            raise CannotDo(
+                f'"{entry}" must be LEVEL=RATE, with a number of failures per 1,000 days', USAGE
+            ) from error
         if not 0 <= found[level] < float("inf"):
             raise CannotDo(f'"{entry}": a rate must not be negative', USAGE)
     return found
 
 
 def shared_domain_rate(
-    counted: Record, *, node: float, process: float, sites: Sequence[WorkerSite], topology: Topology, level: str
+    counted: CountedFailures,
+    *,
+    node: float,
+    process: float,
+    sites: Sequence[WorkerSite],
+    topology: Topology,
+    level: str,
 ) -> float:
     """Per 1,000 days of one domain, such that they are the record's share of all failures."""
     domains = {topology.domain(site.node, level) for site in sites} - {None}
@@ -114,7 +129,13 @@ def shared_domain_rate(
 
 
 def times(
-    wanted: Wanted, *, peer_bandwidth: float, remote_bandwidth: float, detect: float, restart: float, replace: float
+    wanted: Wanted,
+    *,
+    peer_bandwidth: float,
+    remote_bandwidth: float,
+    detect: float,
+    restart: float,
+    replace: float,
 ) -> RecoveryTimes:
     """By the size of the state, where the job says it."""
     if wanted.state_size is None:

@@ -14,16 +14,23 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.layout import Layout, layout_of
-from tiercheck_cli.options import Context, Kubeconfig, Namespace, Output, OutputFormat
+from tiercheck_cli.layout import JobLayout, layout_of, planned
 from tiercheck_cli.plan.command import JobFile, NodesFile, PerNode, Shape, job_and_nodes
-from tiercheck_cli.planned import planned
 from tiercheck_cli.simulate import assumptions
 from tiercheck_cli.simulate.assumptions import STEP_SECONDS, Assumptions
 from tiercheck_cli.simulate.lives import Result, lives, scenario, store_only
 from tiercheck_cli.simulate.screen import screen
 from tiercheck_cli.simulate.settings import settings
-from tiercheck_cli.terminal import console, remark, write
+from tiercheck_cli.terminal import (
+    Context,
+    Kubeconfig,
+    Namespace,
+    Output,
+    OutputFormat,
+    console,
+    remark,
+    write,
+)
 from tiercheck_operator.planning.quantity import parse_quantity
 
 _RATES, _TIMES = "What fails how often", "How long things take"
@@ -36,20 +43,23 @@ def simulate(
     nodes: NodesFile = None,
     made_up: Shape = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, max=10_000, help="Instead of the file's.", rich_help_panel="Without a cluster")
+        int | None,
+        typer.Option(min=1, max=10_000, help="Instead of the file's.", rich_help_panel="Without a cluster"),
     ] = None,
     workers_per_node: PerNode = None,
     compare: Annotated[
         list[str] | None,
         typer.Option(
-            help='Change one thing at a time: "copies=0,1,2 parity=4+1 spares=0,2 snapshot=10,100 remote=500,none".'
+            help='Change one thing at a time: "copies=0,1,2 parity=4+1 spares=0,2 snapshot=10,100 '
+            'remote=500,none".'
         ),
     ] = None,
     days: Annotated[float, typer.Option(min=0.01, help="Length of a life.")] = 30.0,
     runs: Annotated[int, typer.Option(min=1, max=100_000, help="How many lives.")] = 100,
     seed: Annotated[int, typer.Option(help="The same seed gives the same lives.")] = 0,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw it: FILE.svg, .png or .pdf, with ETTR against steps between saves.")
+        Path | None,
+        typer.Option(help="Draw it: FILE.svg, .png or .pdf, with ETTR against steps between saves."),
     ] = None,
     failures: Annotated[
         str, typer.Option(help="Whose failures: rsc-1, rsc-2 or llama-3.", rich_help_panel=_RATES)
@@ -61,25 +71,30 @@ def simulate(
         float | None, typer.Option(min=0, help="Crashes per 1,000 node-days.", rich_help_panel=_RATES)
     ] = None,
     domain_failures: Annotated[
-        list[str] | None, typer.Option(help="LEVEL=RATE per 1,000 days of a domain: rack=2.", rich_help_panel=_RATES)
+        list[str] | None,
+        typer.Option(help="LEVEL=RATE per 1,000 days of a domain: rack=2.", rich_help_panel=_RATES),
     ] = None,
     step_seconds: Annotated[
         float | None, typer.Option(min=0.001, help="Default: the job's own, else 5.", rich_help_panel=_TIMES)
     ] = None,
     state_size: Annotated[
-        str | None, typer.Option(help="Of one rank, such as 24Gi. Default: the job's.", rich_help_panel=_TIMES)
+        str | None,
+        typer.Option(help="Of one rank, such as 24Gi. Default: the job's.", rich_help_panel=_TIMES),
     ] = None,
     peer_bandwidth: Annotated[
-        str | None, typer.Option(help="Bytes/s per worker. Default: the job's, else 2Gi.", rich_help_panel=_TIMES)
+        str | None,
+        typer.Option(help="Bytes/s per worker. Default: the job's, else 2Gi.", rich_help_panel=_TIMES),
     ] = None,
     remote_bandwidth: Annotated[
-        str | None, typer.Option(help="Bytes/s per worker. Default: the job's, else 200Mi.", rich_help_panel=_TIMES)
+        str | None,
+        typer.Option(help="Bytes/s per worker. Default: the job's, else 200Mi.", rich_help_panel=_TIMES),
     ] = None,
     detect_seconds: Annotated[
         float, typer.Option(min=0, help="Until a failure is acted on.", rich_help_panel=_TIMES)
     ] = 5.0,
     restart_seconds: Annotated[
-        float, typer.Option(min=0, help="From the state's being there to the first step.", rich_help_panel=_TIMES)
+        float,
+        typer.Option(min=0, help="From the state's being there to the first step.", rich_help_panel=_TIMES),
     ] = 30.0,
     replace_seconds: Annotated[
         float, typer.Option(min=0, help="For a pod on another node, without a spare.", rich_help_panel=_TIMES)
@@ -89,7 +104,8 @@ def simulate(
     context: Context = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """How much of its time a job would train (ETTR), by playing months of failures with the operator's own planning."""
+    """How much of its time a job would train (ETTR), by playing months of failures with the operator's own
+    planning."""
     if picture is not None and picture.suffix not in (".svg", ".png", ".pdf"):
         raise CannotDo(f"{picture} must end with .svg, .png or .pdf", USAGE)
     found: dict[str, Any]
@@ -108,7 +124,8 @@ def simulate(
         layout = replace(layout, wanted=replace(layout.wanted, state_size=_bytes("--state-size", state_size)))
     pace = ((found.get("status") or {}).get("progress") or {}).get("stepSeconds")
     told = _Told(
-        failures, node_failures, process_failures, tuple(domain_failures or ()), step_seconds or pace or STEP_SECONDS,
+        failures, node_failures, process_failures, tuple(domain_failures or ()),
+        step_seconds or pace or STEP_SECONDS,
         peer_bandwidth, remote_bandwidth, detect_seconds, restart_seconds, replace_seconds,
     )  # fmt: skip
     assumed = _assume(layout, found["spec"], told)
@@ -172,19 +189,30 @@ class _Told:
     replace: float
 
 
-def _assume(layout: Layout, spec: dict[str, Any], told: _Told) -> Assumptions:
+def _assume(layout: JobLayout, spec: dict[str, Any], told: _Told) -> Assumptions:
     counted, wanted = assumptions.record(told.failures), layout.wanted
     node = counted.node if told.node is None else told.node
     process = counted.process if told.process is None else told.process
     domains = assumptions.domain_rates(told.domains, layout.topology)
     if not told.domains:
         shared = assumptions.shared_domain_rate(
-            counted, node=node, process=process, sites=layout.sites, topology=layout.topology, level=wanted.level
+            counted,
+            node=node,
+            process=process,
+            sites=layout.sites,
+            topology=layout.topology,
+            level=wanted.level,
         )
         domains = {wanted.level: shared} if shared else {}
     tiers = spec.get("tiers") or {}
-    peer = told.peer_bandwidth or (tiers.get("peer") or {}).get("bandwidth") or str(assumptions.PEER_BANDWIDTH)
-    remote = told.remote_bandwidth or (tiers.get("remote") or {}).get("bandwidth") or str(assumptions.REMOTE_BANDWIDTH)
+    peer = (
+        told.peer_bandwidth or (tiers.get("peer") or {}).get("bandwidth") or str(assumptions.PEER_BANDWIDTH)
+    )
+    remote = (
+        told.remote_bandwidth
+        or (tiers.get("remote") or {}).get("bandwidth")
+        or str(assumptions.REMOTE_BANDWIDTH)
+    )
     times = assumptions.times(
         wanted,
         peer_bandwidth=_bytes("--peer-bandwidth", peer),
@@ -194,7 +222,9 @@ def _assume(layout: Layout, spec: dict[str, Any], told: _Told) -> Assumptions:
         replace=told.replace,
     )
     restore = times.restore
-    rates = ", ".join(f"{name} {rate:.3g}" for name, rate in {"node": node, "process": process, **domains}.items())
+    rates = ", ".join(
+        f"{name} {rate:.3g}" for name, rate in {"node": node, "process": process, **domains}.items()
+    )
     guess = "" if wanted.state_size else " (guesses: checkpoint.stateSize is not given)"
     return Assumptions(
         node=node,
@@ -205,9 +235,12 @@ def _assume(layout: Layout, spec: dict[str, Any], told: _Told) -> Assumptions:
         sources=(
             f"failures per 1,000 days of a node or domain: {rates}",
             *((counted.source,) if told.node is None and told.process is None else ()),
-            f"a step takes {told.step_seconds:g} s; a failure is acted on after {told.detect:g} s, a pod is elsewhere after "
-            f"{told.replace:g} s ({times.spare:g} s with a spare), the first step comes {told.restart:g} s after the state",
-            f"restores take {restore.local:.3g} s from own memory, {restore.peer:.3g} s from a peer, {restore.remote:.3g} s from the "
+            f"a step takes {told.step_seconds:g} s; a failure is acted on after {told.detect:g} s, a pod is "
+            "elsewhere after "
+            f"{told.replace:g} s ({times.spare:g} s with a spare), the first step comes {told.restart:g} s "
+            "after the state",
+            f"restores take {restore.local:.3g} s from own memory, {restore.peer:.3g} s from a peer, "
+            f"{restore.remote:.3g} s from the "
             f"remote tier{guess}",
         ),
     )
@@ -224,7 +257,11 @@ def _bytes(option: str, text: str) -> int:
 
 
 def _as_json(
-    layout: Layout, results: list[Result], assumed: Assumptions, formula: tuple[int, float] | None, seed: int
+    layout: JobLayout,
+    results: list[Result],
+    assumed: Assumptions,
+    formula: tuple[int, float] | None,
+    seed: int,
 ) -> dict[str, Any]:
     return {
         "job": layout.name,

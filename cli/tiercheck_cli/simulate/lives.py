@@ -1,4 +1,5 @@
-"""Plays the settings with the operator's own planning, in portions small enough for progress to be shown, the same for the same seed."""
+"""Plays the settings with the operator's own planning, in portions small enough for progress to be
+shown, the same for the same seed."""
 
 from __future__ import annotations
 
@@ -8,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiercheck.protocol.sizing import auto_cadence
-from tiercheck_cli.layout import Layout
-from tiercheck_cli.planned import placed
+from tiercheck_cli.layout import JobLayout, placed
 from tiercheck_cli.simulate.assumptions import Assumptions
 from tiercheck_cli.simulate.settings import Setting
 from tiercheck_operator.planning.ettr_formula import exact_ettr
@@ -56,7 +56,7 @@ def saving(wanted: Wanted, assumed: Assumptions) -> Saving:
     )
 
 
-def scenario(layout: Layout, wanted: Wanted, assumed: Assumptions) -> Scenario:
+def scenario(layout: JobLayout, wanted: Wanted, assumed: Assumptions) -> Scenario:
     """The placement is made anew where the setting asks for another one. Raises CannotDo."""
     same = wanted.policy == layout.wanted.policy
     existing = layout.placement if same else placed(layout.sites, layout.topology, wanted.policy)
@@ -77,7 +77,8 @@ def scenario(layout: Layout, wanted: Wanted, assumed: Assumptions) -> Scenario:
 def lives(
     described: Scenario, *, days: float, runs: int, seed: int, tick: Callable[[int], None] | None = None
 ) -> Simulation:
-    """`tick` is told how many more runs are done. Every setting meets the same chance, so that they can be compared."""
+    """`tick` is told how many more runs are done. Every setting meets the same chance, so that they can be
+    compared."""
     found: list[Run] = []
     for first in range(0, runs, _PORTION):
         count = min(_PORTION, runs - first)
@@ -98,10 +99,9 @@ class _Dice:
         return random.Random(f"{self.seed}/{self.first + run}")
 
 
-def store_only(layout: Layout, assumed: Assumptions, every: int) -> float:
-    """ETTR by Daly's formula of a job without memory tiers: each failure of any kind goes back to a store that has a version
-    every `every` steps, for which nothing is paid.
-    """
+def store_only(layout: JobLayout, assumed: Assumptions, every: int) -> float:
+    """ETTR by Daly's formula of a job without memory tiers: each failure of any kind goes back to a store
+    that has a version every `every` steps, for which nothing is paid."""
     times = assumed.times
     per_day = assumed.failures_per_day(layout.sites, layout.topology)
     rates = assumed.rates(layout.sites, layout.topology)

@@ -1,4 +1,5 @@
-"""The outcome of a simulation as a picture: how the runs are spread, and what saving more often and keeping copies are worth."""
+"""The outcome of a simulation as a picture: how the runs are spread, and what saving more often and
+keeping copies are worth."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from typing import Any
 from rich.progress import Progress
 
 from tiercheck_cli.failure import CannotDo
-from tiercheck_cli.layout import Layout
-from tiercheck_cli.report.colours import FAULT, TIERS
+from tiercheck_cli.figures import new_figure, remove_frame, save_figure
+from tiercheck_cli.layout import JobLayout
+from tiercheck_cli.report.style import FAULT, TIERS
 from tiercheck_cli.simulate.assumptions import Assumptions
 from tiercheck_cli.simulate.lives import Result, lives, scenario, store_only
 
@@ -25,31 +27,26 @@ _RUNS = 20
 
 
 def draw(
-    path: Path, layout: Layout, results: Sequence[Result], assumed: Assumptions, *, days: float, runs: int, seed: int,
+    path: Path, layout: JobLayout, results: Sequence[Result], assumed: Assumptions, *, days: float, runs: int,
+    seed: int,
     progress: Progress,
 ) -> None:  # fmt: skip
     """SVG, PNG or PDF by the name's end. Raises CannotDo."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
     curves = _curves(layout, assumed, days=days, runs=min(runs, _RUNS), seed=seed, progress=progress)
-    figure: Any = Figure(figsize=(11.0, 3.2 + 0.32 * len(results)), layout="constrained")
-    spread, cadence = figure.subplots(1, 2, width_ratios=(1.0, 1.15))
-    _spread(spread, results)
-    _cadence(cadence, curves, layout, assumed)
     nodes = len({site.node for site in layout.sites})
-    figure.suptitle(
-        f"{layout.name}: {len(layout.sites):,} workers on {nodes:,} nodes, "
-        f"{assumed.failures_per_day(layout.sites, layout.topology):.3g} failures a day",
-        x=0.01, ha="left", fontweight="bold",
-    )  # fmt: skip
-    try:
-        # Without a date, and with names that are no chance, so that the same simulation gives the same file.
-        metadata = {"Date": None} if path.suffix == ".svg" else {"CreationDate": None} if path.suffix == ".pdf" else {}
-        with rc_context({"svg.hashsalt": "tiercheck", "svg.fonttype": "none"}):
-            figure.savefig(path, dpi=150, metadata=metadata)
-    except OSError as error:
-        raise CannotDo(f"{path} cannot be written: {error.strerror}") from error
+    with new_figure(11.0, 3.2 + 0.32 * len(results)) as figure:
+        spread, cadence = figure.subplots(1, 2, width_ratios=(1.0, 1.15))
+        _spread(spread, results)
+        _cadence(cadence, curves, layout, assumed)
+        figure.suptitle(
+            f"{layout.name}: {len(layout.sites):,} workers on {nodes:,} nodes, "
+            f"{assumed.failures_per_day(layout.sites, layout.topology):.3g} failures a day",
+            x=0.01, ha="left", fontweight="bold",
+        )  # fmt: skip
+        try:
+            save_figure(figure, path)
+        except OSError as error:
+            raise CannotDo(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _spread(axes: Any, results: Sequence[Result]) -> None:
@@ -61,38 +58,44 @@ def _spread(axes: Any, results: Sequence[Result]) -> None:
         axes.hlines(row, quantiles[1], quantiles[2], color=TIERS["peer"], linewidth=6)
         axes.plot(found.ettr, row, "o", color="white", markeredgecolor=TIERS["peer"], markersize=7)
         axes.annotate(
-            f"{found.ettr:.3f}", (found.ettr, row), (0, 8), textcoords="offset points", ha="center", fontsize=8
+            f"{found.ettr:.3f}",
+            (found.ettr, row),
+            (0, 8),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
         )
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.8)
     axes.set_xlabel("ETTR: training time that counted, of all time")
     axes.set_title("mean, and where half and nine tenths of the lives end", loc="left", fontsize=10)
-    _plain(axes, "x")
+    remove_frame(axes, "x")
 
 
-def _cadence(axes: Any, curves: dict[str, list[tuple[int, float]]], layout: Layout, assumed: Assumptions) -> None:
+def _cadence(
+    axes: Any, curves: dict[str, list[tuple[int, float]]], layout: JobLayout, assumed: Assumptions
+) -> None:
     for name, points in curves.items():
-        axes.plot(*zip(*points, strict=True), "-", color=_STYLES[name], marker="o", markersize=3.5, label=name)
+        axes.plot(
+            *zip(*points, strict=True), "-", color=_STYLES[name], marker="o", markersize=3.5, label=name
+        )
     formula = [(every, store_only(layout, assumed, every)) for every in _CADENCES]
     axes.plot(
-        *zip(*formula, strict=True), "--", color=FAULT, label="everything comes back from a store (Daly's formula)"
+        *zip(*formula, strict=True),
+        "--",
+        color=FAULT,
+        label="everything comes back from a store (Daly's formula)",
     )
     axes.set_xscale("log")
     axes.set_xlabel(f"steps between saves ({assumed.step_seconds:g} s each)")
     axes.set_ylim(0, 1)
     axes.set_title("what saving more often is worth", loc="left", fontsize=10)
     axes.legend(fontsize=8, frameon=False, loc="lower left")
-    _plain(axes, "y")
-
-
-def _plain(axes: Any, grid: str) -> None:
-    axes.grid(axis=grid, color="0.9")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    remove_frame(axes, "y")
 
 
 def _curves(
-    layout: Layout, assumed: Assumptions, *, days: float, runs: int, seed: int, progress: Progress
+    layout: JobLayout, assumed: Assumptions, *, days: float, runs: int, seed: int, progress: Progress
 ) -> dict[str, list[tuple[int, float]]]:
     base = layout.wanted
     # Where the job asks for no copies there is nothing to compare with.

@@ -1,4 +1,5 @@
-"""The outcome of a simulation in the terminal: one line for each setting, how the runs are spread, and what was assumed."""
+"""The outcome of a simulation in the terminal: one line for each setting, how the runs are spread,
+and what was assumed."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tiercheck_cli.durations import short
-from tiercheck_cli.layout import Layout
-from tiercheck_cli.report.colours import TIERS as COLOURS
+from tiercheck_cli.layout import JobLayout
+from tiercheck_cli.report.style import TIERS as COLOURS
 from tiercheck_cli.report.words import plural
 from tiercheck_cli.simulate.assumptions import Assumptions
 from tiercheck_cli.simulate.lives import Result
@@ -21,7 +22,11 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def screen(
-    layout: Layout, results: Sequence[Result], assumed: Assumptions, width: int, formula: tuple[int, float] | None
+    layout: JobLayout,
+    results: Sequence[Result],
+    assumed: Assumptions,
+    width: int,
+    formula: tuple[int, float] | None,
 ) -> Group:
     """`formula`: (steps between versions, ETTR) of a store alone."""
     nodes = len({site.node for site in layout.sites})
@@ -31,7 +36,8 @@ def screen(
     parts: list[RenderableType] = [
         Text.assemble(
             (layout.name, "bold"),
-            f": {plural(len(layout.sites), 'worker')} on {plural(nodes, 'node')}, {runs} lives of {days:g} days, "
+            f": {plural(len(layout.sites), 'worker')} on {plural(nodes, 'node')}, {runs} lives of {days:g} "
+            "days, "
             f"{_rate(failures)} failures a day",
         ),
         Text(),
@@ -45,7 +51,8 @@ def screen(
         *(
             [
                 _item(
-                    f"* a version every {formula[0]:,} steps in the store and nothing in memory, by Daly's formula (FGCS 22(3), 2006)"
+                    f"* a version every {formula[0]:,} steps in the store and nothing in memory, by Daly's "
+                    "formula (FGCS 22(3), 2006)"
                 )
             ]
             if formula is not None
@@ -112,7 +119,8 @@ def _spread(results: Sequence[Result], width: int) -> Table:
     table.add_column(no_wrap=True)
     for result in results:
         table.add_row(
-            Text(f"  {result.setting.name}"), Text(_histogram(result.simulation, low, high, columns), style="#0072B2")
+            Text(f"  {result.setting.name}"),
+            Text(_histogram(result.simulation, low, high, columns), style="#0072B2"),
         )
     gap = columns - len(f"{low:.4f}") - len(f"{high:.4f}")
     table.add_row("", Text(f"{low:.4f}{' ' * gap}{high:.4f}", style="dim"))

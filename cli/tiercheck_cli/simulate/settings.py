@@ -22,7 +22,8 @@ class Setting:
 
 
 def settings(base: Wanted, compare: Sequence[str]) -> tuple[Setting, ...]:
-    """The job as it is first. `compare`: "copies=0,1,2 parity=4+1", in one word or several. Raises CannotDo."""
+    """The job as it is first. `compare`: "copies=0,1,2 parity=4+1", in one word or several. Raises
+    CannotDo."""
     rows = [Setting("as it is", base)]
     for entry in " ".join(compare).split():
         key, equals, values = entry.partition("=")
@@ -32,7 +33,10 @@ def settings(base: Wanted, compare: Sequence[str]) -> tuple[Setting, ...]:
             changed = _changed(base, key, value)
             if changed == base:
                 rows[0] = Setting(
-                    f"{rows[0].name}, {key}={value}" if rows[0].name != "as it is" else f"as it is: {key}={value}", base
+                    f"{rows[0].name}, {key}={value}"
+                    if rows[0].name != "as it is"
+                    else f"as it is: {key}={value}",
+                    base,
                 )
             else:
                 rows.append(Setting(f"{key}={value}", changed))

@@ -1,0 +1,1 @@
+"""`tiercheck status`: how jobs are, and what to do."""

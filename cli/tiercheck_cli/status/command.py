@@ -14,20 +14,34 @@ from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.durations import clock
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.layout import node_labels, wanted_of
-from tiercheck_cli.options import Context, Kubeconfig, Namespace, Output, OutputFormat
 from tiercheck_cli.status.screen import jobs_table, screen
 from tiercheck_cli.status.view import StatusView, status_view, worker_views
-from tiercheck_cli.terminal import console, remark, write
+from tiercheck_cli.terminal import (
+    Context,
+    Kubeconfig,
+    Namespace,
+    Output,
+    OutputFormat,
+    console,
+    remark,
+    write,
+)
 from tiercheck_operator.planning.topology import Topology
 
 
 def status(
     job: Annotated[str | None, typer.Argument(help="The job. Without it: all jobs of the namespace.")] = None,
     *,
-    wide: Annotated[bool, typer.Option("--wide", "-w", help="Every worker: pod, node, domain, restarts.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Look again every few seconds, until Ctrl-C.")] = False,
+    wide: Annotated[
+        bool, typer.Option("--wide", "-w", help="Every worker: pod, node, domain, restarts.")
+    ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Look again every few seconds, until Ctrl-C.")
+    ] = False,
     every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks with --watch.")] = 2.0,
-    all_namespaces: Annotated[bool, typer.Option("--all-namespaces", "-A", help="Jobs of all namespaces.")] = False,
+    all_namespaces: Annotated[
+        bool, typer.Option("--all-namespaces", "-A", help="Jobs of all namespaces.")
+    ] = False,
     output: OutputFormat = Output.TABLE,
     namespace: Namespace = None,
     context: Context = None,
@@ -35,7 +49,9 @@ def status(
 ) -> None:
     """Phase, step, tiers, tolerance, what needs attention, and recent recoveries."""
     if job is not None and all_namespaces:
-        raise CannotDo("a job is in one namespace: give its name with -n NAMESPACE, or -A without a name", USAGE)
+        raise CannotDo(
+            "a job is in one namespace: give its name with -n NAMESPACE, or -A without a name", USAGE
+        )
     if watch and output is not Output.TABLE:
         raise CannotDo("--watch is for people: leave out -o, or look once", USAGE)
     cluster = Cluster.connect(kubeconfig, context, namespace)

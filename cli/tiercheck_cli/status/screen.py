@@ -1,4 +1,5 @@
-"""A job on one screen, for people: what it does, how far it is, what it would survive, and what needs them."""
+"""A job on one screen, for people: what it does, how far it is, what it would survive, and what
+needs them."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tiercheck_cli.durations import age, short
-from tiercheck_cli.recoveries import PastRecovery
-from tiercheck_cli.report.colours import PHASE_WORDS, PHASES
-from tiercheck_cli.report.colours import TIERS as COLOURS
+from tiercheck_cli.events.recoveries import PastRecovery
+from tiercheck_cli.report.style import PHASE_WORDS, PHASES
+from tiercheck_cli.report.style import TIERS as COLOURS
 from tiercheck_cli.status.view import Attention, RestoreView, StatusView, TierView, WorkerView
 
 _PHASES = {
@@ -31,7 +32,11 @@ def screen(view: StatusView, width: int, wide: bool = False) -> Group:
         parts.append(Padding(Text(view.doing), (0, 0, 0, 2)))
     parts += [Text(), _facts(view), Text(), _tiers(view)]
     if view.attention:
-        parts += [Text(), Text("needs attention", style="bold"), *(_attention(entry) for entry in view.attention)]
+        parts += [
+            Text(),
+            Text("needs attention", style="bold"),
+            *(_attention(entry) for entry in view.attention),
+        ]
     if view.recoveries:
         parts += [Text(), _recoveries(view, width)]
     if wide:
@@ -84,7 +89,11 @@ def _headline(view: StatusView) -> Text:
 
 
 def _crew(view: StatusView) -> str:
-    many = str(view.workers) if view.workers == view.wanted_workers else f"{view.workers} of {view.wanted_workers}"
+    many = (
+        str(view.workers)
+        if view.workers == view.wanted_workers
+        else f"{view.workers} of {view.wanted_workers}"
+    )
     return f"{many} {'worker' if view.wanted_workers == 1 else 'workers'}"
 
 
@@ -100,7 +109,8 @@ def _facts(view: StatusView) -> Table:
     grid.add_row("  survives", Text.assemble(_survives(view), (spread, "dim")))
     if view.unprotected_workers:
         grid.add_row(
-            "  unprotected", Text(f"{view.unprotected_workers} of {view.workers} workers", style="bold yellow")
+            "  unprotected",
+            Text(f"{view.unprotected_workers} of {view.workers} workers", style="bold yellow"),
         )
     grid.add_row("  restarts", _restarts(view))
     if view.snapshot_every or view.deltas:
@@ -120,7 +130,9 @@ def _facts(view: StatusView) -> Table:
 def _restored(restoring: RestoreView) -> Text:
     pace = "" if not restoring.bytes_per_second else f", {_gib(int(restoring.bytes_per_second))}/s"
     share = min(100, 100 * restoring.bytes // restoring.wanted)
-    return Text.assemble((f"{share} %", "bold"), f"   {_gib(restoring.bytes)} of {_gib(restoring.wanted)}{pace}")
+    return Text.assemble(
+        (f"{share} %", "bold"), f"   {_gib(restoring.bytes)} of {_gib(restoring.wanted)}{pace}"
+    )
 
 
 def _survives(view: StatusView) -> str:

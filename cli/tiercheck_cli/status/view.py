@@ -1,4 +1,5 @@
-"""What there is to say about a job, from the objects of the API: everything that the screen shows, and what -o json gives."""
+"""What there is to say about a job, from the objects of the API: everything that the screen shows,
+and what -o json gives."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 from tiercheck.protocol import names
 from tiercheck_cli import guide
 from tiercheck_cli.durations import moment
-from tiercheck_cli.recoveries import PastRecovery, recoveries
+from tiercheck_cli.events.recoveries import PastRecovery, recoveries
 from tiercheck_operator.planning.topology import Topology
 
 TIERS = ("local", "peer", "remote")
@@ -175,7 +176,9 @@ def worker_views(
             continue
         if worker not in newest or _incarnation(newest[worker]) < _incarnation(pod):
             newest[worker] = pod
-    return tuple(_worker(worker, newest[worker], holders.get(worker, ()), topology) for worker in sorted(newest))
+    return tuple(
+        _worker(worker, newest[worker], holders.get(worker, ()), topology) for worker in sorted(newest)
+    )
 
 
 def _worker(worker: int, pod: Mapping[str, Any], holders: tuple[int, ...], topology: Topology) -> WorkerView:
@@ -186,8 +189,12 @@ def _worker(worker: int, pod: Mapping[str, Any], holders: tuple[int, ...], topol
         worker=worker,
         pod=str(pod["metadata"]["name"]),
         node=node,
-        domains=tuple((topology.domain(node, level) or "?").rsplit("/", 1)[-1] for level in topology.levels[:-1]),
-        phase="Terminating" if pod["metadata"].get("deletionTimestamp") else str(status.get("phase") or "Pending"),
+        domains=tuple(
+            (topology.domain(node, level) or "?").rsplit("/", 1)[-1] for level in topology.levels[:-1]
+        ),
+        phase="Terminating"
+        if pod["metadata"].get("deletionTimestamp")
+        else str(status.get("phase") or "Pending"),
         replaced=_incarnation(pod),
         container_restarts=sum(int(entry.get("restartCount") or 0) for entry in containers),
         holders=holders,

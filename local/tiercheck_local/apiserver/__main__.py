@@ -1,4 +1,5 @@
-"""`python -m tiercheck_local.apiserver --directory DIR`: serve until told to stop, and never outlive the parent."""
+"""`python -m tiercheck_local.apiserver --directory DIR`: serve until told to stop, and never
+outlive the parent."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from pathlib import Path
 
 from aiohttp import web
 
-from tiercheck_local.apiserver.server import application
-from tiercheck_local.apiserver.storage import Storage
+from tiercheck_local.apiserver.http.server import application
+from tiercheck_local.apiserver.store.storage import ObjectStorage
 from tiercheck_local.controlplane.kubeconfig import write_kubeconfig
 from tiercheck_local.controlplane.lifetime import die_with_parent
 from tiercheck_operator.certificates import KeyPair, issue_pair
@@ -24,7 +25,8 @@ _LIFETIME = datetime.timedelta(days=365)
 
 
 async def serve(port: int, directory: Path, history: int) -> None:
-    """Listens on 127.0.0.1 and writes `directory`/kubeconfig once it answers, for the owner of this process only. Port 0: a free one."""
+    """Listens on 127.0.0.1 and writes `directory`/kubeconfig once it answers, for the owner of this process
+    only. Port 0: a free one."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -32,14 +34,19 @@ async def serve(port: int, directory: Path, history: int) -> None:
     pair = issue_pair("tiercheck-local", ["127.0.0.1", "localhost"], _LIFETIME)
     # Cancellation ends the watches of clients that went away.
     runner = web.AppRunner(
-        application(Storage(history), token), handler_cancellation=True, access_log=None, shutdown_timeout=0.5
+        application(ObjectStorage(history), token),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=0.5,
     )
     await runner.setup()
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     await web.SockSite(runner, listener, ssl_context=_context(pair)).start()
-    write_kubeconfig(directory / "kubeconfig", f"https://127.0.0.1:{listener.getsockname()[1]}", token, pair.ca)
+    write_kubeconfig(
+        directory / "kubeconfig", f"https://127.0.0.1:{listener.getsockname()[1]}", token, pair.ca
+    )
     await stop.wait()
     await runner.cleanup()
 

@@ -1,4 +1,5 @@
-"""Refusals, spelt as the real server spells them: clients branch on `reason` and `code`, people read `message`."""
+"""Refusals, spelt as the real server spells them: clients branch on `reason` and `code`, people
+read `message`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Cause:
+class FieldCause:
     """One fault of one field. `reason` is a FieldValue... word of the API."""
 
     field: str
@@ -63,7 +64,9 @@ def _details(name: str, group: str, kind: str) -> Object:
 
 
 def not_found(plural: str, group: str, name: str) -> ApiError:
-    return ApiError(404, "NotFound", f'{qualified(plural, group)} "{name}" not found', _details(name, group, plural))
+    return ApiError(
+        404, "NotFound", f'{qualified(plural, group)} "{name}" not found', _details(name, group, plural)
+    )
 
 
 def no_such_path() -> ApiError:
@@ -88,7 +91,7 @@ def forbidden(plural: str, group: str, name: str, why: str, causes: Sequence[Obj
     return ApiError(403, "Forbidden", f'{qualified(plural, group)} "{name}" is forbidden: {why}', details)
 
 
-def invalid(kind: str, group: str, name: str, causes: Sequence[Cause]) -> ApiError:
+def invalid(kind: str, group: str, name: str, causes: Sequence[FieldCause]) -> ApiError:
     """422 with every fault found."""
     text = str(causes[0]) if len(causes) == 1 else "[" + ", ".join(map(str, causes)) + "]"
     details = _details(name, group, kind)
@@ -101,11 +104,15 @@ def bad_request(message: str) -> ApiError:
 
 
 def method_not_allowed() -> ApiError:
-    return ApiError(405, "MethodNotAllowed", "the server does not allow this method on the requested resource", {})
+    return ApiError(
+        405, "MethodNotAllowed", "the server does not allow this method on the requested resource", {}
+    )
 
 
 def unsupported_media_type(accepted: Sequence[str]) -> ApiError:
-    message = "the body of the request was in an unknown format - accepted media types include: " + ", ".join(accepted)
+    message = "the body of the request was in an unknown format - accepted media types include: " + ", ".join(
+        accepted
+    )
     return ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "UnsupportedMediaType", message)
 
 

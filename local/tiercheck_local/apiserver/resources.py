@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tiercheck_local.apiserver.crds import CustomVersion
+from tiercheck_local.apiserver.schema.custom_version import CustomVersion
 
 
 @dataclass(frozen=True)
@@ -43,31 +41,34 @@ def _core(plural: str, kind: str, **more: object) -> Resource:
 
 
 BUILT_IN: tuple[Resource, ...] = (
-    _core("namespaces", "Namespace", namespaced=False, short_names=("ns",), subresources=("status", "finalize")),
+    _core("namespaces", "Namespace", namespaced=False, short_names=("ns",),
+    subresources=("status", "finalize")),
     _core("nodes", "Node", namespaced=False, short_names=("no",), subresources=("status",)),
-    _core("pods", "Pod", short_names=("po",), subresources=("status", "binding", "eviction"), categories=("all",)),
+    _core("pods", "Pod", short_names=("po",), subresources=("status", "binding", "eviction"),
+    categories=("all",)),
     _core("services", "Service", short_names=("svc",), subresources=("status",), categories=("all",)),
     _core("secrets", "Secret"),
     _core("configmaps", "ConfigMap", short_names=("cm",)),
     _core("events", "Event", short_names=("ev",)),
     _core("serviceaccounts", "ServiceAccount", short_names=("sa",)),
-    Resource("events.k8s.io", "v1", "events", "Event", short_names=("ev",), collection="/events"),
     Resource("batch", "v1", "jobs", "Job", subresources=("status",), categories=("all",)),
     Resource(
-        "admissionregistration.k8s.io", "v1", "mutatingwebhookconfigurations", "MutatingWebhookConfiguration", namespaced=False,
+        "admissionregistration.k8s.io", "v1", "mutatingwebhookconfigurations", "MutatingWebhookConfiguration",
+        namespaced=False,
         categories=("api-extensions",),
     ),
     Resource("coordination.k8s.io", "v1", "leases", "Lease"),
-    Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget", short_names=("pdb",), subresources=("status",)),
+    Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget", short_names=("pdb",),
+    subresources=("status",)),
     Resource(
-        "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False,
+        "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition",
+        namespaced=False,
         short_names=("crd", "crds"), subresources=("status",), categories=("api-extensions",),
     ),
 )  # fmt: skip
 
-EVENTS = BUILT_IN[6]
 NAMESPACES, NODES, PODS = BUILT_IN[0], BUILT_IN[1], BUILT_IN[2]
-WEBHOOKS = BUILT_IN[10]
+WEBHOOKS = BUILT_IN[9]
 CRDS = BUILT_IN[-1]
 PDBS = BUILT_IN[-2]
 
@@ -83,7 +84,11 @@ class Registry:
 
     def replace_custom(self, group: str, plural: str, versions: list[Resource]) -> None:
         """Serve exactly `versions` of this custom resource; none of them removes it."""
-        kept = {k: r for k, r in self._resources.items() if not (r.custom and (r.group, r.plural) == (group, plural))}
+        kept = {
+            k: r
+            for k, r in self._resources.items()
+            if not (r.custom and (r.group, r.plural) == (group, plural))
+        }
         self._resources = kept | {(r.group, r.version, r.plural): r for r in versions}
 
     def groups(self) -> dict[str, list[str]]:

@@ -1,4 +1,5 @@
-"""`python -m tiercheck_local.controllers`: scheduler, node life-cycle, disruption budgets and garbage collection in one process."""
+"""`python -m tiercheck_local.controllers`: scheduler, node life-cycle, disruption budgets and
+garbage collection in one process."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ import signal
 import sys
 from pathlib import Path
 
-from tiercheck_local import markers, remains
-from tiercheck_local.cache import Cache
-from tiercheck_local.client import DISRUPTION_BUDGETS, LEASES, NODES, PODS, Client, Object
+from tiercheck_cli.api_server import DISRUPTION_BUDGETS, LEASES, NODES, PODS, Object
+from tiercheck_local import markers
+from tiercheck_local.client import Cache, Client
 from tiercheck_local.controllers.disruption import Disruption
 from tiercheck_local.controllers.garbage import DEPENDENTS, GarbageCollector
 from tiercheck_local.controllers.node_lifecycle import NodeLifecycle
@@ -92,15 +93,19 @@ async def _control(client: Client, grace: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tiercheck_local.controllers", description=__doc__)
     parser.add_argument("--kubeconfig", required=True, type=Path)
-    parser.add_argument("--grace", type=float, default=2.0, help="seconds without lease until a node is unreachable")
     parser.add_argument(
-        "--lifeline", action="store_true", help="when standard input ends, end and take the whole cluster along"
+        "--grace", type=float, default=2.0, help="seconds without lease until a node is unreachable"
+    )
+    parser.add_argument(
+        "--lifeline",
+        action="store_true",
+        help="when standard input ends, end and take the whole cluster along",
     )
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     parent_died = asyncio.run(serve(given.kubeconfig, given.grace, given.lifeline))
     if parent_died and markers.CLUSTER in os.environ:
-        remains.remove(os.environ[markers.CLUSTER])
+        markers.remove(os.environ[markers.CLUSTER])
 
 
 if __name__ == "__main__":

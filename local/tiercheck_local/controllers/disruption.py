@@ -1,13 +1,14 @@
-"""Keeps the status of PodDisruptionBudgets, without which the API server refuses every eviction of a pod that one covers."""
+"""Keeps the status of PodDisruptionBudgets, without which the API server refuses every eviction of
+a pod that one covers."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 
-from tiercheck_local.apiserver.selectors import matches_selector
-from tiercheck_local.cache import Cache
-from tiercheck_local.client import DISRUPTION_BUDGETS, ApiFailure, Client, Object
+from tiercheck_cli.api_server import DISRUPTION_BUDGETS, Object, RequestFailed
+from tiercheck_local.apiserver.store.selectors import matches_selector
+from tiercheck_local.client import Cache, Client
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class Disruption:
             for budget in list(self._budgets.objects.values()):
                 try:
                     await self._update(budget)
-                except ApiFailure as failure:
+                except RequestFailed as failure:
                     if failure.code not in {404, 409}:  # deleted or changed meanwhile: the watch will tell
                         log.warning("budget %s: %s", budget["metadata"]["name"], failure)
 
@@ -39,7 +40,9 @@ class Disruption:
         metadata, spec = budget["metadata"], budget.get("spec") or {}
         wanted = budget_status(budget, list(self._pods.objects.values()))
         known = budget.get("status") or {}
-        if isinstance(spec.get("minAvailable"), int) and any(known.get(key) != value for key, value in wanted.items()):
+        if isinstance(spec.get("minAvailable"), int) and any(
+            known.get(key) != value for key, value in wanted.items()
+        ):
             body = {"metadata": {"resourceVersion": metadata["resourceVersion"]}, "status": wanted}
             await self._client.patch(
                 DISRUPTION_BUDGETS, metadata["namespace"], metadata["name"], body, subresource="status"
@@ -47,7 +50,8 @@ class Disruption:
 
 
 def budget_status(budget: Object, pods: list[Object]) -> Object:
-    """What the disruption controller would write: an eviction is allowed as long as enough Ready pods are left."""
+    """What the disruption controller would write: an eviction is allowed as long as enough Ready pods are
+    left."""
     metadata, spec = budget["metadata"], budget.get("spec") or {}
     covered = [
         pod

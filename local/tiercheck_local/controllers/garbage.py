@@ -1,6 +1,7 @@
 """Deletes what has lost its owner, and pods that no node will ever remove.
 
-Dependents are Pods, Services, Secrets, ConfigMaps, PodDisruptionBudgets and Leases. An owner's kind is watched from when the first dependent names it.
+Dependents are Pods, Services, Secrets, ConfigMaps, PodDisruptionBudgets and Leases. An owner's kind is
+watched from when the first dependent names it.
 """
 
 from __future__ import annotations
@@ -10,10 +11,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-import aiohttp
-
-from tiercheck_local.cache import Cache
-from tiercheck_local.client import (
+from tiercheck_cli.api_server import (
     CONFIG_MAPS,
     DISRUPTION_BUDGETS,
     LEASES,
@@ -21,11 +19,11 @@ from tiercheck_local.client import (
     PODS,
     SECRETS,
     SERVICES,
-    ApiFailure,
-    Client,
+    ApiResource,
     Object,
-    Resource,
+    RequestFailed,
 )
+from tiercheck_local.client import Cache, Client
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +36,12 @@ class GarbageCollector:
 
     def __init__(self, client: Client, tasks: asyncio.TaskGroup) -> None:
         self._client, self._tasks = client, tasks
-        self._caches: dict[Resource, Cache] = {}
+        self._caches: dict[ApiResource, Cache] = {}
         self._owners: dict[tuple[str, str], Cache | None] = {}
         self._nodes: Cache | None = None
         self._wake = asyncio.Event()
 
-    def watch(self, caches: dict[Resource, Cache], nodes: Cache) -> None:
+    def watch(self, caches: dict[ApiResource, Cache], nodes: Cache) -> None:
         """Which caches hold dependents and nodes."""
         self._caches, self._nodes = caches, nodes
 
@@ -61,17 +59,17 @@ class GarbageCollector:
                 for resource, item in list(self._owned()):
                     await self._collect(resource, item)
                 await self._finish_deletions()
-            except (ApiFailure, aiohttp.ClientError, TimeoutError, OSError) as failure:
+            except RequestFailed as failure:
                 log.warning("garbage collection: %s", failure)
                 asyncio.get_running_loop().call_later(1.0, self._wake.set)
 
-    def _owned(self) -> Iterator[tuple[Resource, Object]]:
+    def _owned(self) -> Iterator[tuple[ApiResource, Object]]:
         for resource, cache in self._caches.items():
             for item in cache.objects.values():
                 if item["metadata"].get("ownerReferences"):
                     yield resource, item
 
-    async def _collect(self, resource: Resource, item: Object) -> None:
+    async def _collect(self, resource: ApiResource, item: Object) -> None:
         metadata = item["metadata"]
         if metadata.get("deletionTimestamp"):
             return
@@ -100,7 +98,7 @@ class GarbageCollector:
     async def _owner_cache(self, reference: Object) -> Cache | None:
         key = (reference["apiVersion"], reference["kind"])
         if key not in self._owners or self._owners[key] is None:
-            resource = await resource_of(self._client, *key)
+            resource = await self._client.find_resource(*key)
             if resource is None:
                 self._owners[key] = None
             elif resource in self._caches:
@@ -114,16 +112,19 @@ class GarbageCollector:
     async def _run_owner_cache(self, key: tuple[str, str], cache: Cache) -> None:
         try:
             await cache.run()
-        except ApiFailure as failure:
+        except RequestFailed as failure:
             log.warning("owners of kind %s: %s", key, failure)
             self._owners[key] = None
 
     async def _finish_deletions(self) -> None:
-        """Owners deleted in the foreground go when no dependent is left; of orphaning ones the dependents are let go."""
+        """Owners deleted in the foreground go when no dependent is left; of orphaning ones the dependents are
+        let go."""
         for cache in list(self._owners.values()):
             for owner in list(cache.objects.values()) if cache is not None else []:
                 finalizers = owner["metadata"].get("finalizers") or []
-                if not owner["metadata"].get("deletionTimestamp") or not {_FOREGROUND, _ORPHAN} & set(finalizers):
+                if not owner["metadata"].get("deletionTimestamp") or not {_FOREGROUND, _ORPHAN} & set(
+                    finalizers
+                ):
                     continue
                 uid = owner["metadata"]["uid"]
                 left = [
@@ -140,18 +141,18 @@ class GarbageCollector:
                 kept = [name for name in finalizers if name not in {_FOREGROUND, _ORPHAN}]
                 await self._write_metadata(cache.resource, owner, {"finalizers": kept})
 
-    async def _disown(self, resource: Resource, item: Object, uid: str) -> None:
+    async def _disown(self, resource: ApiResource, item: Object, uid: str) -> None:
         kept = [reference for reference in item["metadata"]["ownerReferences"] if reference["uid"] != uid]
         await self._write_metadata(resource, item, {"ownerReferences": kept})
 
-    async def _write_metadata(self, resource: Resource, item: Object, change: dict[str, Any]) -> None:
+    async def _write_metadata(self, resource: ApiResource, item: Object, change: dict[str, Any]) -> None:
         metadata = item["metadata"]
         guard = {"uid": metadata["uid"], "resourceVersion": metadata["resourceVersion"]}
         try:
             await self._client.patch(
                 resource, metadata.get("namespace"), metadata["name"], {"metadata": {**guard, **change}}
             )
-        except ApiFailure as failure:
+        except RequestFailed as failure:
             if failure.code not in {404, 409}:
                 raise
 
@@ -165,22 +166,9 @@ class GarbageCollector:
                 continue
             if lost or never_bound:
                 log.info("pod %s/%s has no node", metadata["namespace"], metadata["name"])
-                await self._client.delete(PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"], grace=0)
+                await self._client.delete(
+                    PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"], grace=0
+                )
 
     async def _node_exists(self, name: str) -> bool:
         return await self._client.find(NODES, None, name) is not None
-
-
-async def resource_of(client: Client, api_version: str, kind: str) -> Resource | None:
-    """The collection that holds objects of this kind, by discovery."""
-    root = Resource(api_version, "").root
-    try:
-        answer = await client.request("GET", root)
-    except ApiFailure as failure:
-        if failure.code == 404:
-            return None
-        raise
-    for entry in answer.get("resources") or []:
-        if entry["kind"] == kind and "/" not in entry["name"]:
-            return Resource(api_version, entry["name"], bool(entry["namespaced"]))
-    return None

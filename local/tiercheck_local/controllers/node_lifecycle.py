@@ -1,7 +1,8 @@
 """Declares nodes unreachable when their lease is not renewed, and takes it back when it is.
 
-A lease's age is measured from when its last change was seen here, never from the time stamp in it: clocks may differ.
-If this process itself was held up, every lease gets a new start, because nobody could have been seen renewing.
+A lease's age is measured from when its last change was seen here, never from the time stamp in it: clocks may
+differ. If this process itself was held up, every lease gets a new start, because nobody could have been seen
+renewing.
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import aiohttp
-
+from tiercheck_cli.api_server import NODES, PODS, Object, RequestFailed
 from tiercheck_local import clock
-from tiercheck_local.cache import Cache
-from tiercheck_local.client import NODES, PODS, ApiFailure, Client, Object
+from tiercheck_local.client import Cache, Client
 from tiercheck_local.controllers.scheduling import is_finished, toleration
 
 log = logging.getLogger(__name__)
@@ -53,7 +52,7 @@ class NodeLifecycle:
             for node in list(self._nodes.objects.values()):
                 try:
                     await self._judge(node)
-                except (ApiFailure, aiohttp.ClientError, TimeoutError, OSError) as failure:
+                except RequestFailed as failure:
                     log.warning("node %s: %s", node["metadata"]["name"], failure)
 
     async def _judge(self, node: Object) -> None:
@@ -96,7 +95,11 @@ class NodeLifecycle:
         await self._patch_node(node, {"spec": {"taints": [*kept, *added]}})
 
     async def _untaint(self, node: Object) -> None:
-        kept = [taint for taint in node["spec"].get("taints") or [] if taint["key"] not in {UNREACHABLE, NOT_READY}]
+        kept = [
+            taint
+            for taint in node["spec"].get("taints") or []
+            if taint["key"] not in {UNREACHABLE, NOT_READY}
+        ]
         await self._patch_node(node, {"spec": {"taints": kept or None}})
 
     async def _patch_node(self, node: Object, patch: dict[str, Any], subresource: str = "") -> None:
@@ -105,7 +108,7 @@ class NodeLifecycle:
             changed = await self._client.patch(
                 NODES, None, node["metadata"]["name"], {**patch, **guard}, subresource=subresource
             )
-        except ApiFailure as failure:
+        except RequestFailed as failure:
             if failure.code not in {404, 409}:
                 raise
             return  # somebody else changed it: judged again at the next look
@@ -138,12 +141,13 @@ class NodeLifecycle:
                     {"metadata": guard, "status": {"conditions": doubted}},
                     subresource="status",
                 )
-            except ApiFailure as failure:
+            except RequestFailed as failure:
                 if failure.code not in {404, 409}:
                     raise
 
     async def _evict(self, node: Object) -> None:
-        """Pods whose toleration of a NoExecute taint is used up are deleted; on a node out of service, at once and by force."""
+        """Pods whose toleration of a NoExecute taint is used up are deleted; on a node out of service, at
+        once and by force."""
         taints = [taint for taint in node["spec"].get("taints") or [] if taint["effect"] == "NoExecute"]
         if not taints:
             return
@@ -153,10 +157,18 @@ class NodeLifecycle:
                 continue
             metadata = pod["metadata"]
             if by_force and metadata.get("deletionTimestamp"):
-                await self._client.delete(PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"], grace=0)
-            elif not metadata.get("deletionTimestamp") and not is_finished(pod) and _patience_is_over(pod, taints):
+                await self._client.delete(
+                    PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"], grace=0
+                )
+            elif (
+                not metadata.get("deletionTimestamp")
+                and not is_finished(pod)
+                and _patience_is_over(pod, taints)
+            ):
                 log.info(
-                    "pod %s/%s does not tolerate its node's taint any longer", metadata["namespace"], metadata["name"]
+                    "pod %s/%s does not tolerate its node's taint any longer",
+                    metadata["namespace"],
+                    metadata["name"],
                 )
                 await self._client.delete(PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"])
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from tiercheck_cli.api_server import PODS, Object, RequestFailed
 from tiercheck_local import clock
-from tiercheck_local.cache import Cache
-from tiercheck_local.client import PODS, ApiFailure, Client, Object
+from tiercheck_local.client import Cache, Client
 from tiercheck_local.controllers.scheduling import Nowhere, choose, is_finished
 
 log = logging.getLogger(__name__)
@@ -37,20 +37,24 @@ class Scheduler:
     async def _schedule_all(self) -> None:
         known = self._pods.objects
         self._assumed = {
-            uid: node for uid, node in self._assumed.items() if uid in known and not known[uid]["spec"].get("nodeName")
+            uid: node
+            for uid, node in self._assumed.items()
+            if uid in known and not known[uid]["spec"].get("nodeName")
         }
         waiting = [pod for uid, pod in known.items() if uid not in self._assumed and _waits(pod)]
         for pod in sorted(waiting, key=lambda p: (p["metadata"]["creationTimestamp"], p["metadata"]["name"])):
             try:
                 await self._schedule(pod)
-            except ApiFailure as failure:
+            except RequestFailed as failure:
                 if failure.code not in {404, 409}:  # deleted or changed meanwhile: the watch will tell
                     log.warning("pod %s: %s", pod["metadata"]["name"], failure)
 
     async def _schedule(self, pod: Object) -> None:
         metadata = pod["metadata"]
         placed = [
-            {**other, "spec": {**other["spec"], "nodeName": self._assumed[uid]}} if uid in self._assumed else other
+            {**other, "spec": {**other["spec"], "nodeName": self._assumed[uid]}}
+            if uid in self._assumed
+            else other
             for uid, other in self._pods.objects.items()
         ]
         nodes = sorted(self._nodes.objects.values(), key=lambda node: str(node["metadata"]["name"]))
@@ -61,7 +65,11 @@ class Scheduler:
         binding = {
             "apiVersion": "v1",
             "kind": "Binding",
-            "metadata": {"name": metadata["name"], "namespace": metadata["namespace"], "uid": metadata["uid"]},
+            "metadata": {
+                "name": metadata["name"],
+                "namespace": metadata["namespace"],
+                "uid": metadata["uid"],
+            },
             "target": {"apiVersion": "v1", "kind": "Node", "name": choice.node},
         }
         self._assumed[metadata["uid"]] = choice.node

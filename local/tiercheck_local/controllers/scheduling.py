@@ -1,4 +1,5 @@
-"""Which node a pod goes to, and the sentence that says why it goes nowhere: pure, in the words of the real scheduler."""
+"""Which node a pod goes to, and the sentence that says why it goes nowhere: pure, in the words of
+the real scheduler."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class Nowhere:
 
 
 def choose(pod: Object, nodes: Sequence[Object], pods: Sequence[Object]) -> Chosen | Nowhere:
-    """Of the nodes that admit `pod` those that it prefers, of them the one that keeps its kind spread most evenly, then the one with
-    the fewest pods.
+    """Of the nodes that admit `pod` those that it prefers, of them the one that keeps its kind spread most
+    evenly, then the one with the fewest pods.
 
     `pods` are all that are bound or about to be; finished ones do not count.
     """
@@ -74,7 +75,8 @@ def refusal(pod: Object, node: Object, present: Sequence[Object]) -> list[str]:
 
 
 def _host_ports(pod: Object) -> set[int]:
-    """Ports of the node that it takes as long as it lives. In the node's network those are all that it names."""
+    """Ports of the node that it takes as long as it lives. In the node's network those are all that it
+    names."""
     spec = pod["spec"]
     lasting = [entry for entry in spec.get("initContainers") or [] if entry.get("restartPolicy") == "Always"]
     ports = [port for entry in [*lasting, *spec["containers"]] for port in entry.get("ports") or []]
@@ -88,7 +90,8 @@ def is_finished(pod: Object) -> bool:
 
 
 def requests(pod: Object) -> dict[str, Decimal]:
-    """What the pod asks for: main containers and sidecars together, or the largest init container if that is more."""
+    """What the pod asks for: main containers and sidecars together, or the largest init container if that is
+    more."""
     running: dict[str, Decimal] = {}
     peak: dict[str, Decimal] = {}
     spec = pod["spec"]
@@ -193,7 +196,9 @@ def _term_holds(term: Object, node: Object) -> bool:
     of_fields = term.get("matchFields") or []
     if not expressions and not of_fields:  # an empty term selects nothing
         return False
-    return all(_holds(entry, labels) for entry in expressions) and all(_holds(entry, fields) for entry in of_fields)
+    return all(_holds(entry, labels) for entry in expressions) and all(
+        _holds(entry, fields) for entry in of_fields
+    )
 
 
 def _holds(expression: Object, labels: Mapping[str, str]) -> bool:
@@ -209,13 +214,18 @@ def _holds(expression: Object, labels: Mapping[str, str]) -> bool:
     if operator == "DoesNotExist":
         return value is None
     try:
-        return value is not None and (int(value) > int(values[0]) if operator == "Gt" else int(value) < int(values[0]))
+        return value is not None and (
+            int(value) > int(values[0]) if operator == "Gt" else int(value) < int(values[0])
+        )
     except ValueError:
         return False
 
 
-def _crowd(pod: Object, node: Object, nodes: Sequence[Object], present: Mapping[str, list[Object]]) -> list[int]:
-    """For each of the pod's topologySpreadConstraints, in order: how many matching pods the node's domain has already.
+def _crowd(
+    pod: Object, node: Object, nodes: Sequence[Object], present: Mapping[str, list[Object]]
+) -> list[int]:
+    """For each of the pod's topologySpreadConstraints, in order: how many matching pods the node's domain has
+    already.
 
     Pods that are being deleted do not count, as in the real scheduler.
     """

@@ -1,13 +1,17 @@
-"""One interface over three control planes: embedded, real (etcd and kube-apiserver) and existing (a kubeconfig)."""
+"""One interface over three control planes: embedded, real (etcd and kube-apiserver) and existing (a
+kubeconfig)."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from tiercheck_local.controlplane.embedded import EmbeddedControlPlane
-from tiercheck_local.controlplane.existing import ExistingControlPlane
-from tiercheck_local.controlplane.interface import ControlPlane, ControlPlaneFailed
+from tiercheck_local.controlplane.planes import (
+    ControlPlane,
+    ControlPlaneFailed,
+    EmbeddedControlPlane,
+    ExistingControlPlane,
+)
 from tiercheck_local.controlplane.real import RealControlPlane
 
 __all__ = [
@@ -25,8 +29,8 @@ def open_control_plane(
 ) -> ControlPlane:
     """The control plane of this kind ("embedded", "real" or "existing"), not started yet.
 
-    `assets` defaults to KUBEBUILDER_ASSETS, `kubeconfig` to KUBECONFIG. Raises ValueError if one is needed and
-    neither is given, or the kind is unknown.
+    `assets` defaults to KUBEBUILDER_ASSETS, `kubeconfig` to KUBECONFIG. Raises ValueError if one is needed
+    and neither is given, or the kind is unknown.
     """
     if kind == "embedded":
         return EmbeddedControlPlane(directory)

@@ -13,7 +13,8 @@ CONTEXT = "tiercheck-local"
 
 
 def write_kubeconfig(path: Path, server: str, token: str = "", ca: bytes = b"") -> None:
-    """Written whole or not at all, readable by the owner only, so its existence means that the server can be used."""
+    """Written whole or not at all, readable by the owner only, so its existence means that the server can be
+    used."""
     cluster: dict[str, Any] = {"server": server}
     if ca:
         cluster["certificate-authority-data"] = base64.b64encode(ca).decode()
@@ -23,7 +24,9 @@ def write_kubeconfig(path: Path, server: str, token: str = "", ca: bytes = b"") 
         "current-context": CONTEXT,
         "clusters": [{"name": CONTEXT, "cluster": cluster}],
         "users": [{"name": CONTEXT, "user": {"token": token} if token else {}}],
-        "contexts": [{"name": CONTEXT, "context": {"cluster": CONTEXT, "user": CONTEXT, "namespace": "default"}}],
+        "contexts": [
+            {"name": CONTEXT, "context": {"cluster": CONTEXT, "user": CONTEXT, "namespace": "default"}}
+        ],
     }
     temporary = path.with_suffix(".tmp")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

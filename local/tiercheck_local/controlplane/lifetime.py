@@ -27,9 +27,13 @@ def _in_child() -> None:
 
 
 def start(
-    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None, folder: Path | None = None
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start `command` in `folder` with its output in `log`. The starting thread must live as long as the process should."""
+    """Start `command` in `folder` with its output in `log`. The starting thread must live as long as the
+    process should."""
     with log.open("ab") as output:
         return subprocess.Popen(
             list(command),

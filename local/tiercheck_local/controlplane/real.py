@@ -15,9 +15,8 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from tiercheck_local.addresses import free_ports
 from tiercheck_local.controlplane import lifetime
-from tiercheck_local.controlplane.interface import ControlPlane, ControlPlaneFailed
 from tiercheck_local.controlplane.kubeconfig import write_kubeconfig
-from tiercheck_local.controlplane.waiting import wait_until
+from tiercheck_local.controlplane.planes import ControlPlane, ControlPlaneFailed, wait_until
 
 
 class RealControlPlane(ControlPlane):
@@ -50,9 +49,11 @@ class RealControlPlane(ControlPlane):
         client, peer = (f"http://127.0.0.1:{port}" for port in free_ports(2))
         log = self._directory / "etcd.log"
         command = [
-            str(self._assets / "etcd"), "--name", "local", "--data-dir", str(self._directory / "etcd"), "--unsafe-no-fsync",
+            str(self._assets / "etcd"), "--name", "local", "--data-dir", str(self._directory / "etcd"),
+            "--unsafe-no-fsync",
             "--listen-client-urls", client, "--advertise-client-urls", client,
-            "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"local={peer}",
+            "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster",
+            f"local={peer}",
         ]  # fmt: skip
         process = lifetime.start(command, log)
         self._processes.append(process)
@@ -73,12 +74,15 @@ class RealControlPlane(ControlPlane):
             f"--cert-dir={certificates}", f"--service-account-issuer={url}/",
             f"--service-account-key-file={public}", f"--service-account-signing-key-file={key}",
             f"--token-auth-file={self._directory / 'tokens.csv'}", "--authorization-mode=RBAC",
-            "--service-cluster-ip-range=10.0.0.0/24", "--allow-privileged=true", "--disable-admission-plugins=ServiceAccount",
+            "--service-cluster-ip-range=10.0.0.0/24", "--allow-privileged=true",
+            "--disable-admission-plugins=ServiceAccount",
         ]  # fmt: skip
         process = lifetime.start(command, log)
         self._processes.append(process)
         ca = certificates / "apiserver.crt"
-        wait_until(lambda: ca.exists() and _answers(f"{url}/readyz", ca, token), process, log, "kube-apiserver")
+        wait_until(
+            lambda: ca.exists() and _answers(f"{url}/readyz", ca, token), process, log, "kube-apiserver"
+        )
         write_kubeconfig(self.kubeconfig, url, token, ca.read_bytes())
 
     def _signing_keys(self) -> tuple[Path, Path]:

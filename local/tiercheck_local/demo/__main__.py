@@ -1,4 +1,5 @@
-"""`make demo`: the whole of TierCheck on one machine, hit by six failures, compared with a run that was not."""
+"""`make demo`: the whole of TierCheck on one machine, hit by six failures, compared with a run that
+was not."""
 
 from __future__ import annotations
 
@@ -24,8 +25,7 @@ from tiercheck_local.demo.reference import ReferenceFailed, run_uninterrupted
 from tiercheck_local.demo.result import fault_record, run_record
 from tiercheck_local.demo.scenario import Story, StoryFailed
 from tiercheck_local.demo.stage import LaptopStage
-from tiercheck_local.demo.training_log import TrainingLog
-from tiercheck_local.demo.verdict import compare
+from tiercheck_local.demo.training_log import TrainingLog, compare
 from tiercheck_local.nodespec import NodeSpec
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -67,7 +67,10 @@ def _run(console: Console, directory: Path, report: Path, keep: bool) -> int:
     command = ["python3", str(ROOT / "examples" / "train_gpt.py"), "--steps", str(STEPS)]
     console.print("[bold]TierCheck demo[/]: 4 workers on 4 nodes in 2 racks, a small GPT, six failures")
     console.print("starting a laptop cluster, a local S3 server and the operator ...")
-    with ObjectStore(directory / "s3.log", BUCKET) as store, LocalCluster(directory, nodes, lease_grace=3.0) as cluster:
+    with (
+        ObjectStore(directory / "s3.log", BUCKET) as store,
+        LocalCluster(directory, nodes, lease_grace=3.0) as cluster,
+    ):
         cluster.apply_crds(ROOT / "crds")
         cluster.start_operator(OPERATOR_ENV)
         stage = LaptopStage(cluster, demo_job.NAMESPACE, demo_job.NAME)
@@ -94,7 +97,8 @@ def _tell(stage: LaptopStage, log: TrainingLog, live: Live, started: float, comm
         fault = fault_record(outcome, stage.worker_racks(workers))
         faults.append(fault)
         live.say(
-            f"  ✓ back at step {fault.restored_step} after {fault.total_seconds:.1f} s, {fault.lost_steps} steps lost: "
+            f"  ✓ back at step {fault.restored_step} after {fault.total_seconds:.1f} s, {fault.lost_steps} "
+            "steps lost: "
             + ", ".join(f"rank {rank} from {source}" for rank, source in enumerate(fault.rank_sources))
         )
     story.finish()
@@ -103,7 +107,8 @@ def _tell(stage: LaptopStage, log: TrainingLog, live: Live, started: float, comm
         command, workers, deadline=120.0, on_step=lambda step: live.count("reference", step.step)
     )
     return run_record(
-        machine=f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        machine=f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python "
+        f"{platform.python_version()}",
         started=started,
         ended=time.time(),
         workers=workers,

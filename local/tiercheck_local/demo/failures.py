@@ -1,4 +1,5 @@
-"""What the demo inflicts: five sizes of failure, from a crashed process to the loss of everything, and a node again under parity."""
+"""What the demo inflicts: five sizes of failure, from a crashed process to the loss of everything,
+and a node again under parity."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Stage(Protocol):
 
 @dataclass(frozen=True)
 class Failure:
-    """One act of the story. `inflict` returns what was hit, in words; `repair` brings lost nodes back afterwards."""
+    """One act of the story. `inflict` returns what was hit, in words; `repair` brings lost nodes back
+    afterwards."""
 
     name: str
     what: str
@@ -33,7 +35,8 @@ class Failure:
     needs_remote: bool = False
     """Wait for a complete remote version first: nothing else will be left."""
     prepare: Callable[[Stage], str] | None = None
-    """A change of the job, made before; it takes effect with the recovery. Returns what was changed, in words."""
+    """A change of the job, made before; it takes effect with the recovery. Returns what was changed, in
+    words."""
 
 
 def _kill_process(stage: Stage) -> str:
@@ -81,7 +84,8 @@ def _lose_everything(stage: Stage) -> str:
 
 
 def failures() -> list[Failure]:
-    """The acts, in order of size; the last one under parity, which took the place of copies when everything was lost."""
+    """The acts, in order of size; the last one under parity, which took the place of copies when everything
+    was lost."""
     node, rack, rebuilt = _NodeLoss(), _RackLoss(), _NodeLoss(1)
     return [
         Failure("process", "a training process is killed", _kill_process),

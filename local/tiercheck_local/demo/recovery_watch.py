@@ -1,7 +1,8 @@
-"""Watches one job come back: what the operator writes into its status, and what each sidecar says about its ranks.
+"""Watches one job come back: what the operator writes into its status, and what each sidecar says
+about its ranks.
 
-The status carries counts only (a thousand ranks would not fit); the rank-by-rank answer is in the sidecars' reports,
-which are asked here the way the operator asks: over HTTPS, with the job's own CA and token.
+The status carries counts only (a thousand ranks would not fit); the rank-by-rank answer is in the sidecars'
+reports, which are asked here the way the operator asks: over HTTPS, with the job's own CA and token.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tiercheck.protocol.report import RankRestore, Report
 
 
 @dataclass
-class Recovery:
+class WatchedRecovery:
     """One attempt's way back, as far as it has been seen. Times are Unix seconds by the operator's clock."""
 
     attempt: int
@@ -35,7 +36,7 @@ class RecoveryWatch:
     get_job: Callable[[], Mapping[str, Any]]
     get_pods: Callable[[], Sequence[Mapping[str, Any]]]
     get_secret: Callable[[], Mapping[str, Any]]
-    attempts: dict[int, Recovery] = field(default_factory=dict)
+    attempts: dict[int, WatchedRecovery] = field(default_factory=dict)
 
     def look(self) -> Mapping[str, Any]:
         """The job's status now."""
@@ -65,8 +66,8 @@ class RecoveryWatch:
                 found[report.worker] = report
         return found
 
-    def _of(self, attempt: int) -> Recovery:
-        return self.attempts.setdefault(attempt, Recovery(attempt))
+    def _of(self, attempt: int) -> WatchedRecovery:
+        return self.attempts.setdefault(attempt, WatchedRecovery(attempt))
 
     def _credentials(self) -> tuple[ssl.SSLContext, str]:
         data = self.get_secret()["data"]

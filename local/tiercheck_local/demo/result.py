@@ -8,8 +8,7 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import RankRestore
 from tiercheck_cli.report import FaultRecord, RunRecord, StepRecord, WatermarkSample
 from tiercheck_local.demo.scenario import Outcome
-from tiercheck_local.demo.training_log import Digest, Step
-from tiercheck_local.demo.verdict import Verdict
+from tiercheck_local.demo.training_log import Digest, RunVerdict, Step
 
 
 def rank_source(restore: RankRestore, rank: int, racks: Mapping[int, str]) -> str:
@@ -56,7 +55,7 @@ def run_record(
     reference: Sequence[Step],
     reference_digest: Digest | None,
     faults: Sequence[FaultRecord],
-    verdict: Verdict,
+    verdict: RunVerdict,
     samples: Sequence[WatermarkSample] = (),
 ) -> RunRecord:
     digests = {"run": run_digest, "reference": reference_digest}

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck_local.client import PODS, SECRETS, Object, Resource
+from tiercheck_cli.api_server import JOBS, PODS, SECRETS, Object
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.recovery_watch import RecoveryWatch
 from tiercheck_local.nodespec import RACK
-
-JOBS = Resource(f"{names.API_GROUP}/{names.API_VERSION}", names.PLURAL)
 
 
 @dataclass
@@ -35,7 +33,9 @@ class LaptopStage:
 
     def pod(self, worker: int) -> Object:
         """The worker's newest pod."""
-        pods = [pod for pod in self.pods() if pod["metadata"]["labels"].get(names.LABEL_WORKER) == str(worker)]
+        pods = [
+            pod for pod in self.pods() if pod["metadata"]["labels"].get(names.LABEL_WORKER) == str(worker)
+        ]
         return max(pods, key=_age)
 
     def pod_of(self, worker: int) -> str:
@@ -77,14 +77,18 @@ class LaptopStage:
         """Ask for one parity block for every two workers, instead of a copy of each."""
         patch = {"spec": {"tiers": {"peer": {"copies": None, "parity": {"data": 2, "parity": 1}}}}}
         self.cluster.api.patch(JOBS, self.namespace, self.job, patch)
-        return "from the next recovery on: parity over every two workers instead of copies, for half of the memory"
+        return (
+            "from the next recovery on: parity over every two workers instead of copies, for half of the "
+            "memory"
+        )
 
     def _get_secret(self) -> Mapping[str, Any]:
         return self.cluster.api.get(SECRETS, self.namespace, f"{self.job}-credentials")
 
 
 def _age(pod: Object) -> tuple[int, bool, str]:
-    """Larger for newer pods of a worker. Attached pods have no incarnation; of those the one that is not being deleted is newer."""
+    """Larger for newer pods of a worker. Attached pods have no incarnation; of those the one that is not
+    being deleted is newer."""
     metadata = pod["metadata"]
     incarnation = int(metadata["labels"].get(names.LABEL_INCARNATION, 0))
     return incarnation, "deletionTimestamp" not in metadata, metadata["creationTimestamp"]

@@ -1,13 +1,13 @@
 """Follows what rank 0 prints, across all the pods that worker 0 has ever had.
 
-The training script prints one JSON object per step. Lines of other kinds (warnings, tracebacks) are kept out of the
-way, but not lost: they stay in the log files.
+The training script prints one JSON object per step. Lines of other kinds (warnings, tracebacks) are kept out
+of the way, but not lost: they stay in the log files.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,3 +91,58 @@ class TrainingLog:
     @property
     def last(self) -> Step | None:
         return self.steps[-1] if self.steps else None
+
+
+@dataclass(frozen=True)
+class RunVerdict:
+    """`equal` only if every step was trained, every loss ever printed for a step (steps trained again
+    included) has the reference's bits, and the final parameters have the same digest."""
+
+    equal: bool
+    sentence: str
+    first_difference: int | None = None
+    """The first step whose loss differs."""
+    trained_again: int = 0
+    """Steps printed more than once: the price of the failures."""
+
+
+def compare(
+    run: Sequence[Step], run_digest: Digest | None, reference: Sequence[Step], wanted: Digest | None
+) -> RunVerdict:
+    """The verdict on `run`. Missing evidence is never equality."""
+    expected = {step.step: step.loss_hex for step in reference}
+    seen = {step.step for step in run}
+    trained_again = len(run) - len(seen)
+    if not expected or wanted is None:
+        return RunVerdict(False, "the uninterrupted run did not finish, so there is nothing to compare with")
+    missing = sorted(set(expected) - seen)
+    if missing:
+        return RunVerdict(
+            False, f"step {missing[0]} was never trained ({len(missing)} of {len(expected)} missing)"
+        )
+    for step in sorted(run, key=lambda step: step.step):
+        if step.loss_hex != expected.get(step.step):
+            return RunVerdict(
+                False,
+                f"the loss of step {step.step} (attempt {step.attempt}) is {step.loss_hex}, "
+                f"the uninterrupted run had {expected.get(step.step)}",
+                first_difference=step.step,
+                trained_again=trained_again,
+            )
+    if run_digest is None:
+        return RunVerdict(
+            False, "the run printed no digest of its final parameters", trained_again=trained_again
+        )
+    if run_digest != wanted:
+        return RunVerdict(
+            False,
+            f"all losses agree, but the final parameters have digest {run_digest.value[:16]}, not "
+            f"{wanted.value[:16]}",
+            trained_again=trained_again,
+        )
+    return RunVerdict(
+        True,
+        f"all {len(expected)} losses and the digest of the final parameters are bitwise equal to an "
+        "uninterrupted run",
+        trained_again=trained_again,
+    )

@@ -1,9 +1,11 @@
-"""Makes a Python process of a laptop cluster lose the links that a fault has cut: silence, as from a dead network, without any privilege.
+"""Makes a Python process of a laptop cluster lose the links that a fault has cut: silence, as from
+a dead network, without any privilege.
 
-Python imports this by itself where the folder is on PYTHONPATH. A file names pairs of addresses. Connections between the two
-are replaced, descriptor by descriptor, by sockets on which nothing ever happens (that reaches C++ code as well), and new ones
-are sent to a listener that never answers. The other end sees no end of the connection either. When a link is mended, what was cut
-stays dead until its owner gives it up; new connections work at once.
+Python imports this by itself where the folder is on PYTHONPATH. A file names pairs of addresses. Connections
+between the two are replaced, descriptor by descriptor, by sockets on which nothing ever happens (that reaches
+C++ code as well), and new ones are sent to a listener that never answers. The other end sees no end of the
+connection either. When a link is mended, what was cut stays dead until its owner gives it up; new connections
+work at once.
 """
 
 from __future__ import annotations
@@ -71,7 +73,9 @@ class _Links:
                 hole, far = socket.socketpair()
                 self._holes.append(far)
                 for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                    hole.setsockopt(socket.SOL_SOCKET, option, found.getsockopt(socket.SOL_SOCKET, option, 16))
+                    hole.setsockopt(
+                        socket.SOL_SOCKET, option, found.getsockopt(socket.SOL_SOCKET, option, 16)
+                    )
                 fcntl.fcntl(hole, fcntl.F_SETFL, fcntl.fcntl(found, fcntl.F_GETFL))
                 self._kept.append(os.dup(number))  # the other end must not see an end
                 os.dup2(hole.fileno(), number, inheritable=False)

@@ -11,8 +11,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tiercheck_cli.api_server import PODS, Listing
 from tiercheck_local import clock, markers
-from tiercheck_local.client import PODS, Client, Listed
+from tiercheck_local.client import Client
 from tiercheck_local.node.pod import Pod
 from tiercheck_local.node.registration import Registration, allocatable
 from tiercheck_local.node.settings import Settings
@@ -25,7 +26,8 @@ LOSE_EVERY_POD = signal.SIGUSR1
 
 
 class Agent:
-    """Runs until SIGTERM or SIGINT, or (with `lifeline`) until its standard input ends; then nothing of it is left."""
+    """Runs until SIGTERM or SIGINT, or (with `lifeline`) until its standard input ends; then nothing of it is
+    left."""
 
     def __init__(self, client: Client, settings: Settings) -> None:
         self._client, self._settings = client, settings
@@ -66,7 +68,7 @@ class Agent:
     async def _follow_pods(self) -> None:
         name = self._settings.name
         async for news in self._client.follow(PODS, fields=f"spec.nodeName={name}"):
-            if isinstance(news, Listed):
+            if isinstance(news, Listing):
                 present = {pod["metadata"]["uid"] for pod in news.items}
                 for uid in set(self._pods) - present:
                     self._forget(uid)

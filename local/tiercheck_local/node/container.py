@@ -15,8 +15,7 @@ from typing import Any
 
 from tiercheck_local import clock, markers
 from tiercheck_local.node import probes
-from tiercheck_local.node.back_off import BackOff, go_duration
-from tiercheck_local.node.process import CannotStart, HostProcess
+from tiercheck_local.node.process import BackOff, CannotStart, HostProcess, go_duration
 
 _TAIL = 2048
 _LOOK_AT_HOLD = 0.05
@@ -29,17 +28,18 @@ HOLD = "hold-"
 that name."""
 
 OUT_OF_MEMORY = ".oom-killed"
-"""Suffix, in place of the log's, of the file that says that the kernel ends the container for want of memory."""
+"""Suffix, in place of the log's, of the file that says that the kernel ends the container for want
+of memory."""
 
 
-class Kind(Enum):
+class ContainerKind(Enum):
     INIT = "init"
     SIDECAR = "sidecar"
     MAIN = "main"
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ContainerRecipe:
     """What is needed to start it: resolved, expanded, translated."""
 
     argv: list[str]
@@ -62,7 +62,7 @@ class Container:
     def __init__(
         self,
         spec: Mapping[str, Any],
-        kind: Kind,
+        kind: ContainerKind,
         pod_ip: str,
         changed: Callable[[], None],
         *,
@@ -73,7 +73,7 @@ class Container:
         self._pod, self._back_off = pod, back_off
         self.name: str = spec["name"]
         self.state: dict[str, Any] = {
-            "waiting": {"reason": "PodInitializing" if kind is Kind.MAIN else "ContainerCreating"}
+            "waiting": {"reason": "PodInitializing" if kind is ContainerKind.MAIN else "ContainerCreating"}
         }
         self.last_state: dict[str, Any] = {}
         self.restarts = 0
@@ -92,13 +92,17 @@ class Container:
 
     @property
     def ready(self) -> bool:
-        if self.kind is Kind.INIT:
+        if self.kind is ContainerKind.INIT:
             return self.finished and self.exit_code == 0
-        return self.running and self.started.is_set() and (self.probed_ready or "readinessProbe" not in self.spec)
+        return (
+            self.running
+            and self.started.is_set()
+            and (self.probed_ready or "readinessProbe" not in self.spec)
+        )
 
     @property
     def is_sidecar(self) -> bool:
-        return self.kind is Kind.SIDECAR
+        return self.kind is ContainerKind.SIDECAR
 
     @property
     def is_started(self) -> bool:
@@ -117,7 +121,7 @@ class Container:
         self.state = {"waiting": {"reason": reason, **({"message": message} if message else {})}}
         self._changed()
 
-    async def run(self, recipe: Recipe, policy: str) -> int:
+    async def run(self, recipe: ContainerRecipe, policy: str) -> int:
         """Start it and restart it as `policy` (Always, OnFailure, Never) says; the last exit code.
 
         Cancelling leaves a running process alone: `stop` ends it.
@@ -153,14 +157,14 @@ class Container:
             started = self.state.get("running", {}).get("startedAt")
             self.state = _terminated(137, reason, started, "")
 
-    async def _run_once(self, recipe: Recipe) -> int:
+    async def _run_once(self, recipe: ContainerRecipe) -> int:
         self.started.clear()
         self.probed_ready = False
         recipe.termination_message.unlink(missing_ok=True)
         if recipe.hold.exists():
             self.state = {"running": {"startedAt": clock.timestamp()}}
             self._changed()
-            while recipe.hold.exists() and not self._stopping:  # noqa: ASYNC110  whoever plays the fault has only files
+            while recipe.hold.exists() and not self._stopping:  # noqa: ASYNC110  a fault has only files
                 await asyncio.sleep(_LOOK_AT_HOLD)
             if self._stopping:
                 self.state = _terminated(137, "Error", None, "")
@@ -184,7 +188,7 @@ class Container:
         finally:
             watching.cancel()
 
-    def _record_exit(self, exited: asyncio.Future[int], started_at: str, recipe: Recipe) -> None:
+    def _record_exit(self, exited: asyncio.Future[int], started_at: str, recipe: ContainerRecipe) -> None:
         if exited.cancelled() or self.finished:
             return
         code = exited.result()
@@ -196,7 +200,7 @@ class Container:
         self.probed_ready = False
         self._changed()
 
-    def _last_words(self, recipe: Recipe, code: int) -> str:
+    def _last_words(self, recipe: ContainerRecipe, code: int) -> str:
         with contextlib.suppress(OSError):
             return recipe.termination_message.read_bytes()[-4096:].decode(errors="replace")
         if code != 0 and self.spec.get("terminationMessagePolicy") == "FallbackToLogsOnError":
@@ -204,7 +208,7 @@ class Container:
                 return recipe.log.read_bytes()[-_TAIL:].decode(errors="replace")
         return ""
 
-    async def _watch_health(self, recipe: Recipe) -> None:
+    async def _watch_health(self, recipe: ContainerRecipe) -> None:
         def set_ready(good: bool) -> None:
             if good != self.probed_ready:
                 self.probed_ready = good
@@ -223,7 +227,9 @@ class Container:
 
         run, ports = self._exec(recipe), self._ports()
         if "startupProbe" in self.spec:
-            await probes.watch(self.spec["startupProbe"], self._pod_ip, ports, run, report=set_started, once=True)
+            await probes.watch(
+                self.spec["startupProbe"], self._pod_ip, ports, run, report=set_started, once=True
+            )
         async with asyncio.TaskGroup() as group:
             for name, report in (("readinessProbe", set_ready), ("livenessProbe", kill_if_dead)):
                 if name in self.spec:
@@ -241,13 +247,17 @@ class Container:
             await asyncio.sleep(min(grace, float(hook["sleep"]["seconds"])))
 
     def _ports(self) -> dict[str, int]:
-        return {port["name"]: port["containerPort"] for port in self.spec.get("ports") or [] if "name" in port}
+        return {
+            port["name"]: port["containerPort"] for port in self.spec.get("ports") or [] if "name" in port
+        }
 
-    def _exec(self, recipe: Recipe) -> probes.Exec:
+    def _exec(self, recipe: ContainerRecipe) -> probes.Exec:
         async def run(command: list[str]) -> bool:
             env = {**recipe.env, markers.POD: f"{recipe.env[markers.POD]}/exec-{next(self._exec_numbers)}"}
             try:
-                process = HostProcess([recipe.translate(word) for word in command], env, recipe.cwd, recipe.log)
+                process = HostProcess(
+                    [recipe.translate(word) for word in command], env, recipe.cwd, recipe.log
+                )
             except CannotStart:
                 return False
             try:

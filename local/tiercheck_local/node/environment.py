@@ -1,14 +1,18 @@
-"""What a container's processes find in their environment, and its command after `$(VAR)` expansion: pure, as a kubelet has it."""
+"""What a container's processes find in their environment, and its command after `$(VAR)` expansion:
+pure, as a kubelet has it."""
 
 from __future__ import annotations
 
+import base64
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tiercheck_cli.api_server import CONFIG_MAPS, SECRETS
 from tiercheck_local import quantity
+from tiercheck_local.client import Client
 
 Object = Mapping[str, Any]
 Lookup = Callable[[str, str], Mapping[str, str] | None]
@@ -60,7 +64,8 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def command_line(container: Object, variables: Mapping[str, str]) -> list[str]:
-    """Command and arguments. The image is not looked at, so its entry point is unknown. Raises BadReference."""
+    """Command and arguments. The image is not looked at, so its entry point is unknown. Raises
+    BadReference."""
     words: Sequence[str] = [*(container.get("command") or []), *(container.get("args") or [])]
     if not container.get("command"):
         raise BadReference("the laptop cluster does not look into images: the container needs a command")
@@ -125,3 +130,40 @@ def _resource(reference: Object, container: Object, facts: PodFacts) -> str:
         amount = facts.allocatable.get(name, "0") if section == "limits" else "0"
     divisor = quantity.parse(reference.get("divisor") or "1") or 1
     return str(math.ceil(quantity.parse(amount) / divisor))
+
+
+_COLLECTIONS = {"Secret": SECRETS, "ConfigMap": CONFIG_MAPS}
+
+
+def _names(value: Any) -> Iterator[tuple[str, str]]:
+    """(kind, name) of everything that the pod's spec refers to."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _names(item)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if key in {"secretRef", "secretKeyRef", "secret"} and isinstance(item, Mapping):
+                yield "Secret", item.get("secretName") or item.get("name", "")
+            elif key in {"configMapRef", "configMapKeyRef", "configMap"} and isinstance(item, Mapping):
+                yield "ConfigMap", item.get("name", "")
+            else:
+                yield from _names(item)
+
+
+async def fetch_references(client: Client, pod: Mapping[str, Any]) -> Lookup:
+    """A lookup over what exists now. Kinds "Secret/binary" and "ConfigMap/binary" give base64 of every
+    key."""
+    text: dict[tuple[str, str], dict[str, str]] = {}
+    for kind, name in set(_names(pod["spec"])):
+        found = await client.find(_COLLECTIONS[kind], pod["metadata"]["namespace"], name) if name else None
+        if found is None:
+            continue
+        encoded = dict(found.get("binaryData" if kind == "ConfigMap" else "data") or {})
+        if kind == "ConfigMap":
+            plain = dict(found.get("data") or {})
+            encoded.update({key: base64.b64encode(value.encode()).decode() for key, value in plain.items()})
+        text[f"{kind}/binary", name] = encoded
+        text[kind, name] = {
+            key: base64.b64decode(value).decode(errors="replace") for key, value in encoded.items()
+        }
+    return lambda kind, name: text.get((kind, name))

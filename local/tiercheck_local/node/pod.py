@@ -10,17 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from tiercheck.failpoints import ENV_FAILPOINTS
+from tiercheck_cli.api_server import PODS
 from tiercheck_local import clock, links, markers
-from tiercheck_local.client import PODS, Client
-from tiercheck_local.node import environment, references, volumes
-from tiercheck_local.node.back_off import BackOff
-from tiercheck_local.node.container import HOLD, NO_IMAGE, OUT_OF_MEMORY, Container, Kind, Recipe
+from tiercheck_local.client import Client
+from tiercheck_local.node import environment, volumes
+from tiercheck_local.node.container import (
+    HOLD,
+    NO_IMAGE,
+    OUT_OF_MEMORY,
+    Container,
+    ContainerKind,
+    ContainerRecipe,
+)
 from tiercheck_local.node.environment import BadReference, PodFacts
-from tiercheck_local.node.paths import PathTranslation
-from tiercheck_local.node.process import base_environment
-from tiercheck_local.node.publisher import Publisher
+from tiercheck_local.node.process import BackOff, base_environment
 from tiercheck_local.node.settings import Settings
-from tiercheck_local.node.status import Situation, pod_status
+from tiercheck_local.node.status import PodSituation, Publisher, pod_status
+from tiercheck_local.node.volumes import PathTranslation
 
 Object = Mapping[str, Any]
 log = logging.getLogger(__name__)
@@ -43,10 +49,12 @@ class Pod:
         self._publisher = Publisher(client, manifest, self._status)
         spec = manifest["spec"]
         self._inits = [
-            self._container(entry, Kind.SIDECAR if entry.get("restartPolicy") == "Always" else Kind.INIT)
+            self._container(
+                entry, ContainerKind.SIDECAR if entry.get("restartPolicy") == "Always" else ContainerKind.INIT
+            )
             for entry in spec.get("initContainers") or []
         ]
-        self._mains = [self._container(entry, Kind.MAIN) for entry in spec["containers"]]
+        self._mains = [self._container(entry, ContainerKind.MAIN) for entry in spec["containers"]]
         self._started_at = clock.timestamp()
         self._initialized = self._over = False
         self._failure: tuple[str, str] | None = None
@@ -91,9 +99,11 @@ class Pod:
             self._over, self._failure = True, (reason, message)
         self._changed()
 
-    def _container(self, spec: Object, kind: Kind) -> Container:
+    def _container(self, spec: Object, kind: ContainerKind) -> Container:
         whose = f"{self.name}_{self.namespace}({self.uid})"
-        return Container(spec, kind, self.ip, self._changed, pod=whose, back_off=BackOff(self._settings.back_off))
+        return Container(
+            spec, kind, self.ip, self._changed, pod=whose, back_off=BackOff(self._settings.back_off)
+        )
 
     @property
     def _containers(self) -> Sequence[Container]:
@@ -116,7 +126,7 @@ class Pod:
         self._publisher.changed()
 
     def _status(self, previous: Object) -> dict[str, Any]:
-        situation = Situation(
+        situation = PodSituation(
             inits=self._inits,
             mains=self._mains,
             pod_ip=self.ip,
@@ -133,7 +143,10 @@ class Pod:
         status = self.manifest.get("status") or {}
         counts = {
             entry["name"]: entry["restartCount"] + 1
-            for entry in [*(status.get("containerStatuses") or []), *(status.get("initContainerStatuses") or [])]
+            for entry in [
+                *(status.get("containerStatuses") or []),
+                *(status.get("initContainerStatuses") or []),
+            ]
             if entry.get("containerID")
         }
         for container in self._containers:
@@ -143,10 +156,13 @@ class Pod:
         recipes = await self._recipes()
         policy = self.manifest["spec"].get("restartPolicy", "Always")
         for container in self._inits:
-            if container.kind is Kind.SIDECAR:
+            if container.kind is ContainerKind.SIDECAR:
                 self._spawn(container.run(recipes[container.name], "Always"))
                 await container.started.wait()
-            elif await container.run(recipes[container.name], "Never" if policy == "Never" else "OnFailure") != 0:
+            elif (
+                await container.run(recipes[container.name], "Never" if policy == "Never" else "OnFailure")
+                != 0
+            ):
                 await self._finish()
                 return
         self._initialized = True
@@ -164,7 +180,10 @@ class Pod:
     async def _terminate(self, grace: float) -> None:
         self._abandon()
         deadline = time.monotonic() + grace
-        active = [*self._mains, *(container for container in self._inits if container.kind is Kind.INIT)]
+        active = [
+            *self._mains,
+            *(container for container in self._inits if container.kind is ContainerKind.INIT),
+        ]
         await asyncio.gather(*(container.stop(grace) for container in active))
         await self._stop_sidecars(deadline)
         self._over = True
@@ -175,21 +194,24 @@ class Pod:
 
     async def _stop_sidecars(self, deadline: float) -> None:
         for container in reversed(self._inits):
-            if container.kind is Kind.SIDECAR:
+            if container.kind is ContainerKind.SIDECAR:
                 await container.stop(max(_LAST_GRACE, deadline - time.monotonic()))
 
     def _grace(self) -> float:
         return float(self.manifest["spec"].get("terminationGracePeriodSeconds", 30))
 
-    async def _recipes(self) -> dict[str, Recipe]:
-        """Resolve everything the manifest refers to; what is missing is shown and waited for, as a kubelet does."""
+    async def _recipes(self) -> dict[str, ContainerRecipe]:
+        """Resolve everything the manifest refers to; what is missing is shown and waited for, as a kubelet
+        does."""
         pause = 0.2
         while True:
             try:
                 self._refuse_missing_images()
-                lookup = await references.fetch(self._client, self.manifest)
+                lookup = await environment.fetch_references(self._client, self.manifest)
                 folders = volumes.prepare(self._facts, self._settings.roots, lookup)
-                return {container.name: self._recipe(container, folders, lookup) for container in self._containers}
+                return {
+                    container.name: self._recipe(container, folders, lookup) for container in self._containers
+                }
             except _NoImage as error:
                 reason, message, first = "ErrImagePull", str(error), error.container
             except BadReference as error:
@@ -203,14 +225,18 @@ class Pod:
             if NO_IMAGE in container.spec.get("image", ""):
                 raise _NoImage(container)
 
-    def _recipe(self, container: Container, folders: Mapping[str, Path], lookup: environment.Lookup) -> Recipe:
+    def _recipe(
+        self, container: Container, folders: Mapping[str, Path], lookup: environment.Lookup
+    ) -> ContainerRecipe:
         scratch = self._settings.roots.of_pod(self.uid)[1]
         home = scratch / f"-{container.name}"
         home.mkdir(parents=True, exist_ok=True)
         last_words = home / "termination-log"
         path_of_last_words = container.spec.get("terminationMessagePath") or "/dev/termination-log"
         mounts = volumes.mounts(container.spec, folders)
-        translate = PathTranslation({**self._settings.image_paths, path_of_last_words: str(last_words), **mounts})
+        translate = PathTranslation(
+            {**self._settings.image_paths, path_of_last_words: str(last_words), **mounts}
+        )
         wanted = environment.environment(container.spec, self._facts, lookup)
         argv = environment.command_line(container.spec, wanted)
         env = {
@@ -224,7 +250,8 @@ class Pod:
         cwd = translate(container.spec.get("workingDir") or "")
         if cwd and not Path(cwd).is_dir():
             raise BadReference(
-                f"workingDir {container.spec['workingDir']!r} is in no volume and not a folder of this machine"
+                f"workingDir {container.spec['workingDir']!r} is in no volume and not a folder of this "
+                "machine"
             )
         logs = self._settings.directory / "logs" / self.name / f"{container.name}.log"
         env = links.hooked(env, self._settings.cuts)
@@ -232,7 +259,9 @@ class Pod:
             env[ENV_FAILPOINTS] = str(self._settings.failpoints / f"{self.name}.{container.name}")
         oom = logs.with_suffix(OUT_OF_MEMORY)
         hold = self._settings.directory / f"{HOLD}{container.name}"
-        return Recipe([translate(word) for word in argv], env, cwd or str(home), logs, last_words, oom, hold, translate)
+        return ContainerRecipe(
+            [translate(word) for word in argv], env, cwd or str(home), logs, last_words, oom, hold, translate
+        )
 
 
 class _NoImage(Exception):

@@ -1,7 +1,7 @@
 """Asks a container how it is: httpGet, tcpSocket and exec, with a kubelet's thresholds.
 
-Until its first success a probe asks every 0.2 s instead of every `periodSeconds`, so that a pod is ready as soon as it can be;
-the time until a failing probe gives up is not shortened by that.
+Until its first success a probe asks every 0.2 s instead of every `periodSeconds`, so that a pod is ready as
+soon as it can be; the time until a failing probe gives up is not shortened by that.
 """
 
 from __future__ import annotations
@@ -22,9 +22,16 @@ _EAGER = 0.2
 
 
 async def watch(
-    probe: Probe, host: str, ports: Mapping[str, int], run: Exec, *, report: Callable[[bool], None], once: bool = False
+    probe: Probe,
+    host: str,
+    ports: Mapping[str, int],
+    run: Exec,
+    *,
+    report: Callable[[bool], None],
+    once: bool = False,
 ) -> None:
-    """Probe for ever (with `once`: until the first verdict) and report every verdict: threshold successes or failures in a row."""
+    """Probe for ever (with `once`: until the first verdict) and report every verdict: threshold successes or
+    failures in a row."""
     period = float(probe.get("periodSeconds") or 10)
     needed, allowed = int(probe.get("successThreshold") or 1), int(probe.get("failureThreshold") or 3)
     await asyncio.sleep(float(probe.get("initialDelaySeconds") or 0))
@@ -59,7 +66,9 @@ async def ask(probe: Probe, host: str, ports: Mapping[str, int], run: Exec) -> b
                 return await _http(probe["httpGet"], host, ports)
             if "tcpSocket" in probe:
                 target = probe["tcpSocket"]
-                _, writer = await asyncio.open_connection(target.get("host") or host, _port(target["port"], ports))
+                _, writer = await asyncio.open_connection(
+                    target.get("host") or host, _port(target["port"], ports)
+                )
                 writer.close()
                 return True
             if "exec" in probe:

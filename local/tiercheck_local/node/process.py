@@ -1,7 +1,8 @@
-"""One process on the host that cannot outlive its agent: the kernel kills it when the agent's main thread dies.
+"""One process on the host that cannot outlive its agent: the kernel kills it when the agent's main
+thread dies.
 
-That bond is per thread and is not inherited, so processes are started from the main thread only, and descendants are
-found by their markers.
+That bond is per thread and is not inherited, so processes are started from the main thread only, and
+descendants are found by their markers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from tiercheck_local import markers
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 _INHERITED = (
-    "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "USER", "LOGNAME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "PYTHONPATH",
+    "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "USER", "LOGNAME", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
+    "PYTHONPATH",
     "SSL_CERT_FILE", "SSL_CERT_DIR",
 )  # fmt: skip
 _POLITENESS = 5  # agents and control plane must answer in time while the training takes every core
@@ -33,7 +35,8 @@ class CannotStart(OSError):
 
 
 def base_environment() -> dict[str, str]:
-    """What every container gets before its manifest is looked at: the agent's interpreter comes first on PATH."""
+    """What every container gets before its manifest is looked at: the agent's interpreter comes first on
+    PATH."""
     kept = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     interpreter = os.path.dirname(sys.executable)
     return {
@@ -49,8 +52,13 @@ class HostProcess:
     """A running child. `exited` gives its exit code as a container runtime reports it (128 + signal)."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, log: Path) -> None:
-        """Start it, its output appended to `log`. Call from the main thread, in a running loop. Raises CannotStart."""
-        path = sys.executable if argv[0] in {"python", "python3"} else shutil.which(argv[0], path=env.get("PATH"))
+        """Start it, its output appended to `log`. Call from the main thread, in a running loop. Raises
+        CannotStart."""
+        path = (
+            sys.executable
+            if argv[0] in {"python", "python3"}
+            else shutil.which(argv[0], path=env.get("PATH"))
+        )
         if path is None:
             raise CannotStart(f"exec: {argv[0]!r}: executable file not found in $PATH")
         agent = os.getpid()
@@ -71,7 +79,7 @@ class HostProcess:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=bind_to_agent,  # noqa: PLW1509 - only system calls in there, no lock to inherit
+                    preexec_fn=bind_to_agent,  # noqa: PLW1509 - only system calls, no lock to inherit
                 )
             except (OSError, subprocess.SubprocessError) as error:
                 raise CannotStart(str(error)) from error
@@ -119,3 +127,34 @@ class HostProcess:
                 await asyncio.shield(self.exited)
         self.kill()
         await asyncio.shield(self.exited)
+
+
+FIRST_BACK_OFF = 10.0
+_MOST, _FORGOTTEN = 30, 60
+"""In times of the first wait."""
+
+
+class BackOff:
+    """How long a kubelet waits before it starts a container again. `first` in seconds; the other times follow
+    from it.
+
+    At once after the first end, then 10 s, 20 s, 40 s and so on up to five minutes; a life of ten minutes
+    makes the next end the first again.
+    """
+
+    def __init__(self, first: float = FIRST_BACK_OFF) -> None:
+        self._first, self._next = first, 0.0
+
+    def after(self, life: float) -> float:
+        """Seconds to wait after an end, if the container had run for `life` seconds."""
+        wait = 0.0 if life > _FORGOTTEN * self._first else self._next
+        self._next = min(_MOST * self._first, max(self._first, 2 * wait))
+        return wait
+
+
+def go_duration(seconds: float) -> str:
+    """As kubelets write it: 500ms, 40s, 2m40s."""
+    if seconds < 1:
+        return f"{round(seconds * 1000)}ms"
+    minutes, rest = divmod(seconds, 60)
+    return f"{f'{minutes:.0f}m' if minutes else ''}{rest:g}s"

@@ -11,10 +11,9 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-import aiohttp
-
+from tiercheck_cli.api_server import LEASES, NAMESPACES, NODES, Changed, Listing, RequestFailed
 from tiercheck_local import clock
-from tiercheck_local.client import LEASES, NAMESPACES, NODES, ApiFailure, Changed, Client, Listed
+from tiercheck_local.client import Client
 from tiercheck_local.node.settings import Settings
 
 LEASE_NAMESPACE = "kube-node-lease"
@@ -24,7 +23,12 @@ log = logging.getLogger(__name__)
 def allocatable(settings: Settings) -> dict[str, str]:
     """Generous where the laptop cannot measure: the pods share the machine anyway."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 1024
-    defaults = {"cpu": "64", "memory": f"{memory}Ki", "ephemeral-storage": "100Gi", "pods": str(settings.pods)}
+    defaults = {
+        "cpu": "64",
+        "memory": f"{memory}Ki",
+        "ephemeral-storage": "100Gi",
+        "pods": str(settings.pods),
+    }
     return {**defaults, **settings.resources}
 
 
@@ -33,7 +37,9 @@ def node_object(settings: Settings, boot_id: str) -> dict[str, Any]:
     labels = {
         "kubernetes.io/hostname": settings.name,
         "kubernetes.io/os": "linux",
-        "kubernetes.io/arch": {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine()),
+        "kubernetes.io/arch": {"x86_64": "amd64", "aarch64": "arm64"}.get(
+            platform.machine(), platform.machine()
+        ),
         **settings.labels,
     }
     return {
@@ -91,25 +97,30 @@ class Registration:
             group.create_task(self._keep_lease())
 
     async def register(self) -> None:
-        """Create or correct the Node. Raises ApiFailure."""
+        """Create or correct the Node. Raises RequestFailed."""
         wanted = node_object(self._settings, self._boot_id)
         try:
             await self._client.create(NODES, None, wanted)
-        except ApiFailure as failure:
+        except RequestFailed as failure:
             if failure.code != 409:
                 raise
             metadata = {"labels": wanted["metadata"]["labels"]}
             await self._client.patch(NODES, None, self._settings.name, {"metadata": metadata})
         # A create may drop the status, as it does for custom resources.
-        await self._client.patch(NODES, None, self._settings.name, {"status": wanted["status"]}, subresource="status")
+        await self._client.patch(
+            NODES, None, self._settings.name, {"status": wanted["status"]}, subresource="status"
+        )
 
     async def _keep_node(self) -> None:
-        """The life-cycle controller may have declared this node unknown while its agent was stopped: it lives."""
+        """The life-cycle controller may have declared this node unknown while its agent was stopped: it
+        lives."""
         async for news in self._client.follow(NODES, fields=f"metadata.name={self._settings.name}"):
             if isinstance(news, Changed) and news.object["metadata"]["name"] != self._settings.name:
                 continue
             gone = isinstance(news, Changed) and news.kind == "DELETED"
-            nodes: list[Mapping[str, Any]] = [n for n in news.items] if isinstance(news, Listed) else [news.object]
+            nodes: list[Mapping[str, Any]] = (
+                [n for n in news.items] if isinstance(news, Listing) else [news.object]
+            )
             mine = [node for node in nodes if node["metadata"]["name"] == self._settings.name and not gone]
             if not mine or not _is_ready(mine[0]):
                 await self._persist(self.register)
@@ -125,7 +136,7 @@ class Registration:
             try:
                 await work()
                 return
-            except (ApiFailure, aiohttp.ClientError, TimeoutError, OSError) as failure:
+            except RequestFailed as failure:
                 log.warning("node %s: %s", self._settings.name, failure)
                 await asyncio.sleep(pause)
                 pause = min(1.0, pause * 2)
@@ -134,7 +145,7 @@ class Registration:
         renewal = {"spec": {"renewTime": clock.micro_timestamp()}}
         try:
             await self._client.patch(LEASES, LEASE_NAMESPACE, self._settings.name, renewal)
-        except ApiFailure as failure:
+        except RequestFailed as failure:
             if failure.code != 404:
                 raise
             await self._create_lease()
@@ -144,7 +155,7 @@ class Registration:
             namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": LEASE_NAMESPACE}}
             try:
                 await self._client.create(NAMESPACES, None, namespace)
-            except ApiFailure as failure:
+            except RequestFailed as failure:
                 if failure.code != 409:  # another node was faster
                     raise
         lease = {

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tiercheck_local.node.back_off import FIRST
+from tiercheck_local.node.process import FIRST_BACK_OFF
 from tiercheck_local.node.volumes import Roots
 
 
@@ -27,12 +27,13 @@ class Settings:
     image_paths: Mapping[str, str] = field(default_factory=dict)
     """Paths inside the images that stand for folders of the host, as if every container mounted them."""
     lease_seconds: float = 0.5
-    back_off: float = FIRST
+    back_off: float = FIRST_BACK_OFF
     """Seconds for which a container that ended twice is held back; all further waits follow from it."""
     cuts: str | None = None
     """File that names the links that are cut; None: none can be."""
     failpoints: Path | None = None
-    """Folder with a file per container, <pod>.<container>, that arms its failpoints; None: none can be armed."""
+    """Folder with a file per container, <pod>.<container>, that arms its failpoints; None: none can be
+    armed."""
 
     @property
     def address(self) -> str:

@@ -1,10 +1,15 @@
-"""A pod's status as a kubelet reports it, from the states of its containers: pure."""
+"""A pod's status: what it is, from what its containers do, and the writing of it to the API server."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from tiercheck_cli.api_server import PODS, RequestFailed
+from tiercheck_local.client import Client
 
 Object = dict[str, Any]
 
@@ -12,7 +17,7 @@ OWNED = ("PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady",
 """Conditions that a node writes; all others are somebody else's and stay."""
 
 
-class View(Protocol):
+class ShownContainer(Protocol):
     """What of a container is shown."""
 
     spec: Mapping[str, Any]
@@ -34,12 +39,12 @@ class View(Protocol):
 
 
 @dataclass(frozen=True)
-class Situation:
+class PodSituation:
     """Everything the status depends on. `failure` (reason, message) overrides what the containers say."""
 
-    inits: Sequence[View]
+    inits: Sequence[ShownContainer]
     """Sidecars among them, in the manifest's order."""
-    mains: Sequence[View]
+    mains: Sequence[ShownContainer]
     pod_ip: str
     host_ip: str
     started_at: str
@@ -49,8 +54,9 @@ class Situation:
     failure: tuple[str, str] | None = None
 
 
-def pod_status(situation: Situation, previous: Mapping[str, Any], now: str) -> Object:
-    """The whole status; `previous` gives transition times and the conditions of others, `now` is metav1.Time."""
+def pod_status(situation: PodSituation, previous: Mapping[str, Any], now: str) -> Object:
+    """The whole status; `previous` gives transition times and the conditions of others, `now` is
+    metav1.Time."""
     phase = _phase(situation)
     status: Object = {
         "phase": phase,
@@ -70,7 +76,7 @@ def pod_status(situation: Situation, previous: Mapping[str, Any], now: str) -> O
     return status
 
 
-def container_status(view: View) -> Object:
+def container_status(view: ShownContainer) -> Object:
     image = view.spec.get("image", "")
     return {
         "name": view.name,
@@ -85,7 +91,7 @@ def container_status(view: View) -> Object:
     }
 
 
-def _phase(situation: Situation) -> str:
+def _phase(situation: PodSituation) -> str:
     if situation.failure:
         return "Failed"
     if situation.over:
@@ -94,16 +100,18 @@ def _phase(situation: Situation) -> str:
     return "Running" if any(_has_run(view) for view in situation.mains) else "Pending"
 
 
-def _has_run(view: View) -> bool:
+def _has_run(view: ShownContainer) -> bool:
     return view.running or "terminated" in view.state or bool(view.last_state)
 
 
 def _conditions(
-    situation: Situation, phase: str, previous: Sequence[Mapping[str, Any]], now: str
+    situation: PodSituation, phase: str, previous: Sequence[Mapping[str, Any]], now: str
 ) -> list[Mapping[str, Any]]:
     sidecars = [view for view in situation.inits if view.is_sidecar]
     unready = [view.name for view in (*situation.mains, *sidecars) if not view.ready]
-    incomplete = [view.name for view in situation.inits if not (view.is_started if view.is_sidecar else view.ready)]
+    incomplete = [
+        view.name for view in situation.inits if not (view.is_started if view.is_sidecar else view.ready)
+    ]
     ended = phase in {"Succeeded", "Failed"}
     not_ready: Object = {
         "reason": {"Succeeded": "PodCompleted", "Failed": "PodFailed"}.get(phase, "ContainersNotReady"),
@@ -130,3 +138,105 @@ def _conditions(
         explained = {key: text for key, text in why.items() if text}
         result.append({"type": kind, "status": value, "lastTransitionTime": since or now, **explained})
     return result
+
+
+log = logging.getLogger(__name__)
+
+
+class Publisher:
+    """`compute(previous status)` gives the status to write; it is called when `changed` was."""
+
+    def __init__(
+        self, client: Client, pod: Mapping[str, Any], compute: Callable[[Mapping[str, Any]], Object]
+    ) -> None:
+        self._client, self._compute = client, compute
+        self._namespace, self._name, self._uid = (
+            pod["metadata"][key] for key in ("namespace", "name", "uid")
+        )
+        self._current = pod
+        self._written: Mapping[str, Any] | None = None
+        self._dirty = asyncio.Event()
+        self._clean = asyncio.Event()
+        self._clean.set()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+        self.changed()
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def seen(self, pod: Mapping[str, Any]) -> None:
+        """A newer version of the object, as the watch brought it. What others made of our conditions is put
+        right."""
+        if _version(pod) < _version(self._current):
+            return  # our own write was answered before the watch showed what came earlier
+        self._current = pod
+        if self._written is not None and _own(pod.get("status") or {}) != _own(self._written):
+            self.changed()
+
+    def changed(self) -> None:
+        self._clean.clear()
+        self._dirty.set()
+
+    async def drained(self) -> None:
+        """Wait until everything known has been written."""
+        if self._task is not None and not self._task.done():
+            await self._clean.wait()
+
+    async def _run(self) -> None:
+        pause = 0.05
+        while True:
+            await self._dirty.wait()
+            self._dirty.clear()
+            try:
+                if not await self._write():
+                    return
+                pause = 0.05
+            except RequestFailed as failure:
+                if pause > 1:
+                    log.warning("status of pod %s/%s: %s", self._namespace, self._name, failure)
+                self._dirty.set()
+                await asyncio.sleep(pause)
+                pause = min(2.0, pause * 2)
+            if not self._dirty.is_set():
+                self._clean.set()
+
+    async def _write(self) -> bool:
+        """False: the pod is gone, there is nothing to write to."""
+        while True:
+            previous = self._current.get("status") or {}
+            status = self._written = self._compute(previous)
+            if all(previous.get(key) == value for key, value in status.items()):
+                return True
+            # The version guards the conditions that others write: a merge patch replaces the whole list.
+            metadata = {"uid": self._uid, "resourceVersion": self._current["metadata"]["resourceVersion"]}
+            try:
+                self._current = await self._client.patch(
+                    PODS,
+                    self._namespace,
+                    self._name,
+                    {"metadata": metadata, "status": status},
+                    subresource="status",
+                )
+                return True
+            except RequestFailed as failure:
+                if failure.code not in {404, 409}:
+                    raise
+            found = await self._client.find(PODS, self._namespace, self._name)
+            if found is None or found["metadata"]["uid"] != self._uid:
+                self._clean.set()
+                return False
+            self._current = found
+
+
+def _own(status: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        entry["type"]: entry["status"] for entry in status.get("conditions") or [] if entry["type"] in OWNED
+    }
+
+
+def _version(pod: Mapping[str, Any]) -> int:
+    return int(pod["metadata"]["resourceVersion"])

@@ -1,11 +1,14 @@
-"""Volumes as folders of the host: memory ones under the shared-memory file system, the others under a short scratch path.
+"""Volumes as folders of the host: memory ones under the shared-memory file system, the others under
+a short scratch path.
 
-Short, because a Unix socket's path has 107 bytes at most. Sizes are not enforced; `sizeLimit` is for the reader.
+Short, because a Unix socket's path has 107 bytes at most. Sizes are not enforced; `sizeLimit` is for the
+reader.
 """
 
 from __future__ import annotations
 
 import base64
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -14,6 +17,34 @@ from pathlib import Path
 from typing import Any
 
 from tiercheck_local.node.environment import BadReference, Lookup, PodFacts, field
+
+
+class PathTranslation:
+    """Call it with a text; it returns the text as the host process must see it.
+
+    In environment values, command and arguments, every occurrence of a mount path of the container, alone or
+    as the beginning of a longer path, is replaced. It must begin a path (start of the text, or after a
+    character that no path contains, such as ":" "=" or a space, or after "://") and end at a "/" or where the
+    path ends; so "/data" is found in "A:/data/x" but neither in "/srv/data" nor in "/database". The longest
+    mount path wins, and what was replaced is not looked at again.
+    """
+
+    def __init__(self, mounts: Mapping[str, str]) -> None:
+        self._hosts = {path.rstrip("/"): host for path, host in mounts.items() if path.rstrip("/")}
+        longest_first = sorted(self._hosts, key=len, reverse=True)
+        begins = r"(?:(?<![\w./~-])|(?<=://))"
+        ends = r"(?=/|[^\w.-]|\.(?![\w])|$)"
+        self._pattern = (
+            re.compile(begins + "(" + "|".join(map(re.escape, longest_first)) + ")" + ends)
+            if longest_first
+            else None
+        )
+
+    def __call__(self, text: str) -> str:
+        if self._pattern is None:
+            return text
+        return self._pattern.sub(lambda match: self._hosts[match.group(1)], text)
+
 
 Object = Mapping[str, Any]
 
@@ -34,7 +65,8 @@ class Roots:
         return self.memory / uid[:13], self.scratch / uid[:13]
 
     def on_node(self, path: Path) -> Path:
-        """Where a hostPath lies. The nodes share this machine's disk, but each has a memory of its own, gone when it is killed."""
+        """Where a hostPath lies. The nodes share this machine's disk, but each has a memory of its own, gone
+        when it is killed."""
         in_memory = any(path.is_relative_to(place) for place in _NODE_MEMORY)
         if not in_memory or path.is_relative_to(tempfile.gettempdir()):
             return path
@@ -50,8 +82,12 @@ class Roots:
 
 
 def prepare(facts: PodFacts, roots: Roots, lookup: Lookup) -> dict[str, Path]:
-    """Make every volume of the pod; name to folder (or file, for a hostPath). Idempotent. Raises BadReference."""
-    return {volume["name"]: _prepare(volume, facts, roots, lookup) for volume in facts.pod["spec"].get("volumes") or []}
+    """Make every volume of the pod; name to folder (or file, for a hostPath). Idempotent. Raises
+    BadReference."""
+    return {
+        volume["name"]: _prepare(volume, facts, roots, lookup)
+        for volume in facts.pod["spec"].get("volumes") or []
+    }
 
 
 def mounts(container: Object, volumes: Mapping[str, Path]) -> dict[str, str]:
@@ -83,7 +119,9 @@ def _prepare(volume: Object, facts: PodFacts, roots: Roots, lookup: Lookup) -> P
         elif not folder.exists():
             raise BadReference(f"hostPath {folder} does not exist; use type DirectoryOrCreate to make it")
     elif "persistentVolumeClaim" in volume:
-        folder = roots.claims / facts.pod["metadata"]["namespace"] / volume["persistentVolumeClaim"]["claimName"]
+        folder = (
+            roots.claims / facts.pod["metadata"]["namespace"] / volume["persistentVolumeClaim"]["claimName"]
+        )
         folder.mkdir(parents=True, exist_ok=True)
     else:
         files = _files(volume, facts, lookup)
@@ -134,6 +172,8 @@ def _source_files(source: Object, mode: int, facts: PodFacts, lookup: Lookup) ->
             if missing and not reference.get("optional"):
                 raise BadReference(f"{kind.lower()} {name!r} has no key {missing[0]!r}")
             return {
-                item["path"]: (decoded[item["key"]], item.get("mode", mode)) for item in items if item["key"] in decoded
+                item["path"]: (decoded[item["key"]], item.get("mode", mode))
+                for item in items
+                if item["key"] in decoded
             }
     raise BadReference(f"unsupported projected source: {', '.join(source)}")

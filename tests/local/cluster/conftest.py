@@ -1,4 +1,5 @@
-"""One embedded cluster for all tests of this folder, one real one if it is there: starting costs more than testing."""
+"""One embedded cluster for all tests of this folder, one real one if it is there: starting costs
+more than testing."""
 
 from __future__ import annotations
 

@@ -19,7 +19,12 @@ class PodBuilder:
             "apiVersion": "v1",
             "kind": "Pod",
             "metadata": {"name": self.name, "namespace": "default", "labels": {"test": self.name}},
-            "spec": {"restartPolicy": "Never", "terminationGracePeriodSeconds": 5, "containers": [], "volumes": []},
+            "spec": {
+                "restartPolicy": "Never",
+                "terminationGracePeriodSeconds": 5,
+                "containers": [],
+                "volumes": [],
+            },
         }
 
     @property

@@ -6,7 +6,7 @@ import pytest
 from bench import Bench
 from pod_builder import PodBuilder, reference
 
-from tiercheck_local.client import CONFIG_MAPS, NODES, SECRETS, SERVICES
+from tiercheck_cli.api_server import CONFIG_MAPS, NODES, SECRETS, SERVICES
 
 pytestmark = pytest.mark.cluster
 
@@ -30,11 +30,18 @@ def test_dependents_of_a_deleted_owner_are_collected(each_bench: Bench) -> None:
     bench.api.delete(CONFIG_MAPS, "default", "owner")
     bench.gone(pod)
     for kind in (SECRETS, SERVICES):
-        bench.wait(f"owned {kind.plural} to go", lambda kind=kind: bench.api.find(kind, "default", "owned") is None)
+        bench.wait(
+            f"owned {kind.plural} to go", lambda kind=kind: bench.api.find(kind, "default", "owned") is None
+        )
 
 
 def test_object_whose_owner_never_existed_is_collected(each_bench: Bench) -> None:
-    ghost = {"apiVersion": "v1", "kind": "ConfigMap", "name": "ghost", "uid": "00000000-0000-0000-0000-000000000000"}
+    ghost = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "name": "ghost",
+        "uid": "00000000-0000-0000-0000-000000000000",
+    }
     metadata = {"name": "haunted", "namespace": "default", "ownerReferences": [ghost]}
     each_bench.cluster.apply({"apiVersion": "v1", "kind": "Secret", "metadata": metadata})
     each_bench.wait("it to go", lambda: each_bench.api.find(SECRETS, "default", "haunted") is None)

@@ -11,24 +11,25 @@ from pathlib import Path
 import pytest
 from pod_builder import PodBuilder
 
-from tiercheck_local import markers, remains
-from tiercheck_local.api import wait_for
-from tiercheck_local.client import PODS
+from tiercheck_cli.api_server import PODS
+from tiercheck_local import markers
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.nodespec import NodeSpec
+from tiercheck_local.running import wait_for
 
 pytestmark = pytest.mark.cluster
 
 # A grandchild in a session of its own, deaf to SIGTERM: what process groups would miss.
 STUBBORN = (
-    "setsid sh -c \"trap '' TERM; echo up; while :; do sleep 0.1; done\" & trap '' TERM; while :; do sleep 0.1; done"
+    "setsid sh -c \"trap '' TERM; echo up; while :; do sleep 0.1; done\" & trap '' TERM; while :; do "
+    "sleep 0.1; done"
 )
 
 
 def leftovers(cluster: str) -> list[object]:
     return [
         *markers.pids(markers.CLUSTER, cluster),
-        *(folder for folder in remains.folders(cluster) if folder.exists()),
+        *(folder for folder in markers.folders(cluster) if folder.exists()),
     ]
 
 

@@ -1,4 +1,5 @@
-"""One suite, two servers: what holds for the real API server must hold for the embedded one, and the other way round."""
+"""One suite, two servers: what holds for the real API server must hold for the embedded one, and
+the other way round."""
 
 from __future__ import annotations
 

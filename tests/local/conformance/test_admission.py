@@ -1,4 +1,5 @@
-"""Mutating webhooks: both API servers ask the same ones, apply the same patches and let the same failures pass."""
+"""Mutating webhooks: both API servers ask the same ones, apply the same patches and let the same
+failures pass."""
 
 from __future__ import annotations
 
@@ -45,7 +46,11 @@ class Webhook:
 
     def respond(self, review: dict[str, Any], path: str) -> dict[str, Any]:
         request = review["request"]
-        response: dict[str, Any] = {"uid": request["uid"], "allowed": not self.denial, "warnings": self.warnings}
+        response: dict[str, Any] = {
+            "uid": request["uid"],
+            "allowed": not self.denial,
+            "warnings": self.warnings,
+        }
         if READY in (request["object"]["metadata"].get("labels") or {}):
             patch = [{"op": "add", "path": f"/metadata/annotations{path}", "value": "asked"}]
         else:
@@ -54,11 +59,15 @@ class Webhook:
         if self.denial:
             response["status"] = {"code": 403, "message": self.denial}
         elif patch:
-            response |= {"patchType": "JSONPatch", "patch": base64.b64encode(json.dumps(patch).encode()).decode()}
+            response |= {
+                "patchType": "JSONPatch",
+                "patch": base64.b64encode(json.dumps(patch).encode()).decode(),
+            }
         return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}
 
     def register(self, order: str = "a", **changes: Any) -> None:
-        """And wait until the API server asks it: a real one hears of it a moment later. Configurations are asked by `order`."""
+        """And wait until the API server asks it: a real one hears of it a moment later. Configurations are
+        asked by `order`."""
         name = f"{order}-{uuid.uuid4().hex[:8]}"
         hook = {
             "name": "one.conformance.test",
@@ -72,7 +81,12 @@ class Webhook:
             },
             "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": self.namespace}},
             "rules": [
-                {"operations": ["CREATE"], "apiGroups": [""], "apiVersions": ["v1"], "resources": ["configmaps"]}
+                {
+                    "operations": ["CREATE"],
+                    "apiGroups": [""],
+                    "apiVersions": ["v1"],
+                    "resources": ["configmaps"],
+                }
             ],
             **changes,
         }
@@ -106,7 +120,11 @@ def webhook(api: Api, namespace: str, tmp_path: Path) -> Iterator[Webhook]:
             review = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if made.slow is not None:
                 made.slow.wait(30)
-            body = b"no" if made.broken else json.dumps(made.respond(review, self.path.partition("?")[0])).encode()
+            body = (
+                b"no"
+                if made.broken
+                else json.dumps(made.respond(review, self.path.partition("?")[0])).encode()
+            )
             self.send_response(500 if made.broken else 200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
@@ -118,7 +136,8 @@ def webhook(api: Api, namespace: str, tmp_path: Path) -> Iterator[Webhook]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.socket = context.wrap_socket(server.socket, server_side=True)
-    server.handle_error = lambda *_: None  # type: ignore[method-assign]  (callers that hang up are part of the tests)
+    # Callers that hang up are part of the tests.
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]
     made = Webhook(api, namespace, server, pair.ca)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
@@ -136,13 +155,24 @@ def test_patch_is_applied_before_the_object_is_stored(api: Api, core: str, webho
     api.create(f"{core}/configmaps", config_map("a", x="1"))
     assert api.get(f"{core}/configmaps/a")["data"] == {"x": "1", "added": "by the webhook"}
     (request,) = webhook.asked
-    assert (request["operation"], request["namespace"], request["dryRun"]) == ("CREATE", webhook.namespace, False)
+    assert (request["operation"], request["namespace"], request["dryRun"]) == (
+        "CREATE",
+        webhook.namespace,
+        False,
+    )
     assert request["resource"] == {"group": "", "version": "v1", "resource": "configmaps"}
     assert request["object"]["data"] == {"x": "1"}
 
 
 def test_pods_are_seen_with_the_servers_defaults(api: Api, core: str, webhook: Webhook) -> None:
-    rules = [{"operations": ["CREATE"], "apiGroups": [""], "apiVersions": ["v1"], "resources": ["pods", "configmaps"]}]
+    rules = [
+        {
+            "operations": ["CREATE"],
+            "apiGroups": [""],
+            "apiVersions": ["v1"],
+            "resources": ["pods", "configmaps"],
+        }
+    ]
     webhook.register(rules=rules)
     account = {"metadata": {"name": "default"}}
     api.call("POST", f"{core}/serviceaccounts", account)
@@ -171,14 +201,18 @@ def test_changes_and_deletions_are_not_asked_about(api: Api, core: str, webhook:
 def test_denied_object_is_not_created(api: Api, core: str, webhook: Webhook) -> None:
     webhook.denial = "not on a Friday"
     webhook.register()
-    with pytest.raises(Refused, match=r"one\.conformance\.test.*denied the request: not on a Friday") as refused:
+    with pytest.raises(
+        Refused, match=r"one\.conformance\.test.*denied the request: not on a Friday"
+    ) as refused:
         api.create(f"{core}/configmaps", config_map("a"))
     assert refused.value.code == 403
     assert api.call("GET", f"{core}/configmaps/a")[0] == 404
 
 
 @pytest.mark.parametrize("policy", ["Ignore", "Fail"])
-def test_failure_policy_decides_when_the_webhook_fails(api: Api, core: str, webhook: Webhook, policy: str) -> None:
+def test_failure_policy_decides_when_the_webhook_fails(
+    api: Api, core: str, webhook: Webhook, policy: str
+) -> None:
     webhook.broken = True
     webhook.register(failurePolicy=policy)
     if policy == "Ignore":
@@ -201,7 +235,9 @@ def test_slow_webhook_is_not_waited_for_longer_than_it_may(api: Api, core: str, 
     assert time.monotonic() - began >= 1
 
 
-def test_webhook_whose_certificate_is_not_trusted_counts_as_failed(api: Api, core: str, webhook: Webhook) -> None:
+def test_webhook_whose_certificate_is_not_trusted_counts_as_failed(
+    api: Api, core: str, webhook: Webhook
+) -> None:
     webhook.register()
     other = issue_pair("stranger", ["127.0.0.1"], datetime.timedelta(days=1)).ca
     (name,) = webhook.names

@@ -17,8 +17,13 @@ def refusal(api: Api, path: str, body: dict[str, Any], **query: Any) -> str:
 
 
 def test_crd_is_established_with_its_names(api: Api, widgets_defined: None) -> None:
-    status = api.get("/apis/apiextensions.k8s.io/v1/customresourcedefinitions/widgets.conformance.test")["status"]
-    assert {c["type"]: c["status"] for c in status["conditions"]} == {"NamesAccepted": "True", "Established": "True"}
+    status = api.get("/apis/apiextensions.k8s.io/v1/customresourcedefinitions/widgets.conformance.test")[
+        "status"
+    ]
+    assert {c["type"]: c["status"] for c in status["conditions"]} == {
+        "NamesAccepted": "True",
+        "Established": "True",
+    }
     assert status["acceptedNames"]["listKind"] == "WidgetList"
     assert status["storedVersions"] == ["v1"]
 
@@ -62,17 +67,22 @@ def test_unknown_field_is_refused_when_the_client_is_strict(api: Api, widgets: s
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ({"size": "x"}, 'spec.size: Invalid value: "string": spec.size in body must be of type integer: "string"'),
+        ({"size": "x"}, 'spec.size: Invalid value: "string": spec.size in body must be of type integer: '
+                        '"string"'),
         ({"size": 0}, "spec.size: Invalid value: 0: spec.size in body should be greater than or equal to 1"),
-        ({"size": 101}, "spec.size: Invalid value: 101: spec.size in body should be less than or equal to 100"),
+        ({"size": 101}, "spec.size: Invalid value: 101: spec.size in body should be less than or equal to "
+                        "100"),
         ({"size": None}, "spec.size: Required value"),
         ({"color": "Blue"}, 'spec.color: Unsupported value: "Blue": supported values: "Red", "Green"'),
         ({"code": "AB"}, "spec.code: Invalid value: \"AB\": spec.code in body should match '^[a-z]+$'"),
         ({"code": "a"}, 'spec.code: Invalid value: "a": spec.code in body should be at least 2 chars long'),
         ({"code": "abcdef"}, "spec.code: Too long: may not be more than 5 bytes"),
-        ({"port": True}, 'spec.port: Invalid value: "boolean": spec.port in body must be of type integer,string: "boolean"'),
-        ({"started": "noon"}, 'spec.started: Invalid value: "noon": spec.started in body must be of type date-time: "noon"'),
-        ({"labels": {"a": 1}}, 'spec.labels.a: Invalid value: "integer": spec.labels.a in body must be of type string: "integer"'),
+        ({"port": True}, 'spec.port: Invalid value: "boolean": spec.port in body must be of type '
+                         'integer,string: "boolean"'),
+        ({"started": "noon"}, 'spec.started: Invalid value: "noon": spec.started in body must be of type '
+                              'date-time: "noon"'),
+        ({"labels": {"a": 1}}, 'spec.labels.a: Invalid value: "integer": spec.labels.a in body must be of '
+                               'type string: "integer"'),
         ({"parts": [{}]}, "spec.parts[0].name: Required value"),
         ({"parts": [{"name": n} for n in "abcd"]}, "spec.parts: Too many: 4: must have at most 3 items"),
         ({"parts": [{"name": "p1"}, {"name": "p1"}]}, 'spec.parts[1]: Duplicate value: {"name":"p1"}'),
@@ -80,7 +90,9 @@ def test_unknown_field_is_refused_when_the_client_is_strict(api: Api, widgets: s
         ({"parts": [{"name": "x"}]}, "spec: Invalid value: parts must be p1, p2 or p3, not x"),
     ],
 )  # fmt: skip
-def test_wrong_field_is_refused_with_a_sentence(api: Api, widgets: str, spec: dict[str, Any], sentence: str) -> None:
+def test_wrong_field_is_refused_with_a_sentence(
+    api: Api, widgets: str, spec: dict[str, Any], sentence: str
+) -> None:
     message = refusal(api, widgets, widget("w", **spec))
     assert message.startswith('Widget.conformance.test "w" is invalid: ')
     assert sentence in message
@@ -113,7 +125,8 @@ def test_transition_rule_compares_with_the_old_object(api: Api, widgets: str) ->
     with pytest.raises(Refused) as refused:
         api.merge(f"{widgets}/w", {"spec": {"size": 4}})
     assert refused.value.message == (
-        'Widget.conformance.test "w" is invalid: spec.size: Invalid value: size cannot change while the widget is not paused'
+        'Widget.conformance.test "w" is invalid: spec.size: Invalid value: size cannot change while the '
+        "widget is not paused"
     )
     assert refused.value.status["details"]["causes"][0]["field"] == "spec.size"
     api.merge(f"{widgets}/w", {"spec": {"paused": True}})
@@ -123,7 +136,9 @@ def test_transition_rule_compares_with_the_old_object(api: Api, widgets: str) ->
 def test_generation_counts_changes_of_the_spec_only(api: Api, widgets: str) -> None:
     assert api.create(widgets, widget("w"))["metadata"]["generation"] == 1
     assert api.merge(f"{widgets}/w", {"metadata": {"labels": {"a": "b"}}})["metadata"]["generation"] == 1
-    assert api.merge(f"{widgets}/w/status", {"status": {"observedGeneration": 1}})["metadata"]["generation"] == 1
+    assert (
+        api.merge(f"{widgets}/w/status", {"status": {"observedGeneration": 1}})["metadata"]["generation"] == 1
+    )
     assert api.merge(f"{widgets}/w", {"spec": {"paused": True}})["metadata"]["generation"] == 2
 
 
@@ -131,7 +146,11 @@ def test_status_is_written_through_its_own_door_only(api: Api, widgets: str) -> 
     made = api.create(widgets, widget("w") | {"status": {"observedGeneration": 7}})
     assert "status" not in made
     assert "status" not in api.merge(f"{widgets}/w", {"status": {"observedGeneration": 7}})
-    change = {"status": {"observedGeneration": 1}, "spec": {"paused": True}, "metadata": {"labels": {"a": "b"}}}
+    change = {
+        "status": {"observedGeneration": 1},
+        "spec": {"paused": True},
+        "metadata": {"labels": {"a": "b"}},
+    }
     after = api.merge(f"{widgets}/w/status", change)
     assert after["status"] == {"observedGeneration": 1}
     assert after["spec"]["paused"] is False
@@ -145,7 +164,10 @@ def test_status_write_with_a_stale_version_conflicts(api: Api, widgets: str) -> 
     with pytest.raises(Refused) as refused:
         api.replace(f"{widgets}/w/status", {**first, "status": {"observedGeneration": 1}})
     assert (refused.value.code, refused.value.reason) == (409, "Conflict")
-    stale = {"metadata": {"resourceVersion": first["metadata"]["resourceVersion"]}, "status": {"observedGeneration": 1}}
+    stale = {
+        "metadata": {"resourceVersion": first["metadata"]["resourceVersion"]},
+        "status": {"observedGeneration": 1},
+    }
     with pytest.raises(Refused) as refused:
         api.merge(f"{widgets}/w/status", stale)
     assert refused.value.code == 409
@@ -164,7 +186,9 @@ def test_replacing_a_custom_object_needs_a_version(api: Api, widgets: str) -> No
     with pytest.raises(Refused) as refused:
         api.replace(f"{widgets}/w", widget("w"))
     assert refused.value.code == 422
-    assert "metadata.resourceVersion: Invalid value: 0: must be specified for an update" in refused.value.message
+    assert (
+        "metadata.resourceVersion: Invalid value: 0: must be specified for an update" in refused.value.message
+    )
 
 
 def test_custom_object_must_say_its_kind(api: Api, widgets: str) -> None:
@@ -200,7 +224,12 @@ def test_crd_with_a_broken_rule_is_refused(api: Api, rule: str) -> None:
 
 
 def test_crd_must_be_named_after_its_resource(api: Api) -> None:
-    version = {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": {"type": "object"}}}
+    version = {
+        "name": "v1",
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": {"type": "object"}},
+    }
     body = {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",

@@ -33,7 +33,10 @@ def operator(plane: ControlPlane, widgets_defined: None, namespace: str, tmp_pat
     ]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env={**os.environ, "KUBECONFIG": str(plane.kubeconfig)}, stdout=output, stderr=subprocess.STDOUT
+            command,
+            env={**os.environ, "KUBECONFIG": str(plane.kubeconfig)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
     try:
         yield log
@@ -52,7 +55,8 @@ def test_operator_sees_changes_and_reports_status(api: Api, widgets: str, core: 
     api.merge(f"{widgets}/w", {"spec": {"paused": True}})
     eventually(lambda: observed(2), "the change is handled")
     eventually(
-        lambda: "Observed" in {event["reason"] for event in api.get(f"{core}/events")["items"]}, "an event is posted"
+        lambda: "Observed" in {event["reason"] for event in api.get(f"{core}/events")["items"]},
+        "an event is posted",
     )
     assert api.get(f"{widgets}/w")["metadata"]["finalizers"] == ["conformance.test/kopf"]
     api.delete(f"{widgets}/w")

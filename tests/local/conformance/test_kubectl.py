@@ -1,4 +1,5 @@
-"""kubectl with the kubeconfig that is printed: get, describe, apply, delete and watch, as a person would type them."""
+"""kubectl with the kubeconfig that is printed: get, describe, apply, delete and watch, as a person
+would type them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ import pytest
 import yaml
 from api_client import DEADLINE, Api
 from builders import config_map, pod, widget
-from defining import eventually
 
 from tiercheck_local.controlplane import ControlPlane
 
@@ -30,7 +30,9 @@ class Kubectl:
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [*self._command, *arguments]
-        return subprocess.run(command, env=self._environment, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            command, env=self._environment, capture_output=True, text=True, timeout=60, check=False
+        )
 
     def __call__(self, *arguments: str) -> str:
         done = self.run(*arguments)
@@ -38,7 +40,9 @@ class Kubectl:
         return done.stdout
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen([*self._command, *arguments], env=self._environment, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            [*self._command, *arguments], env=self._environment, stdout=subprocess.PIPE, text=True
+        )
 
     def file(self, value: Any) -> str:
         path = self._home / f"{value['kind']}-{value['metadata']['name']}.yaml"
@@ -83,11 +87,25 @@ def test_get_pods_looks_as_usual(kubectl: Kubectl, api: Api, core: str) -> None:
     assert lines[1].split()[:4] == ["p", "0/1", "Pending", "0"]
 
 
-def test_describe_shows_the_object_and_its_events(kubectl: Kubectl, api: Api, core: str, namespace: str) -> None:
+def test_describe_shows_the_object_and_its_events(
+    kubectl: Kubectl, api: Api, core: str, namespace: str
+) -> None:
     kubectl("apply", "-f", kubectl.file(widget("w")))
     uid = kubectl("get", "wg", "w", "-o", "jsonpath={.metadata.uid}")
-    about = {"kind": "Widget", "apiVersion": "conformance.test/v1", "namespace": namespace, "name": "w", "uid": uid}
-    event = {"involvedObject": about, "reason": "Grown", "message": "it has grown", "type": "Normal", "count": 1}
+    about = {
+        "kind": "Widget",
+        "apiVersion": "conformance.test/v1",
+        "namespace": namespace,
+        "name": "w",
+        "uid": uid,
+    }
+    event = {
+        "involvedObject": about,
+        "reason": "Grown",
+        "message": "it has grown",
+        "type": "Normal",
+        "count": 1,
+    }
     api.create(f"{core}/events", {"metadata": {"name": "w.1"}, **event})
     shown = kubectl("describe", "widget", "w")
     assert "Size:" in shown
@@ -99,7 +117,10 @@ def test_describe_shows_the_object_and_its_events(kubectl: Kubectl, api: Api, co
 
 def test_describe_node(kubectl: Kubectl, api: Api, namespace: str) -> None:
     name = f"node-{namespace}"
-    status = {"conditions": [{"type": "Ready", "status": "True", "reason": "KubeletReady"}], "capacity": {"cpu": "4"}}
+    status = {
+        "conditions": [{"type": "Ready", "status": "True", "reason": "KubeletReady"}],
+        "capacity": {"cpu": "4"},
+    }
     api.create("/api/v1/nodes", {"metadata": {"name": name, "labels": {"rack": "r1"}}, "status": status})
     assert "rack=r1" in kubectl("describe", "node", name)
     assert "SchedulingDisabled" not in kubectl("get", "node", name)
@@ -133,7 +154,15 @@ def test_label_annotate_patch_and_edit_status(kubectl: Kubectl) -> None:
     kubectl("label", "wg", "w", "team=a")
     kubectl("annotate", "wg", "w", "note=b")
     kubectl("patch", "wg", "w", "--type=merge", "-p", '{"spec": {"paused": true}}')
-    kubectl("patch", "wg", "w", "--type=merge", "--subresource=status", "-p", '{"status": {"observedGeneration": 2}}')
+    kubectl(
+        "patch",
+        "wg",
+        "w",
+        "--type=merge",
+        "--subresource=status",
+        "-p",
+        '{"status": {"observedGeneration": 2}}',
+    )
     shown = json.loads(kubectl("get", "wg", "-l", "team=a", "-o", "json"))["items"][0]
     assert shown["metadata"]["annotations"]["note"] == "b"
     assert (shown["spec"]["paused"], shown["status"]["observedGeneration"]) == (True, 2)
@@ -141,33 +170,3 @@ def test_label_annotate_patch_and_edit_status(kubectl: Kubectl) -> None:
 
 def test_explain_knows_the_schema(kubectl: Kubectl) -> None:
     assert "paused" in kubectl("explain", "widget.spec")
-
-
-def test_create_commands(kubectl: Kubectl) -> None:
-    kubectl("create", "configmap", "c", "--from-literal=x=1")
-    kubectl("create", "secret", "generic", "s", "--from-literal=k=v")
-    assert kubectl("get", "configmap", "c", "-o", "jsonpath={.data.x}") == "1"
-    assert kubectl("get", "secret", "s", "-o", "jsonpath={.data.k} {.type}") == "dg== Opaque"
-
-
-def test_drain_evicts_the_pods_of_a_node(kubectl: Kubectl, api: Api, core: str, namespace: str) -> None:
-    node = f"node-{namespace}"
-    api.create("/api/v1/nodes", {"metadata": {"name": node}})
-    api.create(f"{core}/pods", pod("p"))
-    api.create(f"{core}/pods/p/binding", {"metadata": {"name": "p"}, "target": {"kind": "Node", "name": node}})
-    process = kubectl.start("drain", node, "--force", "--grace-period=9", f"--timeout={DEADLINE:.0f}s")
-    try:
-        evicted = eventually(lambda: _deleting(api, f"{core}/pods/p"), "the pod is evicted")
-        assert evicted["metadata"]["deletionGracePeriodSeconds"] == 9
-        assert "EvictionByEvictionAPI" in [c.get("reason") for c in evicted["status"]["conditions"]]
-        api.delete(f"{core}/pods/p", {"gracePeriodSeconds": 0})  # as the node would
-        assert process.wait(DEADLINE) == 0
-    finally:
-        process.kill()
-        process.wait()
-        api.delete(f"/api/v1/nodes/{node}")
-
-
-def _deleting(api: Api, path: str) -> Any:
-    seen = api.get(path)
-    return seen if "deletionTimestamp" in seen["metadata"] else None

@@ -135,7 +135,11 @@ def test_watch_ends_when_its_time_is_over(api: Api, three: str) -> None:
 
 
 def test_initial_events_end_with_a_bookmark(api: Api, three: str) -> None:
-    query = {"sendInitialEvents": "true", "resourceVersionMatch": "NotOlderThan", "allowWatchBookmarks": "true"}
+    query = {
+        "sendInitialEvents": "true",
+        "resourceVersionMatch": "NotOlderThan",
+        "allowWatchBookmarks": "true",
+    }
     with api.watch(three, **query) as events:
         seen = list(islice(events, 4))
     assert [event["type"] for event in seen] == ["ADDED"] * 3 + ["BOOKMARK"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from api_client import Api, Refused
-from builders import config_map, pod, widget
+from builders import config_map, widget
 
 
 @pytest.fixture
@@ -55,7 +55,10 @@ def test_json_patch_inserts_into_lists(api: Api, widgets: str) -> None:
         {"op": "add", "path": "/spec/parts/-", "value": {"name": "p3"}},
         {"op": "remove", "path": "/spec/parts/1"},
     ]
-    assert [part["name"] for part in api.json_patch(f"{widgets}/w", operations)["spec"]["parts"]] == ["p2", "p3"]
+    assert [part["name"] for part in api.json_patch(f"{widgets}/w", operations)["spec"]["parts"]] == [
+        "p2",
+        "p3",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,9 @@ def test_json_patch_inserts_into_lists(api: Api, widgets: str) -> None:
         {"op": "replace", "path": "/spec/nothing", "value": 1},
     ],
 )
-def test_json_patch_that_cannot_be_applied_is_unprocessable(api: Api, map_path: str, operation: dict[str, Any]) -> None:
+def test_json_patch_that_cannot_be_applied_is_unprocessable(
+    api: Api, map_path: str, operation: dict[str, Any]
+) -> None:
     before = api.get(map_path)
     with pytest.raises(Refused) as refused:
         api.json_patch(map_path, [{"op": "replace", "path": "/data/y", "value": "9"}, operation])
@@ -75,25 +80,10 @@ def test_json_patch_that_cannot_be_applied_is_unprocessable(api: Api, map_path: 
     assert api.get(map_path) == before
 
 
-def test_strategic_patch_merges_lists_by_their_key(api: Api, core: str) -> None:
-    api.create(f"{core}/pods", pod("p"))
-    ready = {"type": "Ready", "status": "False"}
-    api.strategic(f"{core}/pods/p/status", {"status": {"conditions": [ready]}})
-    more = [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": "True"}]
-    after = api.strategic(f"{core}/pods/p/status", {"status": {"conditions": more}})
-    assert {c["type"]: c["status"] for c in after["status"]["conditions"]} == {"Ready": "True", "PodScheduled": "True"}
-    change = {"spec": {"containers": [{"name": "main", "image": "example:2"}]}}
-    container = api.strategic(f"{core}/pods/p", change)["spec"]["containers"][0]
-    assert (container["image"], container["terminationMessagePath"]) == ("example:2", "/dev/termination-log")
-
-
-def test_strategic_patch_removes_by_directive(api: Api, core: str) -> None:
-    api.create(f"{core}/pods", pod("p"))
-    conditions = [{"type": "Ready", "status": "True"}, {"type": "Other", "status": "True"}]
-    api.strategic(f"{core}/pods/p/status", {"status": {"conditions": conditions}})
-    gone = [{"type": "Other", "$patch": "delete"}]
-    after = api.strategic(f"{core}/pods/p/status", {"status": {"conditions": gone}})
-    assert [c["type"] for c in after["status"]["conditions"]] == ["Ready"]
+def test_strategic_patch_without_lists_is_a_merge(api: Api, map_path: str) -> None:
+    before = api.get(map_path)["data"]
+    after = api.strategic(map_path, {"data": {"x": None, "new": "1"}})
+    assert after["data"] == {key: value for key, value in before.items() if key != "x"} | {"new": "1"}
 
 
 def test_custom_resources_take_no_strategic_patch(api: Api, widgets: str) -> None:

@@ -51,12 +51,15 @@ def test_workers_are_fixed_while_the_job_runs(api: Api, jobs: str) -> None:
     [
         ({"workers": 0}, "spec.workers"),
         ({"tiers": {"peer": {"copies": 4}}}, "copies must be smaller than workers"),
-        ({"tiers": {"peer": {"copies": 1, "parity": {"data": 2, "parity": 1}}}}, "tiers.peer takes copies or parity, not both"),
+        ({"tiers": {"peer": {"copies": 1, "parity": {"data": 2, "parity": 1}}}}, "tiers.peer takes copies or "
+                                                                                 "parity, not both"),
         ({"tiers": {"peer": {"spread": {"level": "galaxy"}}}}, "spread.level"),
         ({"template": {"spec": {"containers": [{"name": "other"}]}}}, "needs a container named trainer"),
     ],
 )  # fmt: skip
-def test_impossible_job_is_refused_with_a_sentence(api: Api, jobs: str, changes: dict[str, Any], sentence: str) -> None:
+def test_impossible_job_is_refused_with_a_sentence(
+    api: Api, jobs: str, changes: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(Refused) as refused:
         api.create(jobs, job(**changes))
     assert (refused.value.code, refused.value.reason) == (422, "Invalid")

@@ -1,0 +1,204 @@
+"""One HTTP request on a resource, carried out: parameters and body in, status code and body out."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from tiercheck_local.apiserver import errors
+from tiercheck_local.apiserver.errors import Object
+from tiercheck_local.apiserver.http.paths import Target
+from tiercheck_local.apiserver.http.wire import ResponseView
+from tiercheck_local.apiserver.resources import Resource
+from tiercheck_local.apiserver.store import pod_verbs
+from tiercheck_local.apiserver.store.objects import ApiObjects, DeleteOptions, WriteOptions
+from tiercheck_local.apiserver.store.patch import json_patch, merge, strategic_merge
+from tiercheck_local.apiserver.store.selectors import Predicate, field_predicate, label_predicate
+
+_PATCHES = {
+    "application/json-patch+json": json_patch,
+    "application/merge-patch+json": merge,
+    "application/strategic-merge-patch+json": strategic_merge,
+}
+_RETURNS_DELETED = frozenset({"/pods", "/services", "/serviceaccounts", "/namespaces"})
+
+
+@dataclass
+class ApiCall:
+    """What the client sent. `warnings` is filled while the call is carried out."""
+
+    method: str
+    query: Mapping[str, str]
+    content_type: str
+    body: bytes
+    warnings: list[str] = field(default_factory=list)
+
+    def parsed(self) -> Any:
+        """The body of a POST, PUT or DELETE. Raises ApiError 400, 415."""
+        if not self.body:
+            return {}
+        try:
+            if self.content_type in ("application/json", ""):
+                return json.loads(self.body)
+            if self.content_type in ("application/yaml", "application/apply-patch+yaml"):
+                return yaml.safe_load(self.body)
+        except (ValueError, yaml.YAMLError) as error:
+            raise errors.bad_request(f"the object provided is unrecognized: {error}") from error
+        raise errors.unsupported_media_type(["application/json", "application/yaml"])
+
+    @property
+    def options(self) -> WriteOptions:
+        validation = self.query.get("fieldValidation") or "Warn"
+        return WriteOptions("dryRun" in self.query, validation, self.method == "PATCH", self.warnings.append)
+
+
+def selection(target: Target, query: Mapping[str, str]) -> Predicate:
+    """The objects that the selectors of a list or watch leave. Raises ApiError 400."""
+    terms: list[Predicate] = []
+    if query.get("labelSelector"):
+        terms.append(label_predicate(query["labelSelector"]))
+    if query.get("fieldSelector"):
+        custom = target.resource.custom
+        selectable = custom.selectable if custom else frozenset()
+        terms.append(field_predicate(query["fieldSelector"], target.resource.collection, selectable))
+    if target.name:
+        terms.append(lambda value: value["metadata"]["name"] == target.name)
+    return lambda value: all(term(value) for term in terms)
+
+
+def carry_out(objects: ApiObjects, target: Target, call: ApiCall, view: ResponseView) -> tuple[int, Object]:
+    """Raises ApiError."""
+    resource = target.resource
+    verb = (call.method, bool(target.name), target.subresource)
+    if call.method == "POST" and target.subresource in ("binding", "eviction"):
+        return 201, _pod_verb(objects, target, call)
+    match verb:
+        case ("GET", True, "" | "status"):
+            return 200, view.one(objects.get(resource, target.namespace, target.name))
+        case ("GET", False, ""):
+            return 200, _list(objects, target, call, view)
+        case ("POST", False, ""):
+            return 201, view.one(objects.create(resource, target.namespace, call.parsed(), call.options))
+        case ("PUT", True, part):
+            key = (target.namespace, target.name)
+            return 200, view.one(objects.replace(resource, key, call.parsed(), part, call.options))
+        case ("PATCH", True, "" | "status"):
+            return 200, view.one(_patch(objects, resource, target, call))
+        case ("DELETE", True, ""):
+            return _delete(objects, target, call, view)
+        case ("DELETE", False, ""):
+            return 200, _delete_collection(objects, target, call, view)
+    raise errors.method_not_allowed()
+
+
+def _list(objects: ApiObjects, target: Target, call: ApiCall, view: ResponseView) -> Object:
+    selects = selection(target, call.query)
+    found = [
+        (key, value)
+        for key, value in objects.storage.items(target.resource.collection, target.namespace)
+        if selects(value)
+    ]
+    version = str(objects.storage.version)
+    if call.query.get("continue"):
+        version, after = _opened(call.query["continue"])
+        found = [(key, value) for key, value in found if key > after]
+    metadata: Object = {"resourceVersion": version}
+    limit = int(call.query.get("limit") or 0)
+    if limit and len(found) > limit:
+        metadata["continue"] = _token(version, found[limit - 1][0])
+        if not (call.query.get("labelSelector") or call.query.get("fieldSelector")):
+            metadata["remainingItemCount"] = len(found) - limit
+        found = found[:limit]
+    return view.many([value for _, value in found], metadata)
+
+
+def _token(version: str, key: tuple[str, str]) -> str:
+    return base64.urlsafe_b64encode(json.dumps([version, *key]).encode()).decode()
+
+
+def _opened(token: str) -> tuple[str, tuple[str, str]]:
+    try:
+        version, namespace, name = json.loads(base64.urlsafe_b64decode(token))
+    except ValueError as error:
+        raise errors.bad_request("continue key is not valid") from error
+    return version, (namespace, name)
+
+
+def _patch(objects: ApiObjects, resource: Resource, target: Target, call: ApiCall) -> Object:
+    key = (target.namespace, target.name)
+    apply = _PATCHES.get(call.content_type)
+    if apply is None or (resource.custom and apply is strategic_merge):
+        accepted = [kind for kind in _PATCHES if not (resource.custom and "strategic" in kind)]
+        raise errors.unsupported_media_type(accepted)
+    try:
+        patch = json.loads(call.body)
+    except ValueError as error:
+        raise errors.bad_request(f"error decoding patch: {error}") from error
+    if apply is not json_patch and not isinstance(patch, dict):
+        raise errors.bad_request("error decoding patch: it is not an object")
+    old = objects.get(resource, *key)
+    patched = apply(old, patch)
+    if isinstance(patched, dict):
+        metadata = patched.get("metadata") or {}
+        if not metadata.get("resourceVersion"):
+            # A patch is its own read-modify-write: what it does not mention it does not contradict.
+            patched = {
+                **patched,
+                "metadata": {**metadata, "resourceVersion": old["metadata"]["resourceVersion"]},
+            }
+    return objects.replace(resource, key, patched, target.subresource, call.options)
+
+
+def _delete_options(query: Mapping[str, str], body: Any) -> DeleteOptions:
+    body = body if isinstance(body, dict) else {}
+    grace = body.get("gracePeriodSeconds", query.get("gracePeriodSeconds"))
+    preconditions = body.get("preconditions") or {}
+    return DeleteOptions(
+        grace_seconds=int(grace) if grace is not None else None,
+        uid=preconditions.get("uid"),
+        resource_version=preconditions.get("resourceVersion"),
+        propagation=body.get("propagationPolicy") or query.get("propagationPolicy"),
+        dry_run=bool(body.get("dryRun")) or "dryRun" in query,
+    )
+
+
+def _delete(objects: ApiObjects, target: Target, call: ApiCall, view: ResponseView) -> tuple[int, Object]:
+    resource = target.resource
+    options = _delete_options(call.query, call.parsed())
+    value, gone = objects.delete(resource, (target.namespace, target.name), options)
+    if gone and resource.collection not in _RETURNS_DELETED:
+        details = {
+            "name": target.name,
+            **({"group": resource.group} if resource.group else {}),
+            "kind": resource.plural,
+        }
+        return 200, errors.success({**details, "uid": value["metadata"]["uid"]})
+    return 200, view.one(value)
+
+
+def _delete_collection(objects: ApiObjects, target: Target, call: ApiCall, view: ResponseView) -> Object:
+    selects, options = selection(target, call.query), _delete_options(call.query, call.parsed())
+    found = [
+        (key, value)
+        for key, value in objects.storage.items(target.resource.collection, target.namespace)
+        if selects(value)
+    ]
+    deleted = [objects.delete(target.resource, key, options)[0] for key, _ in found]
+    return view.many(deleted, {"resourceVersion": str(objects.storage.version)})
+
+
+def _pod_verb(objects: ApiObjects, target: Target, call: ApiCall) -> Object:
+    body = call.parsed()
+    if not isinstance(body, dict):
+        raise errors.bad_request("the object provided is unrecognized (must be of type Object)")
+    key = (target.namespace, target.name or (body.get("metadata") or {}).get("name", ""))
+    if target.subresource == "binding":
+        return pod_verbs.bind(objects, key, body)
+    dry = "dryRun" in call.query
+    given = _delete_options({"dryRun": "All"} if dry else {}, body.get("deleteOptions"))
+    return pod_verbs.evict(objects, key, body, given)

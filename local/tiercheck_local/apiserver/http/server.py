@@ -1,0 +1,162 @@
+"""The HTTP side: paths, headers and streams around `requests` and `watching`."""
+
+from __future__ import annotations
+
+import hmac
+import random
+
+from aiohttp import web
+
+from tiercheck_local.apiserver import errors
+from tiercheck_local.apiserver.http import discovery, openapi
+from tiercheck_local.apiserver.http.admission import admitted
+from tiercheck_local.apiserver.http.paths import Target, resolve
+from tiercheck_local.apiserver.http.requests import ApiCall, carry_out, selection
+from tiercheck_local.apiserver.http.watching import WatchOptions, stream
+from tiercheck_local.apiserver.http.wire import ResponseView, dump, view
+from tiercheck_local.apiserver.store.objects import ApiObjects
+from tiercheck_local.apiserver.store.storage import ObjectStorage
+
+_LARGEST_BODY = 3 * 1024 * 1024
+_OWN_HOSTS = {"127.0.0.1", "localhost", "::1"}
+_HEALTH = ("/healthz", "/livez", "/readyz")
+_PUBLIC = (*_HEALTH, "/version")
+
+
+def application(storage: ObjectStorage, token: str) -> web.Application:
+    """The whole server as one aiohttp application. Whoever shows the token may do everything, others may ask
+    how it is."""
+    app = web.Application(client_max_size=_LARGEST_BODY)
+    handler = _Handler(ApiObjects(storage), token)
+    app.router.add_route("*", "/{path:.*}", handler.answer)
+    return app
+
+
+class _Handler:
+    def __init__(self, objects: ApiObjects, token: str) -> None:
+        self._objects = objects
+        self._token = token.encode()
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        try:
+            return await self._routed(request)
+        except errors.ApiError as error:
+            headers = {"Retry-After": "1"} if error.code == 429 else None
+            return _json(error.status(), error.code, headers)
+
+    def _check_caller(self, path: str, request: web.Request) -> None:
+        """Other users of the machine, and web pages that were given a name for 127.0.0.1, are strangers."""
+        if (request.url.host or "") not in _OWN_HOSTS:
+            raise errors.ApiError(403, "Forbidden", f"this server is not {request.host!r}")
+        # The scheme's case does not matter (RFC 9110, 11.1); the official client writes it small inside of a
+        # cluster.
+        scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
+        believed = scheme.lower() == "bearer" and hmac.compare_digest(
+            shown.encode(errors="surrogateescape"), self._token
+        )
+        if path not in _PUBLIC and not believed:
+            raise errors.ApiError(401, "Unauthorized", "Unauthorized")
+
+    async def _routed(self, request: web.Request) -> web.StreamResponse:
+        path = request.path.rstrip("/") or "/"
+        self._check_caller(path, request)
+        found = self._information(path, request)
+        if found is not None:
+            return found
+        target = resolve(self._objects.registry, path)
+        chosen = view(
+            target.resource, request.headers.get("Accept", ""), request.query.get("includeObject", "")
+        )
+        if request.method == "GET" and request.query.get("watch") in ("true", "1") and not target.subresource:
+            return await self._watch(request, target, chosen)
+        # The body is read whole, and webhooks are asked, before anything is done, so a call is carried out in
+        # one piece.
+        call = ApiCall(
+            request.method,
+            request.query,
+            request.content_type if request.body_exists else "",
+            await request.read(),
+        )
+        call = await admitted(self._objects, target, call)
+        status, body = carry_out(self._objects, target, call, chosen)
+        response = _json(body, status)
+        for warning in call.warnings:
+            escaped = warning.replace("\\", "\\\\").replace('"', '\\"')
+            response.headers.add("Warning", f'299 - "{escaped}"')
+        return response
+
+    def _information(self, path: str, request: web.Request) -> web.Response | None:
+        """Everything that is not a resource: health, version, discovery, OpenAPI."""
+        registry, parts = self._objects.registry, path.strip("/").split("/")
+        if path in _HEALTH:
+            return web.Response(text="ok")
+        if path == "/version":
+            return _json(discovery.VERSION)
+        if path == "/openapi/v2":
+            info = {"title": "Kubernetes", "version": "v1.33.0"}
+            return _json({"swagger": "2.0", "info": info, "paths": {}, "definitions": {}})
+        if path == "/openapi/v3":
+            return _json(openapi.index(registry))
+        body = None
+        match parts:
+            case ["openapi", "v3", "api", version]:
+                body = openapi.document(registry, "", version)
+            case ["openapi", "v3", "apis", group, version]:
+                body = openapi.document(registry, group, version)
+            case ["api"]:
+                body = discovery.core_versions(request.host)
+            case ["apis"]:
+                body = discovery.groups(registry)
+            case ["api", version]:
+                body = discovery.resources(registry, "", version)
+            case ["apis", group]:
+                body = discovery.group(registry, group)
+            case ["apis", group, version]:
+                body = discovery.resources(registry, group, version)
+            case [""]:
+                return _json(
+                    {
+                        "paths": [
+                            "/api",
+                            "/apis",
+                            "/healthz",
+                            "/openapi/v2",
+                            "/openapi/v3",
+                            "/readyz",
+                            "/version",
+                        ]
+                    }
+                )
+        return _json(body) if body is not None else None
+
+    async def _watch(self, request: web.Request, target: Target, chosen: ResponseView) -> web.StreamResponse:
+        query = request.query
+        try:
+            version = int(query["resourceVersion"]) if query.get("resourceVersion") else None
+            seconds = float(query.get("timeoutSeconds") or 0) or random.uniform(1800, 3600)
+        except ValueError as error:
+            raise errors.bad_request(f"invalid watch parameter: {error}") from error
+        options = WatchOptions(
+            version=version,
+            bookmarks=query.get("allowWatchBookmarks") in ("true", "1"),
+            initial_events=query.get("sendInitialEvents") in ("true", "1"),
+            seconds=seconds,
+        )
+        selects = selection(target, query)
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        lines = stream(self._objects.storage, chosen, target.namespace, selects, options)
+        try:
+            async for line in lines:
+                await response.write(line)
+        except (ConnectionResetError, ConnectionAbortedError):
+            return response  # the client went away; nobody is left to tell
+        finally:
+            await lines.aclose()  # type: ignore[attr-defined]
+        await response.write_eof()
+        return response
+
+
+def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=dump(body), status=status, content_type="application/json", headers=headers)

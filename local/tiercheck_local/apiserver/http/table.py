@@ -1,0 +1,242 @@
+"""Objects as the rows that `kubectl get` prints: pods, nodes and events as usual, custom ones as
+their CRD says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from tiercheck_local.apiserver.errors import Object
+from tiercheck_local.apiserver.resources import Resource
+
+Cell = Callable[[Object], Any]
+Column = tuple[Object, Cell]
+
+
+def table(
+    resource: Resource, objects: list[Object], version: str, include: str, headers: bool = True
+) -> Object:
+    """A meta.k8s.io/v1 Table. `include` is Metadata, Object or None, as the client asked."""
+    columns = _columns(resource)
+    return {
+        "kind": "Table",
+        "apiVersion": "meta.k8s.io/v1",
+        "metadata": {"resourceVersion": version},
+        "columnDefinitions": [definition for definition, _ in columns] if headers else [],
+        "rows": [
+            {"cells": [cell(value) for _, cell in columns], **_included(value, include)} for value in objects
+        ],
+    }  # fmt: skip
+
+
+def _included(value: Object, include: str) -> Object:
+    if include == "None":
+        return {}
+    if include == "Object":
+        return {"object": value}
+    partial = {"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": value["metadata"]}
+    return {"object": partial}
+
+
+def _column(name: str, cell: Cell, kind: str = "string", wide: bool = False) -> Column:
+    definition = {"name": name, "type": kind, "format": "", "description": name, "priority": 1 if wide else 0}
+    return definition, cell
+
+
+def _at(*path: str, default: Any = "<none>") -> Cell:
+    def cell(value: Object) -> Any:
+        found: Any = value
+        for step in path:
+            found = found.get(step) if isinstance(found, dict) else None
+        return default if found in (None, "") else found
+
+    return cell
+
+
+def age_of(timestamp: str | None, unset: str = "<unknown>") -> str:
+    """Time since then as kubectl writes it: 5s, 2m3s, 3h, 4d."""
+    if not timestamp:
+        return unset
+    seconds = int((datetime.now(UTC) - datetime.fromisoformat(timestamp)).total_seconds())
+    if seconds < 120:
+        return f"{max(seconds, 0)}s"
+    minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
+    if minutes < 10:
+        return f"{minutes}m{seconds % 60}s" if seconds % 60 else f"{minutes}m"
+    if minutes < 180:
+        return f"{minutes}m"
+    if hours < 8:
+        return f"{hours}h{minutes % 60}m" if minutes % 60 else f"{hours}h"
+    if hours < 48:
+        return f"{hours}h"
+    if days < 8:
+        return f"{days}d{hours % 24}h" if hours % 24 else f"{days}d"
+    return f"{days}d"
+
+
+_NAME = (
+    {"name": "Name", "type": "string", "format": "name", "description": "Name", "priority": 0},
+    _at("metadata", "name"),
+)
+_AGE = _column("Age", lambda value: age_of(value["metadata"].get("creationTimestamp")))
+
+
+def _ready(pod: Object) -> str:
+    statuses = [*pod.get("status", {}).get("containerStatuses", []), *_running_sidecars(pod)]
+    wanted = len(pod["spec"].get("containers", [])) + len(_sidecar_names(pod))
+    return f"{sum(bool(status.get('ready')) for status in statuses)}/{wanted}"
+
+
+def _sidecar_names(pod: Object) -> set[str]:
+    return {c["name"] for c in pod["spec"].get("initContainers") or [] if c.get("restartPolicy") == "Always"}
+
+
+def _running_sidecars(pod: Object) -> list[Object]:
+    names = _sidecar_names(pod)
+    return [s for s in pod.get("status", {}).get("initContainerStatuses", []) if s["name"] in names]
+
+
+def _pod_status(pod: Object) -> str:
+    if pod["metadata"].get("deletionTimestamp"):
+        return "Terminating"
+    status = pod.get("status", {})
+    for container in status.get("containerStatuses", []):
+        state = container.get("state", {})
+        reason = {**state.get("terminated", {}), **state.get("waiting", {})}.get("reason")
+        if reason:
+            return str(reason)
+    return str(status.get("reason") or status.get("phase") or "Unknown")
+
+
+def _restarts(pod: Object) -> str:
+    statuses = [*pod.get("status", {}).get("containerStatuses", []), *_running_sidecars(pod)]
+    return str(sum(status.get("restartCount", 0) for status in statuses))
+
+
+def _node_status(node: Object) -> str:
+    ready = [c["status"] for c in node.get("status", {}).get("conditions", []) if c["type"] == "Ready"]
+    words = ["Unknown" if not ready else "Ready" if ready[0] == "True" else "NotReady"]
+    if node.get("spec", {}).get("unschedulable"):
+        words.append("SchedulingDisabled")
+    return ",".join(words)
+
+
+def _node_roles(node: Object) -> str:
+    prefix = "node-role.kubernetes.io/"
+    labels = node["metadata"].get("labels") or {}
+    return ",".join(sorted(k.removeprefix(prefix) for k in labels if k.startswith(prefix))) or "<none>"
+
+
+def _node_address(node: Object) -> str:
+    addresses = node.get("status", {}).get("addresses", [])
+    return next((a["address"] for a in addresses if a["type"] == "InternalIP"), "<none>")
+
+
+def _event_object(event: Object) -> str:
+    about = event.get("involvedObject") or {}
+    return f"{about.get('kind', '').lower()}/{about.get('name', '')}"
+
+
+def _event_age(event: Object) -> str:
+    last = event.get("lastTimestamp") or (event.get("series") or {}).get("lastObservedTime")
+    return age_of(last or event.get("eventTime") or event["metadata"].get("creationTimestamp"))
+
+
+_TABLES: dict[str, tuple[Column, ...]] = {
+    "/pods": (
+        _NAME,
+        _column("Ready", _ready),
+        _column("Status", _pod_status),
+        _column("Restarts", _restarts),
+        _AGE,
+        _column("IP", _at("status", "podIP"), wide=True),
+        _column("Node", _at("spec", "nodeName"), wide=True),
+    ),
+    "/nodes": (
+        _NAME,
+        _column("Status", _node_status),
+        _column("Roles", _node_roles),
+        _AGE,
+        _column("Version", _at("status", "nodeInfo", "kubeletVersion", default="")),
+        _column("Internal-IP", _node_address, wide=True),
+    ),
+    "/events": (
+        _column("Last Seen", _event_age),
+        _column("Type", _at("type", default="")),
+        _column("Reason", _at("reason", default="")),
+        _column("Object", _event_object),
+        _column("Message", lambda e: str(e.get("message") or "").strip()),
+    ),
+}
+_CREATED_AT = (_NAME, _column("Created At", _at("metadata", "creationTimestamp")))
+
+
+def _columns(resource: Resource) -> tuple[Column, ...]:
+    if resource.custom:
+        return (
+            _NAME,
+            *(map(_custom_column, resource.custom.columns) if resource.custom.columns else (_AGE,)),
+        )
+    return _TABLES.get(resource.collection, _CREATED_AT)
+
+
+def _custom_column(column: Object) -> Column:
+    definition = {
+        "name": column["name"],
+        "type": column["type"],
+        "format": column.get("format", ""),
+        "description": column.get("description", ""),
+        "priority": column.get("priority", 0),
+    }
+
+    def cell(value: Object) -> Any:
+        found = find(value, column["jsonPath"])
+        if not found:
+            return None
+        if column["type"] == "date":
+            return age_of(found[0])
+        if column["type"] == "string":
+            return ",".join(_text(item) for item in found)
+        return found[0]
+
+    return definition, cell
+
+
+def _text(value: Any) -> str:
+    return ("true" if value else "false") if isinstance(value, bool) else str(value)
+
+
+_STEP = re.compile(
+    r"""\.(?P<field>[\w-]+)|\[['"](?P<quoted>[^'"]+)['"]\]|\[(?P<index>-?\d+)\]|(?P<all>\[\*\]|\.\*)"""
+    r"""|\[\?\(@\.(?P<key>[\w.]+)\s*==\s*(?P<value>'[^']*'|"[^"]*"|[\w.]+)\)\]"""
+)
+
+
+def find(value: Any, path: str) -> list[Any]:
+    """All that `path` leads to; empty if it leads nowhere. Raises ValueError on a path outside of the
+    subset."""
+    path = path.strip("{}")
+    found, at = [value], 0
+    while at < len(path):
+        step = _STEP.match(path, at)
+        if not step:
+            raise ValueError(f"unsupported JSONPath: {path}")
+        found = [item for source in found for item in _follow(source, step)]
+        at = step.end()
+    return [item for item in found if item is not None]
+
+
+def _follow(value: Any, step: re.Match[str]) -> list[Any]:
+    name = step["field"] or step["quoted"]
+    if name is not None:
+        return [value[name]] if isinstance(value, dict) and name in value else []
+    if step["index"] is not None:
+        index = int(step["index"])
+        return [value[index]] if isinstance(value, list) and -len(value) <= index < len(value) else []
+    items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    if step["all"]:
+        return items
+    wanted = step["value"].strip("'\"")
+    return [item for item in items if [str(x) for x in find(item, "." + step["key"])] == [wanted]]

@@ -1,0 +1,1 @@
+"""What objects must look like: built-in kinds, CRDs, their schemas and rules."""

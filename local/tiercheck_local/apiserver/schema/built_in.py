@@ -1,0 +1,266 @@
+"""What the server itself adds to built-in objects when they are created, and which of their changes
+it refuses.
+
+Only the part of the real server's defaults and checks that clients of this project can notice.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from typing import Any
+
+from tiercheck_local.apiserver.errors import FieldCause, Object, bad_request
+from tiercheck_local.apiserver.schema.metadata import DNS_LABEL, DNS_LABEL_RULE
+
+_NO_EXECUTE_SECONDS = 300
+
+
+def _pod_defaults(pod: Object) -> None:
+    spec = pod.setdefault("spec", {})
+    spec.setdefault("restartPolicy", "Always")
+    spec.setdefault("terminationGracePeriodSeconds", 30)
+    spec.setdefault("dnsPolicy", "ClusterFirst")
+    spec.setdefault("schedulerName", "default-scheduler")
+    spec.setdefault("securityContext", {})
+    spec.setdefault("enableServiceLinks", True)
+    spec.setdefault("preemptionPolicy", "PreemptLowerPriority")
+    spec.setdefault("priority", 0)
+    if "serviceAccountName" in spec:
+        spec.setdefault("serviceAccount", spec["serviceAccountName"])
+    for container in [*spec.get("initContainers", []), *spec.get("containers", [])]:
+        container.setdefault("resources", {})
+        container.setdefault("terminationMessagePath", "/dev/termination-log")
+        container.setdefault("terminationMessagePolicy", "File")
+        image = container.get("image", "")
+        latest = image.endswith(":latest") or ":" not in image.rpartition("/")[2]
+        container.setdefault("imagePullPolicy", "Always" if latest and "@" not in image else "IfNotPresent")
+        for port in container.get("ports", []):
+            port.setdefault("protocol", "TCP")
+        for variable in container.get("env", []):
+            if "fieldRef" in (source := variable.get("valueFrom") or {}):
+                source["fieldRef"].setdefault("apiVersion", "v1")
+        for probe in ("livenessProbe", "readinessProbe", "startupProbe"):
+            if probe in container:
+                defaults = {
+                    "timeoutSeconds": 1,
+                    "periodSeconds": 10,
+                    "successThreshold": 1,
+                    "failureThreshold": 3,
+                }
+                container[probe] = defaults | container[probe]
+                if "httpGet" in container[probe]:
+                    container[probe]["httpGet"] = {"path": "/", "scheme": "HTTP"} | container[probe][
+                        "httpGet"
+                    ]
+    for volume in spec.get("volumes", []):
+        if set(volume) == {"name"}:
+            volume["emptyDir"] = {}
+        for source in ("secret", "configMap", "projected"):
+            if source in volume:
+                volume[source].setdefault("defaultMode", 420)
+    tolerations = spec.setdefault("tolerations", [])
+    for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
+        if not any(_tolerates_no_execute(t, key) for t in tolerations):
+            tolerations.append(
+                {
+                    "key": key,
+                    "operator": "Exists",
+                    "effect": "NoExecute",
+                    "tolerationSeconds": _NO_EXECUTE_SECONDS,
+                }
+            )
+    pod["status"] = {"phase": "Pending", "qosClass": _quality(spec)}
+
+
+def _tolerates_no_execute(toleration: Object, key: str) -> bool:
+    return bool(toleration.get("key", key) == key and toleration.get("effect", "NoExecute") == "NoExecute")
+
+
+def _quality(spec: Object) -> str:
+    """QoS class: Guaranteed if every container's cpu and memory limits equal its requests."""
+    guaranteed, any_set = True, False
+    for container in [*spec.get("initContainers", []), *spec.get("containers", [])]:
+        limits = container["resources"].get("limits") or {}
+        requests = container["resources"].get("requests") or {}
+        any_set = any_set or bool(limits or requests)
+        guaranteed = guaranteed and all(
+            name in limits and requests.get(name, limits[name]) == limits[name] for name in ("cpu", "memory")
+        )
+    return "Guaranteed" if guaranteed and any_set else "Burstable" if any_set else "BestEffort"
+
+
+def _pod_faults(pod: Object) -> list[FieldCause]:
+    containers = pod["spec"].get("containers") or []
+    faults = [] if containers else [FieldCause("spec.containers", "Required value", "FieldValueRequired")]
+    seen: set[str] = set()
+    for field in ("initContainers", "containers"):
+        for index, container in enumerate(pod["spec"].get(field) or []):
+            at, name = f"spec.{field}[{index}]", container.get("name", "")
+            if not name:
+                faults.append(FieldCause(f"{at}.name", "Required value", "FieldValueRequired"))
+            elif name in seen:
+                faults.append(FieldCause(f"{at}.name", f'Duplicate value: "{name}"', "FieldValueDuplicate"))
+            elif not DNS_LABEL.fullmatch(name):
+                faults.append(FieldCause(f"{at}.name", f'Invalid value: "{name}": {DNS_LABEL_RULE}'))
+            seen.add(name)
+            if not container.get("image"):
+                faults.append(FieldCause(f"{at}.image", "Required value", "FieldValueRequired"))
+    return faults
+
+
+def _node_defaults(node: Object) -> None:
+    spec = node.setdefault("spec", {})
+    node.setdefault("status", {})
+    taint = {"key": "node.kubernetes.io/not-ready", "effect": "NoSchedule"}
+    if taint not in (taints := spec.setdefault("taints", [])):
+        taints.append(taint)  # admission does this, so that nothing lands on a node before it was seen ready
+
+
+def _namespace_defaults(namespace: Object) -> None:
+    namespace.setdefault("spec", {})["finalizers"] = ["kubernetes"]
+    labels = namespace["metadata"].setdefault("labels", {})
+    labels["kubernetes.io/metadata.name"] = namespace["metadata"]["name"]
+    namespace["status"] = {"phase": "Active"}
+
+
+def _service_defaults(service: Object) -> None:
+    spec = service.setdefault("spec", {})
+    spec.setdefault("type", "ClusterIP")
+    spec.setdefault("sessionAffinity", "None")
+    spec.setdefault("internalTrafficPolicy", "Cluster")
+    spec.setdefault("ipFamilies", ["IPv4"])
+    spec.setdefault("ipFamilyPolicy", "SingleStack")
+    for port in spec.get("ports", []):
+        port.setdefault("protocol", "TCP")
+        port.setdefault("targetPort", port["port"])
+    if "clusterIP" in spec:
+        spec.setdefault("clusterIPs", [spec["clusterIP"]])
+    service["status"] = {"loadBalancer": {}}
+
+
+def _secret_defaults(secret: Object) -> None:
+    secret.setdefault("type", "Opaque")
+    written = secret.pop("stringData", None) or {}
+    if written:
+        encoded = {key: base64.b64encode(value.encode()).decode() for key, value in written.items()}
+        secret["data"] = {**(secret.get("data") or {}), **encoded}
+
+
+def _budget_defaults(budget: Object) -> None:
+    budget["status"] = {"disruptionsAllowed": 0, "currentHealthy": 0, "desiredHealthy": 0, "expectedPods": 0}
+
+
+def _event_defaults(event: Object) -> None:
+    for field in ("firstTimestamp", "lastTimestamp", "eventTime"):
+        event.setdefault(field, None)
+    event.setdefault("source", {})
+    event.setdefault("reportingComponent", "")
+    event.setdefault("reportingInstance", "")
+
+
+def _event_faults(event: Object) -> list[FieldCause]:
+    about, own = (event.get("involvedObject") or {}).get("namespace"), event["metadata"]["namespace"]
+    if (about or "default") == own:
+        return []
+    return [
+        FieldCause(
+            "involvedObject.namespace", f'Invalid value: "{about or ""}": does not match event.namespace'
+        )
+    ]
+
+
+def check_types(kind: str, value: Object) -> None:
+    """Refuse maps of strings that hold anything else. Raises ApiError 400."""
+    if kind not in ("ConfigMap", "Secret"):
+        return
+    for field in ("data", "stringData", "binaryData"):
+        for item in (value.get(field) or {}).values():
+            if not isinstance(item, str):
+                why = (
+                    f"json: cannot unmarshal {type(item).__name__} into Go struct field {kind}.{field} of "
+                    "type string"
+                )
+                raise bad_request(f'{kind} in version "v1" cannot be handled as a {kind}: {why}')
+            if kind == "Secret" and field == "data" and not _is_base64(item):
+                raise bad_request(
+                    'Secret in version "v1" cannot be handled as a Secret: illegal base64 data at input byte '
+                    "0"
+                )
+
+
+def _is_base64(text: str) -> bool:
+    try:
+        base64.b64decode(text, validate=True)
+    except ValueError:
+        return False
+    return True
+
+
+_ON_CREATE: dict[str, Callable[[Object], None]] = {
+    "/pods": _pod_defaults,
+    "/nodes": _node_defaults,
+    "/namespaces": _namespace_defaults,
+    "/services": _service_defaults,
+    "/secrets": _secret_defaults,
+    "/events": _event_defaults,
+    "policy/poddisruptionbudgets": _budget_defaults,
+}
+
+
+def prepare_new(collection: str, value: Object) -> list[FieldCause]:
+    """Set in place what the server sets on a new built-in object. Returns what is wrong with it."""
+    if collection in _ON_CREATE:
+        _ON_CREATE[collection](value)
+    if collection == "/pods":
+        return _pod_faults(value)
+    if collection == "/events":
+        return _event_faults(value)
+    return []
+
+
+def prepare_update(collection: str, new: Object, old: Object) -> list[FieldCause]:
+    """The same for a change of the main resource. Returns the changes that are not allowed."""
+    if collection == "/secrets":
+        _secret_defaults(new)
+        if new["type"] != old["type"]:
+            return [FieldCause("type", f'Invalid value: "{new["type"]}": field is immutable')]
+    if collection in ("/secrets", "/configmaps") and old.get("immutable"):
+        return [
+            FieldCause(field, "Forbidden: field is immutable when `immutable` is set", "FieldValueForbidden")
+            for field in ("data", "immutable")
+            if new.get(field) != old.get(field)
+        ]
+    if collection == "/services":
+        old_ip, new_ip = (
+            old["spec"].get("clusterIP"),
+            new["spec"].setdefault("clusterIP", old["spec"].get("clusterIP")),
+        )
+        if new_ip != old_ip:
+            return [FieldCause("spec.clusterIPs[0]", f'Invalid value: ["{new_ip}"]: may not change once set')]
+    if collection == "/pods":
+        return _pod_update_faults(new["spec"], old["spec"])
+    return []
+
+
+def _pod_update_faults(new: Object, old: Object) -> list[FieldCause]:
+    if _frozen(new) != _frozen(old) or not all(
+        t in new.get("tolerations", []) for t in old.get("tolerations", [])
+    ):
+        message = (
+            "Forbidden: pod updates may not change fields other than `spec.containers[*].image`,"
+            "`spec.initContainers[*].image`,`spec.activeDeadlineSeconds`,`spec.tolerations` (only additions "
+            "to existing "
+            "tolerations),`spec.terminationGracePeriodSeconds` (allow it to be set to 1 if it was previously "
+            "negative)"
+        )
+        return [FieldCause("spec", message, "FieldValueForbidden")]
+    return []
+
+
+def _frozen(spec: Object) -> Object:
+    def imageless(containers: list[Any]) -> list[Any]:
+        return [{k: v for k, v in container.items() if k != "image"} for container in containers]
+
+    kept = {k: v for k, v in spec.items() if k not in ("activeDeadlineSeconds", "tolerations")}
+    return kept | {f: imageless(spec.get(f) or []) for f in ("containers", "initContainers")}

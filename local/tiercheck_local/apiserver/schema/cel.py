@@ -1,0 +1,208 @@
+"""The rules of a CRD (`x-kubernetes-validations`), written in CEL and run by celpy.
+
+Evaluating a rule costs about a millisecond, and most writes change a small part of an object, so an answer is
+remembered by rule and by the values it was given.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from celpy import Environment
+from celpy.adapter import json_to_cel
+from celpy.celparser import CELParseError
+from celpy.celtypes import IntType
+from celpy.evaluation import CELEvalError
+
+from tiercheck_local.apiserver.errors import FieldCause, Object
+from tiercheck_local.quantity import parse
+
+_REASONS = {
+    "FieldValueInvalid": "Invalid value: {message}",
+    "FieldValueForbidden": "Forbidden: {message}",
+    "FieldValueRequired": "Required value: {message}",
+    "FieldValueDuplicate": "Duplicate value: {value}",
+}
+_REMEMBERED = 4096
+_lock = threading.Lock()
+_environment = Environment()
+
+
+def _quantity(text: Any) -> IntType:
+    return IntType(int(parse(str(text)) * 1000))
+
+
+def _added(one: Any, other: Any) -> IntType:
+    return IntType(one + other)
+
+
+def _compared(one: Any, other: Any) -> IntType:
+    return IntType((one > other) - (one < other))
+
+
+_QUANTITIES: Any = {"quantity": _quantity, "add": _added, "compareTo": _compared}
+"""The part of the API server's own functions that our rules use; a quantity is a whole number of
+thousandths."""
+
+
+class BadRule(ValueError):
+    """The text is not CEL."""
+
+
+@lru_cache(maxsize=1024)
+def _program(rule: str) -> Any:
+    try:
+        with _lock:  # celpy's parser is shared and keeps state
+            return _environment.program(_environment.compile(rule), functions=_QUANTITIES)
+    except CELParseError as error:
+        raise BadRule(str(error)) from error
+
+
+class Rules:
+    """All rules of one schema, applied to whole objects."""
+
+    def __init__(self, schema: Object) -> None:
+        self._schema = schema
+        self._answers: OrderedDict[tuple[str, str, str], str | None] = OrderedDict()
+        self.any = _uses_rules(schema)
+
+    @staticmethod
+    def check(rule: Object) -> None:
+        """Raises BadRule if the rule or its message cannot be compiled."""
+        _program(rule.get("rule", ""))
+        if rule.get("messageExpression"):
+            _program(rule["messageExpression"])
+
+    def faults(self, value: Object, old: Object | None) -> Iterator[FieldCause]:
+        """One cause per broken rule, from the root down. Transition rules need an old value at the same
+        place."""
+        if self.any:
+            yield from self._walk(value, old, self._schema, "", root=True)
+
+    def _walk(
+        self, value: Any, old: Any, schema: Object, path: str, root: bool = False
+    ) -> Iterator[FieldCause]:
+        if value is None or not _uses_rules(schema):
+            return
+        for rule in schema.get("x-kubernetes-validations", ()):
+            yield from self._apply(rule, _visible(value, root), _visible(old, root), path)
+        if isinstance(value, dict):
+            before = old if isinstance(old, dict) else {}
+            known, others = schema.get("properties", {}), schema.get("additionalProperties")
+            for key, item in value.items():
+                field = known.get(key, others if isinstance(others, dict) else None)
+                if field is not None:
+                    yield from self._walk(item, before.get(key), field, f"{path}.{key}" if path else key)
+        elif isinstance(value, list):
+            matched = _matched(value, old, schema)
+            for index, item in enumerate(value):
+                yield from self._walk(item, matched[index], schema.get("items", {}), f"{path}[{index}]")
+
+    def _apply(self, rule: Object, value: Any, old: Any, path: str) -> Iterator[FieldCause]:
+        text = rule["rule"]
+        value, old = _needed(rule, value), _needed(rule, old)
+        transition = "oldSelf" in text
+        if transition and old is None and not rule.get("optionalOldSelf"):
+            return
+        said = rule.get("messageExpression") or rule.get("message") or ""
+        key = (f"{text}\n{said}", _canonical(value), _canonical(old) if transition else "")
+        if key in self._answers:
+            self._answers.move_to_end(key)
+            problem = self._answers[key]
+        else:
+            problem = self._answers[key] = _problem(rule, value, old if transition else None)
+            if len(self._answers) > _REMEMBERED:
+                self._answers.popitem(last=False)
+        if problem is not None:
+            at = path + rule.get("fieldPath", "") if path else rule.get("fieldPath", "").removeprefix(".")
+            reason = rule.get("reason", "FieldValueInvalid")
+            shown = _REASONS[reason].format(value=_shown(value), message=problem)
+            yield FieldCause(at or "<nil>", shown, reason)
+
+
+def _needed(rule: Object, value: Any) -> Any:
+    """The fields of `value` that the rule can look at; with the others left out, more answers are known
+    already."""
+    if not isinstance(value, dict):
+        return value
+    fields = _fields_read(rule["rule"] + "\n" + rule.get("messageExpression", ""))
+    return value if fields is None else {key: value[key] for key in fields if key in value}
+
+
+@lru_cache(maxsize=1024)
+def _fields_read(text: str) -> tuple[str, ...] | None:
+    """None: it uses `self` as a whole."""
+    words = re.findall(r"\b(?:self|oldSelf)\b(?:\.(\w+)\b(?!\s*\())?", text)
+    return None if "" in words else tuple(sorted(set(words)))
+
+
+def _problem(rule: Object, value: Any, old: Any) -> str | None:
+    """None if the rule holds, else the sentence to show."""
+    known = {"self": json_to_cel(value)}
+    if old is not None:
+        known["oldSelf"] = json_to_cel(old)
+    try:
+        if bool(_program(rule["rule"]).evaluate(known)):
+            return None
+    except CELEvalError as error:
+        return f"rule evaluation failed: {error}"
+    if "messageExpression" in rule:
+        try:
+            return str(_program(rule["messageExpression"]).evaluate(known))
+        except CELEvalError:
+            pass  # the server falls back to the fixed message
+    return rule.get("message") or f"failed rule: {rule['rule']}"
+
+
+def _visible(value: Any, root: bool) -> Any:
+    """Of an object's metadata, rules at the root may see only the names."""
+    if not root or not isinstance(value, dict):
+        return value
+    metadata = value.get("metadata") or {}
+    return {**value, "metadata": {k: metadata[k] for k in ("name", "generateName") if k in metadata}}
+
+
+def _matched(value: list[Any], old: Any, schema: Object) -> list[Any]:
+    """For each item its predecessor. Only the items of a list-map can be recognised again."""
+    keys = schema.get("x-kubernetes-list-map-keys")
+    if schema.get("x-kubernetes-list-type") != "map" or not keys or not isinstance(old, list):
+        return [None] * len(value)
+    known = {tuple(str(item.get(k)) for k in keys): item for item in old}
+    return [known.get(tuple(str(item.get(k)) for k in keys)) for item in value]
+
+
+def _uses_rules(schema: Object) -> bool:
+    # Kept beside the schema by identity: a schema lives as long as its CRD and never changes.
+    found = _KNOWN.get(id(schema))
+    if found is None or found[0] is not schema:
+        inner = [
+            *schema.get("properties", {}).values(),
+            schema.get("items"),
+            schema.get("additionalProperties"),
+        ]
+        used = bool(schema.get("x-kubernetes-validations")) or any(
+            _uses_rules(s) for s in inner if isinstance(s, dict)
+        )
+        found = _KNOWN[id(schema)] = (schema, used)
+    return found[1]
+
+
+_KNOWN: dict[int, tuple[Object, bool]] = {}
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return '"object"'
+    if isinstance(value, list):
+        return '"array"'
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,280 @@
+"""Structural schemas of CRDs: they prune what they do not know, fill in defaults, and say what is
+wrong in words."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+from tiercheck_local.apiserver.errors import FieldCause, Object
+
+_PRESERVE = "x-kubernetes-preserve-unknown-fields"
+_INT_OR_STRING = "x-kubernetes-int-or-string"
+_EMBEDDED = "x-kubernetes-embedded-resource"
+_TYPES: dict[str, tuple[type, ...]] = {
+    "object": (dict,),
+    "array": (list,),
+    "string": (str,),
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+}
+
+
+def prune(value: Any, schema: Object, path: str = "", root: bool = False) -> tuple[Any, list[str]]:
+    """`value` without the fields that the schema does not name, and the paths of those fields.
+
+    At the root, apiVersion, kind and metadata are the server's own and always stay.
+    """
+    unknown: list[str] = []
+    return _prune(value, schema, path, root, unknown), unknown
+
+
+def _prune(value: Any, schema: Object, path: str, root: bool, unknown: list[str]) -> Any:
+    if isinstance(value, list):
+        items = schema.get("items")
+        if items is None:
+            return value
+        return [_prune(item, items, f"{path}[{i}]", False, unknown) for i, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    known, others = schema.get("properties", {}), schema.get("additionalProperties")
+    own = root or schema.get(_EMBEDDED)
+    result = {}
+    for key, item in value.items():
+        at = f"{path}.{key}" if path else key
+        if own and key in ("apiVersion", "kind", "metadata"):
+            result[key] = item
+        elif key in known:
+            result[key] = _prune(item, known[key], at, False, unknown)
+        elif isinstance(others, dict):
+            result[key] = _prune(item, others, at, False, unknown)
+        elif schema.get(_PRESERVE) or others is True:
+            result[key] = item
+        else:
+            unknown.append(at)
+    return result
+
+
+def fill_defaults(value: Any, schema: Object) -> Any:
+    """`value` with defaults where a field is absent, or null but not nullable. Defaults of defaults are
+    filled too."""
+    if isinstance(value, list):
+        return [fill_defaults(item, schema.get("items", {})) for item in value]
+    if not isinstance(value, dict):
+        return value
+    result = dict(value)
+    for key, field in schema.get("properties", {}).items():
+        if key in result and result[key] is None and not field.get("nullable") and "default" in field:
+            del result[key]
+        if key not in result and "default" in field:
+            result[key] = json.loads(json.dumps(field["default"]))
+        if key in result:
+            result[key] = fill_defaults(result[key], field)
+    others = schema.get("additionalProperties")
+    if isinstance(others, dict):
+        known = schema.get("properties", {})
+        result = {k: v if k in known else fill_defaults(v, others) for k, v in result.items()}
+    return result
+
+
+def drop_nulls(value: Any, schema: Object) -> Any:
+    """Nulls in fields that are not nullable count as absent, as the real server has it."""
+    if isinstance(value, list):
+        return [drop_nulls(item, schema.get("items", {})) for item in value]
+    if not isinstance(value, dict):
+        return value
+    known, others = schema.get("properties", {}), schema.get("additionalProperties")
+    others = others if isinstance(others, dict) else {}
+    return {
+        key: drop_nulls(item, known.get(key, others))
+        for key, item in value.items()
+        if item is not None or key not in known or known[key].get("nullable")
+    }
+
+
+def faults(value: Any, schema: Object, path: str = "") -> list[FieldCause]:
+    """Everything that is wrong with `value`, CEL rules aside."""
+    return list(_faults(value, schema, path))
+
+
+def _faults(value: Any, schema: Object, path: str) -> Iterator[FieldCause]:
+    if value is None and schema.get("nullable"):
+        return
+    wrong = _wrong_type(value, schema, path)
+    if wrong:
+        yield wrong
+    if "enum" in schema and value not in schema["enum"]:
+        supported = ", ".join(_shown(choice) for choice in schema["enum"])
+        message = f"Unsupported value: {_shown(value)}: supported values: {supported}"
+        yield FieldCause(path, message, "FieldValueNotSupported")
+    if wrong:
+        return
+    if isinstance(value, str):
+        yield from _string_faults(value, schema, path)
+    elif isinstance(value, bool):
+        pass
+    elif isinstance(value, (int, float)):
+        yield from _number_faults(value, schema, path)
+    elif isinstance(value, list):
+        yield from _list_faults(value, schema, path)
+    elif isinstance(value, dict):
+        yield from _object_faults(value, schema, path)
+    yield from _combined_faults(value, schema, path)
+
+
+def _wrong_type(value: Any, schema: Object, path: str) -> FieldCause | None:
+    if schema.get(_INT_OR_STRING):
+        kind, good = "integer,string", isinstance(value, (int, str)) and not isinstance(value, bool)
+    elif "type" in schema:
+        kind = schema["type"]
+        good = isinstance(value, _TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool))
+        good = good or (kind == "integer" and isinstance(value, float) and value.is_integer())
+    else:
+        return None
+    if good:
+        return None
+    actual = _type_name(value)
+    message = f'Invalid value: "{actual}": {_in_body(path)} must be of type {kind}: "{actual}"'
+    return FieldCause(path or "<nil>", message, "FieldValueTypeInvalid")
+
+
+def _type_name(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    return next(name for name, types in _TYPES.items() if isinstance(value, types))
+
+
+def _string_faults(value: str, schema: Object, path: str) -> Iterator[FieldCause]:
+    if len(value) > schema.get("maxLength", len(value)):
+        limit = schema["maxLength"]
+        yield FieldCause(path, f"Too long: may not be more than {limit} bytes", "FieldValueTooLong")
+    elif len(value) < schema.get("minLength", 0):
+        limit = schema["minLength"]
+        why = f"should be at least {limit} chars long"
+        yield FieldCause(path, f"Invalid value: {_shown(value)}: {_in_body(path)} {why}")
+    elif "pattern" in schema and not _pattern(schema["pattern"]).search(value):
+        why = f"should match '{schema['pattern']}'"
+        yield FieldCause(path, f"Invalid value: {_shown(value)}: {_in_body(path)} {why}")
+    if schema.get("format") == "date-time" and not _is_time(value):
+        why = f"must be of type date-time: {_shown(value)}"
+        yield FieldCause(
+            path, f"Invalid value: {_shown(value)}: {_in_body(path)} {why}", "FieldValueTypeInvalid"
+        )
+
+
+@lru_cache(maxsize=1024)
+def _pattern(text: str) -> re.Pattern[str]:
+    # RE2's \z is Python's \Z, and its $ never matches before a final newline.
+    return re.compile(re.sub(r"(?<!\\)\$$", r"\\Z", text))
+
+
+def _is_time(value: str) -> bool:
+    try:
+        return datetime.fromisoformat(value).tzinfo is not None
+    except ValueError:
+        return False
+
+
+def _number_faults(value: float, schema: Object, path: str) -> Iterator[FieldCause]:
+    def wrong(why: str) -> FieldCause:
+        return FieldCause(path, f"Invalid value: {_shown(value)}: {_in_body(path)} {why}")
+
+    bits = {"int32": 31, "int64": 63}.get(schema.get("format", ""))
+    if bits and not -(2**bits) <= value < 2**bits:
+        yield wrong(f"must be of type {schema['format']}")
+    if "minimum" in schema:
+        low, exclusive = schema["minimum"], schema.get("exclusiveMinimum")
+        if value < low or (exclusive and value == low):
+            yield wrong(f"should be greater than{'' if exclusive else ' or equal to'} {low}")
+    if "maximum" in schema:
+        high, exclusive = schema["maximum"], schema.get("exclusiveMaximum")
+        if value > high or (exclusive and value == high):
+            yield wrong(f"should be less than{'' if exclusive else ' or equal to'} {high}")
+    if schema.get("multipleOf") and value % schema["multipleOf"]:
+        yield wrong(f"should be a multiple of {schema['multipleOf']}")
+
+
+def _list_faults(value: list[Any], schema: Object, path: str) -> Iterator[FieldCause]:
+    if len(value) > schema.get("maxItems", len(value)):
+        limit = schema["maxItems"]
+        yield FieldCause(
+            path, f"Too many: {len(value)}: must have at most {limit} items", "FieldValueTooMany"
+        )
+    if len(value) < schema.get("minItems", 0):
+        limit = schema["minItems"]
+        yield FieldCause(
+            path, f"Invalid value: {len(value)}: {_in_body(path)} should have at least {limit} items"
+        )
+    for index, item in enumerate(value):
+        yield from _faults(item, schema.get("items", {}), f"{path}[{index}]")
+    kind = schema.get("x-kubernetes-list-type")
+    seen: list[Any] = []
+    for index, item in enumerate(value if kind in ("map", "set") else ()):
+        identity = _map_key(item, schema) if kind == "map" else item
+        if identity in seen:
+            yield FieldCause(
+                f"{path}[{index}]", f"Duplicate value: {_shown(identity)}", "FieldValueDuplicate"
+            )
+        seen.append(identity)
+
+
+def _map_key(item: Any, schema: Object) -> Any:
+    keys = schema.get("x-kubernetes-list-map-keys", [])
+    return {key: item[key] for key in keys if key in item} if isinstance(item, dict) else item
+
+
+def _object_faults(value: Object, schema: Object, path: str) -> Iterator[FieldCause]:
+    for key in schema.get("required", ()):
+        if key not in value:
+            yield FieldCause(_join(path, key), "Required value", "FieldValueRequired")
+    if len(value) > schema.get("maxProperties", len(value)):
+        limit = schema["maxProperties"]
+        yield FieldCause(
+            path, f"Too many: {len(value)}: must have at most {limit} items", "FieldValueTooMany"
+        )
+    if len(value) < schema.get("minProperties", 0):
+        limit = schema["minProperties"]
+        why = f"should have at least {limit} properties"
+        yield FieldCause(path, f"Invalid value: {len(value)}: {_in_body(path)} {why}")
+    known, others = schema.get("properties", {}), schema.get("additionalProperties")
+    for key, item in value.items():
+        if key in known:
+            yield from _faults(item, known[key], _join(path, key))
+        elif isinstance(others, dict):
+            yield from _faults(item, others, _join(path, key))
+
+
+def _combined_faults(value: Any, schema: Object, path: str) -> Iterator[FieldCause]:
+    for part in schema.get("allOf", ()):
+        yield from _faults(value, part, path)
+    matching = [not any(_faults(value, part, path)) for part in schema.get("anyOf", ())]
+    if matching and not any(matching):
+        yield FieldCause(
+            path, f'Invalid value: "": {_in_body(path)} must validate at least one schema (anyOf)'
+        )
+    matching = [not any(_faults(value, part, path)) for part in schema.get("oneOf", ())]
+    if matching and sum(matching) != 1:
+        found = "none" if not any(matching) else f"{sum(matching)}"
+        why = f"must validate one and only one schema (oneOf). Found {found} valid"
+        yield FieldCause(path, f'Invalid value: "": {_in_body(path)} {why}')
+    if "not" in schema and not any(_faults(value, schema["not"], path)):
+        yield FieldCause(path, f'Invalid value: "": {_in_body(path)} must not validate the schema (not)')
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _in_body(path: str) -> str:
+    return f"{path} in body" if path else "in body"
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)

@@ -1,0 +1,1 @@
+"""What the API server keeps, and what may be done to it."""

@@ -1,0 +1,296 @@
+"""Control plane, controllers and nodes on one machine, started and stopped together.
+
+Whatever is started carries the cluster's id in its environment and holds the read end of a pipe from this
+process, so that nothing outlives it: `stop` finds stragglers by the id, and if this process dies, the others
+see the pipe end and clean up.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from tiercheck.failpoints import ENV_FAILPOINTS
+from tiercheck_cli.api_server import NODES, PODS, ApiServer, Object
+from tiercheck_local import links, markers
+from tiercheck_local.addresses import Octet, free_ports
+from tiercheck_local.controllers.node_lifecycle import ready_status
+from tiercheck_local.controlplane import ControlPlane, open_control_plane
+from tiercheck_local.node.process import FIRST_BACK_OFF
+from tiercheck_local.nodespec import NodeSpec
+
+T = TypeVar("T")
+
+PATIENCE = 60.0
+
+
+class GaveUp(AssertionError):
+    """What was waited for did not come; the message says what was seen instead."""
+
+
+def wait_for(
+    condition: Callable[[], T | None], deadline: float, what: str, explain: Callable[[], str] = lambda: ""
+) -> T:
+    """The first truthy result of `condition`, asked ten times a second. After `deadline` seconds GaveUp with
+    `explain()`."""
+    end = time.monotonic() + deadline
+    while True:
+        result = condition()
+        if result:
+            return result
+        if time.monotonic() > end:
+            raise GaveUp(f"waited {deadline:.0f} s in vain for {what}; last answer: {result!r}\n{explain()}")
+        time.sleep(0.1)
+
+
+class RunningCluster:
+    """Use as a context manager, or `start` and `stop`, from the main thread.
+
+    `control_plane`: "embedded", "real" or "existing". `image_paths`: folders of this machine that stand for
+    paths inside images. `lease_grace`: seconds after which a silent node is unreachable. `back_off`: for how
+    long a container that ended twice is held back, in seconds. `cuttable`: links may be cut
+    (`Faults.cut_links`), which every Python process in the cluster pays for with a thread. `failpoints`:
+    those of operator and containers may be armed (`Faults.arm`).
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        nodes: Sequence[NodeSpec],
+        control_plane: str = "embedded",
+        *,
+        image_paths: Mapping[str, str] | None = None,
+        lease_grace: float = 2.0,
+        back_off: float = FIRST_BACK_OFF,
+        cuttable: bool = False,
+        failpoints: bool = False,
+    ) -> None:
+        self.directory = directory.absolute()
+        self.nodes = {node.name: node for node in nodes}
+        self.operator: subprocess.Popen[bytes] | None = None
+        """The one that was started last."""
+        self._operators: list[subprocess.Popen[bytes]] = []
+        self.metrics_address = ""
+        """host:port of the operator's metrics, once it was started."""
+        self._kind, self._image_paths, self._lease_grace = control_plane, dict(image_paths or {}), lease_grace
+        self._back_off = back_off
+        self.cuts = self.directory / "cut-links" if cuttable else None
+        """The file that names the links that are cut."""
+        self.failpoints = self.directory / "failpoints" if failpoints else None
+        """Folder of the files that arm failpoints: <pod>.<container>, and one for each replica of the
+        operator."""
+        self._numbers = {node.name: number for number, node in enumerate(nodes, start=1)}
+        self._agents: dict[str, subprocess.Popen[bytes]] = {}
+        self._controllers: subprocess.Popen[bytes] | None = None
+        self._api: ApiServer | None = None
+        self._octet: Octet | None = None
+        self._control_plane: ControlPlane | None = None
+        self.id = ""
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def kubeconfig(self) -> Path:
+        assert self._control_plane is not None, "the cluster is not started"
+        return self._control_plane.kubeconfig
+
+    @property
+    def api(self) -> ApiServer:
+        """Valid between `start` and `stop`."""
+        assert self._api is not None, "the cluster is not started"
+        return self._api
+
+    @property
+    def logs(self) -> Path:
+        """<pod>/<container>.log of every pod; agents', controllers' and operator's logs beside them."""
+        return self.directory / "logs"
+
+    def start(self) -> None:
+        """Returns when every node is Ready. Raises ControlPlaneFailed, GaveUp; nothing is left behind
+        then."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        if self.failpoints is not None:
+            self.failpoints.mkdir(exist_ok=True)
+        self._octet = Octet()
+        self.id = f"{self._octet.value}-{secrets.token_hex(3)}"
+        try:
+            markers.remove_all_at(self._octet.value)
+            self._control_plane = open_control_plane(self._kind, self.directory / "control-plane")
+            self._control_plane.start()
+            self._api = ApiServer.of(self.kubeconfig)
+            if self._control_plane.needs_controllers:
+                self.start_controllers()
+            for name in self.nodes:
+                self.start_agent(name)
+            self.wait_for(self._all_ready, PATIENCE, "all nodes to be Ready")
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """No process and no memory folder of the cluster is left. May be called twice."""
+        if self._octet is None:
+            return
+        started = [*self._operators, self._controllers, *self._agents.values()]
+        for process in started:
+            if process is not None and process.poll() is None:
+                process.terminate()
+        markers.kill(markers.POD, markers.place(self.id, ""))
+        end = time.monotonic() + 2
+        for process in started:
+            if process is not None:
+                try:
+                    process.wait(max(0.0, end - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+        if self._api is not None:
+            self._api.close()
+            self._api = None
+        if self._control_plane is not None:
+            self._control_plane.stop()
+        markers.remove(self.id)
+        self._octet.release()
+        self._octet = None
+
+    # Parts that faults stop and start again.
+
+    def start_controllers(self) -> None:
+        arguments = ["--kubeconfig", str(self.kubeconfig), "--grace", str(self._lease_grace), "--lifeline"]
+        self._controllers = self._start(
+            "controllers", ["-m", "tiercheck_local.controllers", *arguments], lifeline=True
+        )
+
+    def start_agent(self, name: str) -> None:
+        """Start (again) the agent of one node; memory and processes of its earlier life are gone."""
+        node = self.nodes[name]
+        assert self._octet is not None
+        memory, scratch = (folder / name for folder in markers.folders(self.id))
+        arguments = [
+            "--name", name, "--kubeconfig", str(self.kubeconfig), "--directory", str(self.directory),
+            "--address-prefix", f"127.{self._octet.value}.{self._numbers[name]}", "--labels",
+            _pairs(node.labels),
+            "--pods", str(node.pods), "--resources", _pairs(node.resources), "--image-paths",
+            _pairs(self._image_paths),
+            "--back-off", str(self._back_off), "--cluster", self.id, "--memory", str(memory), "--scratch",
+            str(scratch), "--lifeline",
+            *(["--cuts", str(self.cuts)] if self.cuts is not None else []),
+            *(["--failpoints", str(self.failpoints)] if self.failpoints is not None else []),
+        ]  # fmt: skip
+        self._agents[name] = self._start(
+            f"node-{name}", ["-m", "tiercheck_local.node", *arguments], lifeline=True
+        )
+
+    def agent(self, name: str) -> subprocess.Popen[bytes]:
+        return self._agents[name]
+
+    def start_operator(
+        self, env: Mapping[str, str] | None = None, replica: str = "operator"
+    ) -> subprocess.Popen[bytes]:
+        """The real operator process; its log is logs/<replica>.log, its metrics are at `metrics_address`.
+
+        Of several at a time only one may act: give them all the same TIERCHECK_LEASE.
+        """
+        self.metrics_address = f"127.0.0.1:{free_ports(1)[0]}"
+        environment = {
+            "KUBECONFIG": str(self.kubeconfig),
+            "TIERCHECK_METRICS_ADDRESS": self.metrics_address,
+            **(env or {}),
+        }
+        if self.cuts is not None:
+            environment = links.hooked({**os.environ, **environment}, str(self.cuts))
+        if self.failpoints is not None:
+            environment[ENV_FAILPOINTS] = str(self.failpoints / replica)
+        self.operator = self._start(replica, ["-m", "tiercheck_operator"], environment)
+        self._operators.append(self.operator)
+        return self.operator
+
+    def memory_folder(self, node: str, pod_uid: str = "") -> Path:
+        """Where the memory volumes of a node's pods, or of one pod, lie."""
+        folder = markers.folders(self.id)[0] / node
+        return folder / pod_uid[:13] if pod_uid else folder
+
+    def scratch_folder(self, node: str) -> Path:
+        return markers.folders(self.id)[1] / node
+
+    def pods(self, labels: str = "", namespace: str = "default") -> list[Object]:
+        return self.api.list(PODS, namespace, labels)
+
+    def wait_for(self, condition: Callable[[], T | None], deadline: float, what: str) -> T:
+        """The first truthy result of `condition` within `deadline` seconds. Raises GaveUp, which tells how
+        things stand."""
+        return wait_for(condition, deadline, what, self.explain)
+
+    def explain(self) -> str:
+        """Nodes, pods with their reasons, and the ends of the newest logs."""
+        lines = []
+        for node in self.api.list(NODES):
+            lines.append(f"node {node['metadata']['name']}: Ready={ready_status(node)}")
+        for pod in self.api.list(PODS):
+            lines.append(_describe(pod))
+        newest = sorted(self.logs.rglob("*.log"), key=lambda file: file.stat().st_mtime)[-6:]
+        for file in newest:
+            tail = file.read_text(errors="replace").splitlines()[-12:]
+            lines.append(f"--- {file.relative_to(self.logs)}")
+            lines += tail
+        return "\n".join(lines)
+
+    def _all_ready(self) -> bool:
+        mine = [node for node in self.api.list(NODES) if node["metadata"]["name"] in self.nodes]
+        # A new node carries a taint until the life-cycle controller has seen it alive.
+        return len(mine) == len(self.nodes) and all(
+            ready_status(node) == "True" and not node["spec"].get("taints") for node in mine
+        )
+
+    def _start(
+        self, name: str, arguments: list[str], env: Mapping[str, str] | None = None, lifeline: bool = False
+    ) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, **(env or {}), markers.CLUSTER: self.id, "PYTHONUNBUFFERED": "1"}
+        with open(self.logs / f"{name}.log", "ab") as log:
+            return subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=subprocess.PIPE if lifeline else subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for the cluster, which stops its parts in order
+            )
+
+
+def _describe(pod: Object) -> str:
+    status = pod.get("status") or {}
+    parts = [f"pod {pod['metadata']['name']} on {pod['spec'].get('nodeName', '-')}: {status.get('phase')}"]
+    if pod["metadata"].get("deletionTimestamp"):
+        parts.append("(being deleted)")
+    parts += [
+        f"{c['type']}: {c['message']}"
+        for c in status.get("conditions") or []
+        if c["status"] != "True" and c.get("message")
+    ]
+    for entry in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
+        parts.append(f"{entry['name']}={_state(entry['state'])} restarts={entry['restartCount']}")
+    return " ".join(parts)
+
+
+def _state(state: Mapping[str, Any]) -> str:
+    if "terminated" in state:
+        return f"exit {state['terminated']['exitCode']}"
+    return "running" if "running" in state else str(state.get("waiting", {}).get("reason", "?"))
+
+
+def _pairs(values: Mapping[str, str]) -> str:
+    return ",".join(f"{key}={value}" for key, value in values.items())
