@@ -132,20 +132,27 @@ def page(run: Run, pictures: dict[str, str]) -> str:
         ", ".join(f"{name} {version}" for name, version in machine["packages"].items()) + ".",
         "",
         "Ours and the other ran in turn on the same work. Figures are the best of several turns, for everybody, because what else runs only ever adds.",
-        "A row without a promise is for information.",
         "",
         "| figure | ours | limit or peer | ratio | promised | note |",
         "| --- | --- | --- | ---: | --- | --- |",
+        *(
+            _row(*cells(figure)[:4], _promised(figure), figure.note)
+            for figure in run.figures
+            if figure.bound is not None
+        ),
+        "",
+        "Without a promise, for information; notes are in results.json:",
+        "",
+        "| figure | ours | limit or peer | ratio |",
+        "| --- | --- | --- | ---: |",
+        *(_row(*cells(figure)[:4]) for figure in run.figures if figure.bound is None),
     ]
-    for figure in run.figures:
-        row = (figure.name, figure.ours, figure.against, figure.ratio_text, _promised(figure), figure.note)
-        lines.append("| " + " | ".join(_escaped(cell) for cell in row) + " |")
     for name, caption in pictures.items():
         lines += ["", f"![{caption}]({name}.svg)"]
-    lines += ["", "## When", "", "| benchmark | when (UTC) | seconds | load before | commit |"]
-    lines += ["| --- | --- | ---: | ---: | --- |"]
+    lines += ["", "## When", "", "| benchmark | when (UTC) | load before | commit |"]
+    lines += ["| --- | --- | ---: | --- |"]
     lines += [
-        f"| {entry.name} | {entry.when[:16].replace('T', ' ')} | {entry.seconds:.0f} | {entry.load} | {entry.commit} |"
+        f"| {entry.name} | {entry.when[:16].replace('T', ' ')} | {entry.load} | {entry.commit} |"
         for entry in run.entries
     ]
     return "\n".join(lines) + "\n"
@@ -156,5 +163,5 @@ def _promised(figure: Figure) -> str:
     return f"{figure.bound_text} **MISSED**" if figure.reached is False else figure.bound_text
 
 
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+def _row(*texts: str) -> str:
+    return "| " + " | ".join(text.replace("|", "\\|").replace("\n", " ") for text in texts) + " |"
