@@ -21,7 +21,7 @@ arguments = $(foreach one,$(BUILD_ARGS) $(and $(PYTHON_IMAGE),PYTHON_IMAGE=$(PYT
 each_image = @set -e; test -n "$(BUILDER)" || { echo "neither docker nor podman nor buildah works here" >&2; exit 1; }; \
 	for target in $(IMAGES); do name=$(REGISTRY)/tiercheck-$$target:$(TAG); echo "== $$name"; $(1); done
 
-.PHONY: help setup demo test test-extended fuzz simulate simulate-mutations chaos lint types contracts chart bench gpu-acceptance radosgw-test real-cluster-test real-cluster-up real-cluster-down images images-push images-archive images-test clean
+.PHONY: help setup demo test test-extended fuzz simulate simulate-mutations chaos lint types contracts chart bench drawings gpu-acceptance radosgw-test real-cluster-test real-cluster-up real-cluster-down images images-push images-archive images-test clean
 
 help:
 	@echo "make demo       a job on a laptop cluster, hit by every size of failure (about 3 minutes)"
@@ -41,6 +41,7 @@ help:
 	@echo "make radosgw-test  the remote tier against Debian's radosgw (needs root to install it)"
 	@echo "make real-cluster-test  every failure on a cluster of real kubelets (needs root and KUBE_BIN; about an hour)"
 	@echo "make bench      every benchmark, beside limits and peers, into docs/benchmarks (about 20 minutes); BENCH_FLAGS=--quick tries it"
+	@echo "make drawings   the pictures of docs/understand/how-it-works.md"
 	@echo "make gpu-acceptance  what is promised about GPUs, on one GPU, with PYTHON's own torch (under 10 minutes); GPU_FLAGS=\"--cpu --quick\" tries it"
 
 setup: $(READY)
@@ -93,6 +94,10 @@ contracts: $(READY)
 chart: $(READY)
 	$(BIN)/python charts/generate.py
 	UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/chart/test_chart_rendering.py
+
+# The pictures of docs/understand.
+drawings: $(READY)
+	$(BIN)/python docs/images/journeys.py
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(BENCH_FLAGS)
