@@ -4,8 +4,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEMO_READY := $(VENV)/.ready-demo
 # Tests start hundreds of processes; without this each would compile our sources anew where the variable is set.
 unexport PYTHONDONTWRITEBYTECODE
+export TORCH_INDEX
 # Files of tests run beside each other, as most of them wait a lot; PYTEST_FLAGS="-n 0" runs one after the other.
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
 
@@ -21,7 +23,7 @@ arguments = $(foreach one,$(BUILD_ARGS) $(and $(PYTHON_IMAGE),PYTHON_IMAGE=$(PYT
 each_image = @set -e; test -n "$(BUILDER)" || { echo "neither docker nor podman nor buildah works here" >&2; exit 1; }; \
 	for target in $(IMAGES); do name=$(REGISTRY)/tiercheck-$$target:$(TAG); echo "== $$name"; $(1); done
 
-.PHONY: help setup demo test test-extended fuzz simulate simulate-mutations chaos lint types contracts chart bench drawings gpu-acceptance radosgw-test real-cluster-test real-cluster-up real-cluster-down images images-push images-archive images-test clean
+.PHONY: help setup demo test test-extended fuzz simulate simulate-mutations chaos lint types contracts chart bench gpu-acceptance radosgw-test real-cluster-test real-cluster-up real-cluster-down images images-push images-archive images-test clean
 
 help:
 	@echo "make demo       a job on a laptop cluster, hit by every size of failure (about 3 minutes)"
@@ -41,19 +43,21 @@ help:
 	@echo "make radosgw-test  the remote tier against Debian's radosgw (needs root to install it)"
 	@echo "make real-cluster-test  every failure on a cluster of real kubelets (needs root and KUBE_BIN; about an hour)"
 	@echo "make bench      every benchmark, beside limits and peers, into docs/benchmarks (about 20 minutes); BENCH_FLAGS=--quick tries it"
-	@echo "make drawings   the pictures of docs/understand/how-it-works.md"
 	@echo "make gpu-acceptance  what is promised about GPUs, on one GPU, with PYTHON's own torch (under 10 minutes); GPU_FLAGS=\"--cpu --quick\" tries it"
 
 setup: $(READY)
 
-# Everything is pinned by constraints.txt, torch included: an unpinned torch may bring gigabytes of CUDA libraries.
+# Everything is pinned by constraints.txt. An unpinned torch may bring gigabytes of CUDA libraries, and on some
+# machines the pinned one does: TORCH_INDEX=<URL of an index that has torch for CPUs> keeps them away.
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "TierCheck needs Python 3.11 or newer; set PYTHON=")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $(READY)
+	$(PYTHON) tools/set_up.py $(VENV) dev
+	touch $(READY) $(DEMO_READY)
 
-demo: $(READY)
+$(DEMO_READY): pyproject.toml constraints.txt
+	$(PYTHON) tools/set_up.py $(VENV) demo
+	touch $(DEMO_READY)
+
+demo: $(DEMO_READY)
 	$(BIN)/python -m tiercheck_local.demo $(DEMO_FLAGS)
 
 test: $(READY)
@@ -94,10 +98,6 @@ contracts: $(READY)
 chart: $(READY)
 	$(BIN)/python charts/generate.py
 	UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/chart/test_chart_rendering.py
-
-# The pictures of docs/understand.
-drawings: $(READY)
-	$(BIN)/python docs/images/journeys.py
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(BENCH_FLAGS)

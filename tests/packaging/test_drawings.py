@@ -1,4 +1,4 @@
-"""The drawings in docs/images are what their script draws: `make drawings`."""
+"""The drawings in docs/images are what their script draws: python docs/images/journeys.py"""
 
 from __future__ import annotations
 
