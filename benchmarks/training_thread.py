@@ -150,7 +150,7 @@ class _Clock:
 
 def figures(found: dict[str, Any]) -> list[Figure]:
     few, many = found[str(FEW)], found[str(MANY)]
-    about = "medians; FSDP2, one rank, AdamW; counters alone {}"
+    about = "FSDP2, AdamW; counters alone {}"
     rows = [
         Figure(f"Python in the training thread, {FEW} sharded parameters, per {what}", seconds_text(few[what]),
                f"promised {seconds_text(promised)}", few[what] / promised, 1.0, note=about.format(seconds_text(few["readings"])))
