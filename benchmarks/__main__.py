@@ -2,6 +2,7 @@
 
 python -m benchmarks                     everything, into docs/benchmarks
 python -m benchmarks --only blocked      this one again; the rest of the table stays as it was
+python -m benchmarks --table             runs nothing: page and plots anew from results.json
 python -m benchmarks --quick             small sizes, only to see that it works; nothing is published
 """
 
@@ -53,25 +54,31 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="small sizes; nothing is published")
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS))
     parser.add_argument("--out", type=Path, help="folder for the table, the numbers and the plots")
-    parser.add_argument("--table", action="store_true", help="run nothing, only write what was found before")
+    parser.add_argument("--table", action="store_true", help="run nothing: write page and plots anew from results.json")
     parser.add_argument("--one", choices=BENCHMARKS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended, and memory given back
     scale = QUICK if arguments.quick else FULL
     if arguments.one:
         return _one(arguments.one, scale)
-    chosen = [] if arguments.table else arguments.only or list(BENCHMARKS)
+    out = arguments.out or (CACHE / "quick" if arguments.quick else ROOT / "docs" / "benchmarks")
+    if arguments.table:
+        return _render(Run.read(out), out)
     failed = False
+    chosen = arguments.only or list(BENCHMARKS)
     for number, name in enumerate(chosen, 1):
         print(f"[{number}/{len(chosen)}] {name}: {BENCHMARKS[name]}", file=sys.stderr, flush=True)
         failed |= not _run(name, arguments.quick)
     entries = [entry for name in BENCHMARKS if (entry := Entry.read(_file(name, arguments.quick)))]
-    found = Run(describe(), _command(arguments.quick), entries)
+    _render(Run(describe(), _command(arguments.quick), entries), out)
+    return int(failed)
+
+
+def _render(found: Run, out: Path) -> int:
     print_table(found)
-    out = arguments.out or (CACHE / "quick" if arguments.quick else ROOT / "docs" / "benchmarks")
     publish(found, out)
     print(f"written to {out}", file=sys.stderr)
-    return int(failed)
+    return 0
 
 
 def _command(quick: bool) -> str:

@@ -163,7 +163,7 @@ def figures(found: dict[str, dict[str, list[dict[str, Any]]]], problems: dict[st
                 against,
                 blocked / copy,
                 bound,
-                note=f"best of the saves (median {seconds_text(usual)}); a step without a snapshot takes {seconds_text(step)}",
+                note=f"median {seconds_text(usual)}; a step without a snapshot takes {seconds_text(step)}",
             )
         )
         rows.append(
@@ -172,7 +172,7 @@ def figures(found: dict[str, dict[str, list[dict[str, Any]]]], problems: dict[st
                 seconds_text(longer),
                 against,
                 longer / copy,
-                note="median; with what the copy takes from the cores and the memory that the step computes on, and all noise",
+                note="median; with what the copy takes from the step, and all noise",
             )
         )
     ours = of(TIERCHECK)
@@ -192,7 +192,7 @@ def figures(found: dict[str, dict[str, list[dict[str, Any]]]], problems: dict[st
                 other / mine,
                 bound,
                 Sense.AT_LEAST,
-                note=f"best of the saves; medians {seconds_text(my_usual)} and {seconds_text(usual)}",
+                note=f"medians {seconds_text(my_usual)} and {seconds_text(usual)}",
             )
         )
     return rows

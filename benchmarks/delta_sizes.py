@@ -54,14 +54,14 @@ CASES = (
         lambda width: Gpt(width, 4).bfloat16(),
         lambda model: MasterAdamW(model.parameters()),
         1 / 6,
-        "bf16 parameters with fp32 master weights and moments: 2 of 14 bytes a parameter",
+        "fp32 master weights and moments: 2 of 14 bytes a parameter",
     ),
     Case(
         "delta bytes / snapshot bytes, LoRA",
         lambda width: Gpt(width, 4, adapters=2),
         adamw,
         1 / 100,
-        "rank 2 beside every linear layer of a frozen fp32 model",
+        "rank 2 beside every linear layer",
     ),
     Case(
         "delta bytes / snapshot bytes, fp32 gradients and fp32 state",

@@ -129,7 +129,7 @@ def figures(found: dict[str, Any], kept: Turn) -> list[Figure]:
     step, with_us, blocked = (_best_block(found[key], found["block"]) for key in ("plain", "kept", "blocked"))
     medians = " and ".join(seconds_text(statistics.median(found[key])) for key in ("plain", "kept"))
     about = (
-        f"best of the blocks of {found['block']} steps; {bytes_text(4 * kept.parameters)} of fp32 gradients; {found['deltas']} deltas and {found['snapshots']} snapshots in "
+        f"{bytes_text(4 * kept.parameters)} of gradients; {found['deltas']} deltas, {found['snapshots']} snapshots in "
         f"{found['steps']} steps, {found['deltas_skipped']} deltas skipped"
     )
     return [
@@ -139,7 +139,7 @@ def figures(found: dict[str, Any], kept: Turn) -> list[Figure]:
             seconds_text(with_us - step),
             f"step {seconds_text(step)}",
             (with_us - step) / step,
-            note=f"best blocks of steps without and with, in turn (medians {medians}); with what the copies take from the core that computes",
+            note=f"medians {medians}; with what the copies take from the step",
             unit="%",
         ),
     ]

@@ -76,8 +76,8 @@ def figures(found: dict[str, Any]) -> list[Figure]:
         return [Figure(OVERHEAD, bound=0.02, unit="%", note=found["no_deltas"] or "no deltas were kept")]
     bare, ours, blocked = (min(found[key]) for key in ("plain", "kept", "blocked"))
     about = (
-        f"median of {len(found['plain'])} pairs of blocks of {found['block']} steps, snapshots among them; {found['deltas']} deltas and "
-        f"{found['snapshots']} snapshots in {found['steps']} steps, {found['deltas_skipped']} deltas skipped"
+        f"median of {len(found['plain'])} pairs; {found['deltas']} deltas, {found['snapshots']} snapshots in "
+        f"{found['steps']} steps, {found['deltas_skipped']} deltas skipped"
     )
     ratio = longer(found["plain"], found["kept"])
     step = f"step {seconds_text(bare)}"
@@ -88,7 +88,7 @@ def figures(found: dict[str, Any]) -> list[Figure]:
             seconds_text(blocked),
             step,
             blocked / bare,
-            note="mean over the best block: in Checkpointer.step and in the optimizer's hooks",
+            note="mean over the best block: in step() and in hooks",
             unit="%",
         ),
     ]

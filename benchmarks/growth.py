@@ -31,12 +31,10 @@ def run(scale: Scale) -> Outcome:
         # Beside the slots: the state, its gradients, and what a part of it is copied into.
         slots = next((count for count in (3, 2) if (1.34 + count) * size + GIB + _SPARE <= available()), 0)
         if slots == 0:
-            skipped.append(f"{bytes_text(size)} not run: only {bytes_text(available())} of memory are free")
+            skipped.append(f"{bytes_text(size)} not run")
             continue
         if slots == 2:
-            skipped.append(
-                f"{bytes_text(size)} with two slots, because only {bytes_text(available())} of memory are free"
-            )
+            skipped.append(f"{bytes_text(size)} with two slots")
         print(f"  state of {bytes_text(size)}", file=sys.stderr, flush=True)
         states.append(_of_state(size, scale, slots))
     share = 8 * MIB if scale.quick else 64 * MIB
@@ -48,10 +46,10 @@ def run(scale: Scale) -> Outcome:
 def figures(data: dict[str, Any]) -> list[Figure]:
     """Rows; the slope of a plain copy in the same processes is told beside ours, for it shows what the machine did meanwhile."""
     states, workers = data["states"], data["workers"]
-    about = ["worst case: the step is shorter than the copy", *data["skipped"]]
+    about = list(data["skipped"])
     if len(states) > 1:
         plain = slope([(point["bytes"], point["copy"]) for point in states])
-        about.insert(1, f"the slope of a plain copy in the same processes is {plain:.3g}")
+        about.insert(0, f"a plain copy: {plain:.3g}")
     return [
         _slope_row(
             "growth of the time blocked with the state", states, ("bytes", "blocked"), bytes_text, "; ".join(about)
@@ -61,8 +59,7 @@ def figures(data: dict[str, Any]) -> list[Figure]:
             workers,
             ("workers", "seconds"),
             lambda count: f"{count:.0f} workers",
-            f"{bytes_text(data['share'])} per worker, all on this machine; "
-            f"{rate_text(workers[-1]['rate'])} altogether at the last",
+            f"{bytes_text(data['share'])} per worker; {rate_text(workers[-1]['rate'])} altogether at the last",
         ),
         _budget_row("memory used, of the computed budget, by state", states, "bytes", bytes_text),
         _budget_row(

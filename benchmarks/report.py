@@ -37,8 +37,11 @@ class Entry:
         if not file.exists():
             return None
         plain = json.loads(file.read_text())
-        if "name" not in plain:
-            return None
+        return Entry.of(plain) if "name" in plain else None
+
+    @staticmethod
+    def of(plain: dict[str, Any]) -> Entry:
+        """Inverse of `plain`."""
         return Entry(**{**plain, "figures": [Figure.read(each) for each in plain["figures"]]})
 
     def plain(self) -> dict[str, Any]:
@@ -53,6 +56,12 @@ class Run:
     machine: dict[str, Any]
     command: str
     entries: list[Entry]
+
+    @staticmethod
+    def read(folder: Path) -> Run:
+        """What `publish` wrote there."""
+        plain = json.loads((folder / "results.json").read_text())
+        return Run(plain["machine"], plain["command"], [Entry.of(each) for each in plain["benchmarks"]])
 
     @property
     def figures(self) -> list[Figure]:
@@ -119,42 +128,40 @@ def page(run: Run, pictures: dict[str, str]) -> str:
         f"Written by `{run.command}`. {summary(run)}",
         "",
         f"Machine: {machine['processor']}, {machine['cores']} cores, {bytes_text(machine['memory_bytes'])} of memory, "
-        f"GPU: {machine['gpu']}, {machine['system']}, Python {machine['python']}; "
-        + ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
-        + ".",
+        f"GPU: {machine['gpu']}, {machine['system']}, Python {machine['python']};",
+        ", ".join(f"{name} {version}" for name, version in machine["packages"].items()) + ".",
         "",
-        "Each ratio was taken in one run on the same work, ours and the other in turn; figures are the best of several turns, for everybody, because what else runs on a machine only ever adds. "
-        "Its load before each benchmark is below. Rows without a promise are for information.",
+        "Ours and the other ran in turn on the same work. Figures are the best of several turns, for everybody, because what else runs only ever adds.",
         "",
+        "| figure | ours | limit or peer | ratio | promised | note |",
+        "| --- | --- | --- | ---: | --- | --- |",
+        *(
+            _row(*cells(figure)[:4], _promised(figure), figure.note)
+            for figure in run.figures
+            if figure.bound is not None
+        ),
+        "",
+        "Without a promise, for information; notes are in results.json:",
+        "",
+        "| figure | ours | limit or peer | ratio |",
+        "| --- | --- | --- | ---: |",
+        *(_row(*cells(figure)[:4]) for figure in run.figures if figure.bound is None),
     ]
-    lines += ["| " + " | ".join(COLUMNS) + " | note |", "| --- | --- | --- | ---: | ---: | --- | --- |"]
-    for figure in run.figures:
-        row = list(cells(figure))
-        if figure.reached is False:
-            row[5] = "**MISSED**"
-        lines.append("| " + " | ".join(_escaped(cell) for cell in (*row, figure.note)) + " |")
-    if run.missed:
-        lines += ["", "## Missed", ""]
-        lines += [
-            f"- {figure.name}: {figure.ratio_text}, promised {figure.bound_text}."
-            + (f" {figure.note}." if figure.note else "")
-            for figure in run.missed
-        ]
     for name, caption in pictures.items():
-        lines += ["", f"![{caption}]({name}.svg)", "", caption]
+        lines += ["", f"![{caption}]({name}.svg)"]
+    lines += ["", "## When", "", "| benchmark | when (UTC) | load before | commit |"]
+    lines += ["| --- | --- | ---: | --- |"]
     lines += [
-        "",
-        "## When",
-        "",
-        "| benchmark | when (UTC) | took | load before | commit |",
-        "| --- | --- | ---: | ---: | --- |",
-    ]
-    lines += [
-        f"| {entry.name}: {entry.title} | {entry.when[:16].replace('T', ' ')} | {entry.seconds:.0f} s | {entry.load} | {entry.commit} |"
+        f"| {entry.name} | {entry.when[:16].replace('T', ' ')} | {entry.load} | {entry.commit} |"
         for entry in run.entries
     ]
     return "\n".join(lines) + "\n"
 
 
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+def _promised(figure: Figure) -> str:
+    """The bound, and whether it was kept where it was not."""
+    return f"{figure.bound_text} **MISSED**" if figure.reached is False else figure.bound_text
+
+
+def _row(*texts: str) -> str:
+    return "| " + " | ".join(text.replace("|", "\\|").replace("\n", " ") for text in texts) + " |"

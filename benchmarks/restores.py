@@ -131,15 +131,15 @@ def _local_row(local: dict[str, list[float]], size: int) -> Figure:
         f"copy of {bytes_text(size)}: {seconds_text(copy)}",
         (verify + load) / copy,
         1.3,
-        note=f"best of {len(local['copy'])}: the sidecar verifies in {seconds_text(verify)}, the trainer loads in {seconds_text(load)}; "
-        f"median of both together {seconds_text(usual)}, of the copy {seconds_text(statistics.median(local['copy']))}",
+        note=f"verified in {seconds_text(verify)}, loaded in {seconds_text(load)}; "
+        f"medians {seconds_text(usual)} and {seconds_text(statistics.median(local['copy']))}",
     )
 
 
 def _peer_rows(peer: dict[str, list[float]], theirs: list[dict[str, Any]], problem: str, size: int) -> list[Figure]:
     fetch, load = min(peer["fetch"]), min(peer["load"])
     usual = statistics.median(map(sum, zip(peer["fetch"], peer["load"], strict=True)))
-    parts = f"{rate_text(size / fetch)} into the new pod, loaded in {seconds_text(load)}"
+    parts = f"{rate_text(size / fetch)}, loaded in {seconds_text(load)}"
     if not theirs:
         return [Figure(PEER, seconds_text(fetch + load), bound=2.0, sense=Sense.AT_LEAST, note=problem or "no result")]
     by_chunks = {key: min(each[key] for each in theirs) for key in theirs[0]}
@@ -152,6 +152,6 @@ def _peer_rows(peer: dict[str, list[float]], theirs: list[dict[str, Any]], probl
             by_chunks[best] / (fetch + load),
             2.0,
             Sense.AT_LEAST,
-            note=f"{bytes_text(size)}; best of {len(theirs)} (median {seconds_text(usual)}); {parts}; torchft verifies nothing",
+            note=f"median {seconds_text(usual)}; {parts}; torchft verifies nothing",
         )
     ]

@@ -40,7 +40,7 @@ def run(scale: Scale) -> Outcome:
         bytes_text(scratch["peak"]),
         resumed["peak"] / scratch["peak"],
         MOST,
-        note=f"resident, of a training process with {bytes_text(scratch['state'])} of state, slots that it has written included",
+        note=f"resident, with {bytes_text(scratch['state'])} of state and its slots",
     )
     return Outcome([row], {"scratch": scratch, "resumed": resumed})
 

@@ -150,18 +150,15 @@ class _Clock:
 
 def figures(found: dict[str, Any]) -> list[Figure]:
     few, many = found[str(FEW)], found[str(MANY)]
-    about = (
-        "thread's own time, medians; FSDP2, one rank, AdamW (foreach), a delta at every step. To read torch's counters of all tensors "
-        f"three times, and nothing else, takes {seconds_text(few['readings'])} here, with {MANY} {seconds_text(many['readings'])}"
-    )
+    about = "FSDP2, AdamW; counters alone {}"
     rows = [
         Figure(f"Python in the training thread, {FEW} sharded parameters, per {what}", seconds_text(few[what]),
-               f"promised {seconds_text(promised)}", few[what] / promised, 1.0, note=about)
+               f"promised {seconds_text(promised)}", few[what] / promised, 1.0, note=about.format(seconds_text(few["readings"])))
         for what, promised in (("update", UPDATE), ("snapshot", SNAPSHOT))
     ]  # fmt: skip
     rows += [
         Figure(f"the same with {MANY}, per {what}", seconds_text(many[what]), seconds_text(few[what]),
-               many[what] / few[what], GROWTH, note=about)
+               many[what] / few[what], GROWTH, note=about.format(seconds_text(many["readings"])))
         for what in ("update", "snapshot")
     ]  # fmt: skip
     return rows

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.injections import POINTS, drawn
+from tests.chaos.campaign import Outcome
+from tests.chaos.injections import FAULTS, POINTS, Injection, drawn
+from tests.chaos.report import place, table
 from tiercheck.failpoints import ACTIONS, ENV_FAILPOINTS, STRUCK, Arming, Failpoints, Struck
 
 ROOT = Path(__file__).parents[2]
@@ -160,3 +162,10 @@ def test_same_seed_draws_the_same_strikes() -> None:
         return [str(drawn(number, rng, 3)) for number in range(50)]
 
     assert draw(7) == draw(7) != draw(8)
+
+
+@pytest.mark.parametrize("name", [*POINTS, *FAULTS])
+def test_whatever_strikes_has_a_row_in_the_report(name: str) -> None:
+    strike = Outcome(Injection(1, name, "", worker=0, skip=0), struck=True, pause=1.5, healed=2.5)
+    *_, row = table([strike])
+    assert row == f"| {place(strike.injection)} | 1 | 1.5 | 0 | 0 | 2.5 |"
