@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-_ITEM = re.compile(r"^- `(\w+)`: (.+?)\s\*\*Do:\*\*\s(.+?)(?=\n- |\n\n|\Z)", re.MULTILINE | re.DOTALL)
+_ITEM = re.compile(r"^- `(\w+)`: (.+?)(?:\s\*\*Do:\*\*\s(.+?))?(?=\n- |\n\n|\Z)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 _QUIET = ("Nothing", "As you wish", "Normal", "See ", "Read ")
 _PATIENCE = "Nothing for a minute."
@@ -44,7 +44,7 @@ def _entries() -> dict[str, Entry]:
     conditions = _text().partition("\n## Events\n")[0]
     found: dict[str, Entry] = {}
     for item in _ITEM.finditer(conditions):
-        found.setdefault(item[1], Entry(_plain(item[2]), _plain(item[3])))
+        found.setdefault(item[1], Entry(_plain(item[2]), _plain(item[3] or "Nothing.")))
     return found
 
 

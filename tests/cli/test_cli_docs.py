@@ -40,7 +40,7 @@ def test_events_on_screens_of_several_widths(width: int) -> None:
 def test_the_page_shows_what_the_commands_print(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     page = PAGE.read_text()
-    assert len(BLOCK.findall(page)) >= 2
+    assert len(BLOCK.findall(page)) >= 1
     told = BLOCK.sub(_filled, page)
     if os.environ.get("UPDATE_GOLDEN"):
         PAGE.write_text(told)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tiercheck_cli import guide
 from tiercheck_operator.controller import conditions
 from tiercheck_sidecar.remote.errors import Reason
 
@@ -37,9 +38,9 @@ OF_SIDECARS = {f"Remote{reason.value}" for reason in Reason} | set(
     )
 )
 EXPLAINED = {
-    item.group(1): (item.group(2).strip(), item.group(3).strip())
+    item.group(1): (item.group(2).strip(), (item.group(3) or "Nothing.").strip())
     for item in re.finditer(
-        r"^- `(\w+)`: (.+?)\s\*\*Do:\*\*\s(.+?)(?=\n- |\n\n|\Z)", CONDITIONS, re.MULTILINE | re.DOTALL
+        r"^- `(\w+)`: (.+?)(?:\s\*\*Do:\*\*\s(.+?))?(?=\n- |\n\n|\Z)", CONDITIONS, re.MULTILINE | re.DOTALL
     )
 }
 
@@ -50,6 +51,7 @@ def test_every_reason_is_explained_with_what_to_do(reason: str) -> None:
     meaning, advice = EXPLAINED[reason]
     assert meaning.endswith(".")
     assert advice.endswith(".")
+    assert guide.entry(reason) is not None
 
 
 def test_nothing_is_explained_that_cannot_happen() -> None:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 GLOSSARY = DOCS / "understand" / "glossary.md"
 SHELVES = ("start", "use", "operate", "understand")
-MOST_WORDS = 15_000
+MOST_WORDS = 15_500
 MOST_TERMS = 40
 REPLACED = ("pulse", "laggard", "homeless", "shunned", "overtaken")
 """Words of our own, in whose place the glossary has the field's."""
@@ -78,7 +78,7 @@ def test_lines_are_short(page: Path) -> None:
 
 
 def test_user_pages_are_few_words() -> None:
-    words = {page: sum(bool(re.search(r"\w", word)) for word in page.read_text().split()) for page in USER_PAGES}
+    words = {str(page.relative_to(DOCS)): len(page.read_text().split()) for page in USER_PAGES}
     assert sum(words.values()) <= MOST_WORDS, words
 
 
