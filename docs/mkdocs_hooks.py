@@ -1,4 +1,4 @@
-"""What MkDocs does not do by itself for our site: whole folders in the navigation, and links that leave docs/."""
+"""Hooks of our site: whole folders in the navigation, and links that leave docs/."""
 
 from __future__ import annotations
 

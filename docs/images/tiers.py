@@ -45,15 +45,17 @@ def box(left: float, tier: tuple[str, str, tuple[str, ...], str, str]) -> list[s
 def arrow(left: float) -> list[str]:
     """From where a restore looks first to where it looks next."""
     y, right = TOP + 65, left + GAP - 8
-    line = f'<path d="M {left + 6:g} {y} H {right:g}" stroke="#374151" stroke-width="2" marker-end="url(#head)"/>'
+    path = f'd="M {left + 6:g} {y} H {right:g}" stroke="#374151" stroke-width="2"'
+    line = f'<path {path} marker-end="url(#head)"/>'
     return [line, text(left + GAP / 2, y - 10, "else", 13)]
 
 
 def drawing() -> str:
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" font-family="sans-serif">',
-        '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        '<path d="M 0 0 L 8 4 L 0 8 z" fill="#374151"/></marker></defs>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}"'
+        ' font-family="sans-serif">',
+        '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7"'
+        ' orient="auto"><path d="M 0 0 L 8 4 L 0 8 z" fill="#374151"/></marker></defs>',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
     ]
     left = (WIDTH - 3 * BOX - 2 * GAP) / 2

@@ -1,4 +1,4 @@
-"""The pages on installing and monitoring are true: their values are accepted, the values and alerts that they name exist."""
+"""The pages on installing and monitoring are true: the values and alerts that they name exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page on failures keeps its word: each failure has a test, every cause is on it, and every reason that it offers to rules is real."""
+"""The page on failures is true: each failure has a test, and every cause and reason is on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages lead somewhere and stay short: links and anchors resolve, docs/ keeps its limits, the glossary defines words that are used."""
+"""Links and anchors of all pages resolve, user pages stay short, the glossary defines words in use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def pages() -> list[Path]:
 
 
 PAGES = pages()
-USER_PAGES = [DOCS / "index.md", *(page for shelf in SHELVES for page in sorted((DOCS / shelf).rglob("*.md")))]
+USER_PAGES = [
+    DOCS / "index.md",
+    *(page for shelf in SHELVES for page in sorted((DOCS / shelf).rglob("*.md"))),
+]
 
 
 def prose(page: Path) -> str:
