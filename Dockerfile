@@ -35,7 +35,7 @@ RUN python3 -m venv /build && /build/bin/python3 -m pip install --constraint con
 
 FROM tools AS builder
 COPY README.md LICENSE ./
-COPY docs/troubleshooting.md docs/troubleshooting.md
+COPY docs/operate/troubleshooting.md docs/operate/troubleshooting.md
 COPY tiercheck tiercheck
 COPY operator operator
 COPY sidecar sidecar

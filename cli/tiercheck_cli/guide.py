@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-_ROW = re.compile(r"^\| `(\w+)` \|([^|]*)\|([^|]*)\|$", re.MULTILINE)
+_ITEM = re.compile(r"^- `(\w+)`: (.+?)(?:\s\*\*Do:\*\*\s(.+?))?(?=\n- |\n\n|\Z)", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 _QUIET = ("Nothing", "As you wish", "Normal", "See ", "Read ")
 _PATIENCE = "Nothing for a minute."
 _MINUTE = 90.0
@@ -17,7 +18,7 @@ _MINUTE = 90.0
 
 @dataclass(frozen=True)
 class GuideEntry:
-    """A row of the guide."""
+    """An item of the guide."""
 
     meaning: str
     advice: str
@@ -43,13 +44,14 @@ def entry(reason: str) -> GuideEntry | None:
 def _entries() -> dict[str, GuideEntry]:
     conditions = _text().partition("\n## Events\n")[0]
     found: dict[str, GuideEntry] = {}
-    for row in _ROW.finditer(conditions):
-        found.setdefault(row[1], GuideEntry(_plain(row[2]), _plain(row[3])))
+    for item in _ITEM.finditer(conditions):
+        found.setdefault(item[1], GuideEntry(_plain(item[2]), _plain(item[3] or "Nothing.")))
     return found
 
 
 def _plain(text: str) -> str:
-    return re.sub(r"\*\*([^*]*)\*\*", r"\1", text.strip()).replace("`", "")
+    """`text` in one line, without Markdown."""
+    return " ".join(_LINK.sub(r"\1", re.sub(r"\*\*([^*]*)\*\*", r"\1", text)).replace("`", "").split())
 
 
 def _text() -> str:
@@ -57,4 +59,4 @@ def _text() -> str:
     if packed.is_file():
         return packed.read_text()
     # In a checkout the guide is where people look for it.
-    return (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+    return (Path(__file__).parents[2] / "docs" / "operate" / "troubleshooting.md").read_text()

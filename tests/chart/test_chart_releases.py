@@ -86,7 +86,7 @@ def test_uninstalling_without_keep_takes_definition_and_jobs_along(cluster: Loca
 def test_definition_that_is_kept_already_can_be_turned_over_to_a_release(
     cluster: LocalCluster, helm_config: Any
 ) -> None:
-    """As docs/install.md says: after `kubectl apply -f crds/`, Helm wants to be told that the definition is its own now."""
+    """As docs/start/install.md says: after `kubectl apply -f crds/`, Helm wants to be told that the definition is its own now."""
     cluster.apply_crds(ROOT / "crds")
     with pytest.raises(helm.HelmError, match="invalid ownership metadata"):
         install(helm_config, cluster)

@@ -1,15 +1,13 @@
-"""What docs/cli.md shows is what the commands print."""
+"""What docs/use/cli.md shows is what the commands print."""
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 import recorded
-from commands_run import run
 from golden import FOLDER, matches, rendered
 
 from tiercheck_cli.commands import app
@@ -17,17 +15,8 @@ from tiercheck_cli.events.command import events_table
 from tiercheck_cli.events.story import story
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "cli.md"
-BLOCK = re.compile(r"<!-- (golden: (?P<golden>[\w-]+)|run) -->\n```text\n(?P<shown>.*?)```", re.DOTALL)
-
-
-def wanted(block: re.Match[str]) -> str:
-    if block["golden"]:
-        return (FOLDER / f"{block['golden']}.txt").read_text()
-    command = block["shown"].splitlines()[0]
-    ran = run(*shlex.split(command.removeprefix("$ tiercheck ")))
-    assert ran.status == 0, ran.err
-    return f"{command}\n" + "".join(line.rstrip() + "\n" for line in ran.out.splitlines())
+PAGE = ROOT / "docs" / "use" / "cli.md"
+BLOCK = re.compile(r"<!-- golden: ([\w-]+) -->\n```text\n.*?```", re.DOTALL)
 
 
 @pytest.mark.parametrize("width", [60, 80])
@@ -37,26 +26,24 @@ def test_events_on_screens_of_several_widths(width: int) -> None:
     matches(f"events-{width}", shown)
 
 
-def test_the_page_shows_what_the_commands_print(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def test_the_page_shows_what_the_commands_print() -> None:
     page = PAGE.read_text()
-    assert len(BLOCK.findall(page)) >= 8
+    assert BLOCK.search(page)
     told = BLOCK.sub(_filled, page)
     if os.environ.get("UPDATE_GOLDEN"):
         PAGE.write_text(told)
-    assert told == PAGE.read_text(), "UPDATE_GOLDEN=1 rewrites docs/cli.md"
+    assert told == PAGE.read_text(), "UPDATE_GOLDEN=1 rewrites docs/use/cli.md"
 
 
 def _filled(block: re.Match[str]) -> str:
-    return f"<!-- {block[1]} -->\n```text\n{wanted(block)}```"
+    shown = (FOLDER / f"{block[1]}.txt").read_text()
+    return f"<!-- golden: {block[1]} -->\n```text\n{shown}```"
 
 
 def test_every_command_is_on_the_page() -> None:
     commands = {
-        command.name or command.callback.__name__
-        for command in app.registered_commands
-        if command.callback is not None
+        command.name or command.callback.__name__ for command in app.registered_commands if command.callback is not None
     }
     page = PAGE.read_text()
     for name in commands - {"version", "launch", "demo"}:
-        assert re.search(rf"^\| `{name}[ `]", page, re.MULTILINE), f"docs/cli.md does not tell of {name}"
+        assert re.search(rf"^\| `{name}[ `]", page, re.MULTILINE), f"docs/use/cli.md does not tell of {name}"

@@ -88,5 +88,5 @@ async def test_pytorchjob() -> None:
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_example_is_linked_from_the_guide(path: Path) -> None:
-    guide = (EXAMPLES.parents[1] / "docs" / "attach.md").read_text()
+    guide = (EXAMPLES.parents[1] / "docs" / "use" / "attach.md").read_text()
     assert f"../examples/attach/{path.name}" in guide

@@ -1,4 +1,4 @@
-"""What befell users of other tools, played here: told in their words, with the outcome that ours are promised. The list: docs/failures.md."""
+"""What befell users of other tools, played here: told in their words, with the outcome that ours are promised. The list: docs/operate/failures.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/security.md says what the operator may do: all of it, and nothing that it may not."""
+"""docs/operate/security.md says what the operator may do: all of it, and nothing that it may not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def granted() -> set[tuple[str, str, str]]:
 
 def told() -> set[tuple[str, str, str]]:
     page = (
-        (ROOT / "docs" / "security.md").read_text().partition("\n## The operator's rights\n")[2].partition("\n### ")[0]
+        (ROOT / "docs" / "operate" / "security.md")
+        .read_text()
+        .partition("\n## The operator's rights\n")[2]
+        .partition("\n## ")[0]
     )
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")

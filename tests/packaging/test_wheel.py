@@ -64,7 +64,7 @@ def test_wheel_brings_the_command_under_both_of_its_names(unpacked: Path) -> Non
 
 
 def test_wheel_carries_the_troubleshooting_guide_as_it_is(unpacked: Path) -> None:
-    guide = (ROOT / "docs" / "troubleshooting.md").read_text()
+    guide = (ROOT / "docs" / "operate" / "troubleshooting.md").read_text()
     assert (unpacked / "tiercheck_cli" / "troubleshooting.md").read_text() == guide
     code = (
         f"import sys; sys.path[:0] = [{str(unpacked)!r}]; from tiercheck_cli import guide; "

@@ -1,4 +1,4 @@
-"""docs/install.md, typed from top to bottom by somebody who has a cluster and nothing else."""
+"""docs/start/install.md, typed from top to bottom by somebody who has a cluster and nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from testbed.network import REGISTRY
 from tests.images.building import CACHE, Store, builder_environment
 from tests.sidecar.remote.radosgw import ACCESS_KEY, SECRET_KEY
 
-_GUIDE = ROOT / "docs" / "install.md"
+_GUIDE = ROOT / "docs" / "start" / "install.md"
 _SECTION = "## From nothing to a training job"
 _IN_CLUSTER = """#!/bin/sh
 {only}exec nsenter -t {core} -n {program} "$@"

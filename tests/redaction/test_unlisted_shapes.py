@@ -434,7 +434,7 @@ HARMLESS = [
     "missing required field: password",
     "wrong password for user bob",
     "user bob has no password",
-    "a token is needed; see docs/security.md",
+    "a token is needed; see docs/operate/security.md",
     "this token expires in 3600 s",
     "the key is not in the cache",
     "the key was read in 1.2 s",

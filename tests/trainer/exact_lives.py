@@ -176,7 +176,7 @@ def loader_with_a_resumable_sampler(folder: Path, workers: int = 2) -> Life:
 
 
 def stateful_data_loader(folder: Path, workers: int = 0) -> Life:
-    """torchdata's; with generators of its own for order and workers, as docs/training-scripts.md has it."""
+    """torchdata's; with generators of its own for order and workers, as docs/start/training-scripts.md has it."""
     order = RandomSampler(_samples(), generator=torch.Generator().manual_seed(1))
     loader = StatefulDataLoader(
         _samples(), batch_size=4, sampler=order, generator=torch.Generator(), num_workers=workers

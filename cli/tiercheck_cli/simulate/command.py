@@ -50,8 +50,7 @@ def simulate(
     compare: Annotated[
         list[str] | None,
         typer.Option(
-            help='Change one thing at a time: "copies=0,1,2 parity=4+1 spares=0,2 snapshot=10,100 '
-            'remote=500,none".'
+            help='Change one thing at a time: "copies=0,1,2 parity=4+1 spares=0,2 snapshot=10,100 remote=500,none".'
         ),
     ] = None,
     days: Annotated[float, typer.Option(min=0.01, help="Length of a life.")] = 30.0,
@@ -205,14 +204,8 @@ def _assume(layout: JobLayout, spec: dict[str, Any], told: _Told) -> Assumptions
         )
         domains = {wanted.level: shared} if shared else {}
     tiers = spec.get("tiers") or {}
-    peer = (
-        told.peer_bandwidth or (tiers.get("peer") or {}).get("bandwidth") or str(assumptions.PEER_BANDWIDTH)
-    )
-    remote = (
-        told.remote_bandwidth
-        or (tiers.get("remote") or {}).get("bandwidth")
-        or str(assumptions.REMOTE_BANDWIDTH)
-    )
+    peer = told.peer_bandwidth or (tiers.get("peer") or {}).get("bandwidth") or str(assumptions.PEER_BANDWIDTH)
+    remote = told.remote_bandwidth or (tiers.get("remote") or {}).get("bandwidth") or str(assumptions.REMOTE_BANDWIDTH)
     times = assumptions.times(
         wanted,
         peer_bandwidth=_bytes("--peer-bandwidth", peer),
@@ -222,9 +215,7 @@ def _assume(layout: JobLayout, spec: dict[str, Any], told: _Told) -> Assumptions
         replace=told.replace,
     )
     restore = times.restore
-    rates = ", ".join(
-        f"{name} {rate:.3g}" for name, rate in {"node": node, "process": process, **domains}.items()
-    )
+    rates = ", ".join(f"{name} {rate:.3g}" for name, rate in {"node": node, "process": process, **domains}.items())
     guess = "" if wanted.state_size else " (guesses: checkpoint.stateSize is not given)"
     return Assumptions(
         node=node,

@@ -19,7 +19,7 @@ from tiercheck_operator.planning.quantity import parse_amount, parse_quantity
 OVERHEAD = 512 * 2**20
 """Bytes of the sidecar's own process, on top of the memory volume that is charged to it."""
 _CPU_BASE, _CPU_PER_RANK, _CPU_PER_GIB = 100, 50, 4
-"""Thousandths of a core (docs/sizing.md). The last is of tiers.local.sizeLimit."""
+"""Thousandths of a core (docs/use/sizing.md). The last is of tiers.local.sizeLimit."""
 _CPU_WITH_LIMIT = 500
 """The least that a sidecar can start with in time where its request is its limit."""
 _INIT = {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"cpu": "500m", "memory": "256Mi"}}
