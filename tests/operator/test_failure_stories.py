@@ -14,6 +14,7 @@ from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.failure_rules import first_match
 from tiercheck_operator.controller.failure_spec import ExitCodes, FailureRule, HangSpec, RuleAction, parse_rules
 from tiercheck_operator.controller.observation import ContainerView
+from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.record import Facts, Recovery
 from tiercheck_operator.controller.trigger import update_recovery
 
@@ -442,7 +443,7 @@ def test_hang_that_passes_before_anything_was_decided_is_forgotten() -> None:
         world.observe(),
         job=replace(world.job, status=replace(world.status, recovery=Recovery("Hung", "m", world.now, world.now))),
     )
-    assert update_recovery(obs, None) is None
+    assert update_recovery(Situation.of(obs), None) is None
 
 
 # Sidecars.

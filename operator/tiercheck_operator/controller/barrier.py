@@ -19,7 +19,7 @@ from tiercheck_operator.controller.inventories import bad_everywhere, inventorie
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.placing import distance_between
 from tiercheck_operator.controller.record import JobRecord, Recovery, rfc3339
-from tiercheck_operator.controller.recovery_history import remembered
+from tiercheck_operator.controller.recovery_history import add_summary
 from tiercheck_operator.planning.inventory import Missing
 from tiercheck_operator.planning.resized import ResizedStock
 from tiercheck_operator.planning.saved_placement import SavedPlacement
@@ -28,23 +28,12 @@ _FIRST_STEP_PATIENCE = 600.0
 """Seconds after which a recovery counts as ended although no step was reported: not every script reports steps."""
 
 
-def attempt_reports(obs: Observation, status: JobRecord, members: Mapping[int, PodView]) -> dict[int, Report]:
-    """Reports of the current attempt, by worker."""
-    found = {}
-    for worker, pod in members.items():
-        report = obs.report(pod)
-        if report is not None and report.attempt == status.attempt:
-            found[worker] = report
-    return found
-
-
-def advance(obs: Observation, status: JobRecord, members: Mapping[int, PodView]) -> JobRecord:
-    """The status once what the sidecars report is taken into account."""
+def advance(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) -> JobRecord:
+    """The status once what the sidecars report is taken into account. `reports`: of the attempt, by worker."""
     recovery = status.recovery
     if recovery is None or recovery.decided_at is None:
         return status
-    reports = attempt_reports(obs, status, members)
-    complete = len(reports) == obs.job.spec.workers
+    complete = len(reports) == obs.size
     if recovery.released_at is None:
         if complete and all(_ready(report, status) for report in reports.values()) and not absent_trainers(reports):
             return replace(status, recovery=replace(recovery, restored_at=obs.now, released_at=obs.now))
@@ -63,17 +52,17 @@ def absent_trainers(reports: Mapping[int, Report]) -> list[int]:
     return sorted(worker for worker, report in reports.items() if report.trainer.state is TrainerState.ABSENT)
 
 
-def waits_for_trainers(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) -> list[int]:
+def find_late_trainers(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) -> list[int]:
     """The workers that alone hold up the release."""
     recovery = status.recovery
-    restored = len(reports) == obs.job.spec.workers and all(_ready(report, status) for report in reports.values())
-    return absent_trainers(reports) if recovery is not None and recovery.released_at is None and restored else []
+    if recovery is None or recovery.released_at is not None or len(reports) < obs.size:
+        return []
+    return absent_trainers(reports) if all(_ready(report, status) for report in reports.values()) else []
 
 
-def all_succeeded(obs: Observation, status: JobRecord, members: Mapping[int, PodView]) -> bool:
+def all_succeeded(obs: Observation, reports: Mapping[int, Report]) -> bool:
     """Whether every training command of the current attempt exited with 0."""
-    reports = attempt_reports(obs, status, members)
-    return len(reports) == obs.job.spec.workers and all(
+    return len(reports) == obs.size and all(
         report.trainer.state is TrainerState.SUCCEEDED for report in reports.values()
     )
 
@@ -84,7 +73,7 @@ def wanted_phase(status: JobRecord) -> Phase:
     return Phase.HOLD if recovery is not None and recovery.released_at is None else Phase.RELEASE
 
 
-def pushes(
+def due_directives(
     obs: Observation,
     status: JobRecord,
     members: Mapping[int, PodView],
@@ -126,7 +115,7 @@ def _sources(
         return settled
     reports = reports_of(obs, members)
     stock = ResizedStock(
-        spec.workers * spec.procs_per_worker,
+        obs.size * spec.procs_per_worker,
         spec.procs_per_worker,
         status.history,
         inventories(reports),
@@ -150,7 +139,7 @@ def _ended(
     if Cause.parse(recovery.cause) is Cause.FIRST_START and not recovery.step:
         return replace(status, recovery=None)
     summary = _summary(obs, recovery, reports, first_step)
-    return replace(status, recovery=None, last_recovery=summary, recoveries=remembered(status.recoveries, summary))
+    return replace(status, recovery=None, last_recovery=summary, recoveries=add_summary(status.recoveries, summary))
 
 
 def _summary(obs: Observation, recovery: Recovery, reports: Mapping[int, Report], first_step: float) -> dict[str, Any]:

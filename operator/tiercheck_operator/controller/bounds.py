@@ -23,7 +23,7 @@ _RECOVERIES = 3
 """Of the history, that go only after sentences were cut."""
 
 
-def bounded(record: JobRecord) -> JobRecord:
+def fit_status(record: JobRecord) -> JobRecord:
     """`record` with nothing left out, unless it would be too large."""
     record = _with_messages(record, _MESSAGES)
     allowed = _MESSAGES

@@ -36,7 +36,7 @@ class Budget:
 
 def wanted_budget(obs: Observation, record: JobRecord, *, idle: bool) -> Budget:
     """By the status that is about to be written. `idle`: the job has ended or is suspended, or pods are given back for that."""
-    workers, limit = obs.job.spec.workers, obs.job.spec.eviction_hold
+    workers, limit = obs.size, obs.job.spec.eviction_hold
     if obs.job.spec.attach is not None:
         return Budget(None, conditions.NO_BUDGET, "the pods are another controller's, and so are their budgets")
     if limit is None:

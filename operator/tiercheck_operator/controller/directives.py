@@ -141,7 +141,7 @@ def _size(obs: Observation, status: JobRecord) -> tuple[int, int]:
     saved, ranks = obs.placement, status.history.ranks
     if saved is not None and saved.attempt == status.attempt and saved.members and ranks:
         return len(saved.members), ranks // len(saved.members)
-    return obs.job.spec.workers, obs.job.spec.procs_per_worker
+    return obs.size, obs.job.spec.procs_per_worker
 
 
 def settled_sources(

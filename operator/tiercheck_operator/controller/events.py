@@ -30,8 +30,9 @@ def notices(before: JobRecord, after: JobRecord) -> tuple[Notice, ...]:
     if after.last_recovery is not None and after.last_recovery != before.last_recovery:
         found.append(Notice("Normal", "Recovered", _recovered(after)))
     found += _resized(before, after)
+    known_conditions = {entry.type: entry for entry in before.conditions}
     for condition in after.conditions:
-        old = before.condition(condition.type)
+        old = known_conditions.get(condition.type)
         if old is not None and (old.status, old.reason) == (condition.status, condition.reason):
             continue
         if condition.type == conditions.FAILED and condition.status:

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from enum import IntEnum
 
 from tiercheck.protocol.reasons import COLLECTIVE_FAILED, CONTAINER_RESTARTED, GPU_FAULT, OOM_KILLED, VANISHED
-from tiercheck.protocol.report import Report, TrainerReport
+from tiercheck.protocol.report import Report, TrainerReport, TrainerState
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.record import Facts
-from tiercheck_operator.controller.suspicion import trainer_failed
 
 _SIGKILL, _SIGTERM = 137, 143
 _ECHOES = {1, 134, _SIGTERM}
@@ -54,8 +53,8 @@ def sole_origin(obs: Observation, members: Mapping[int, PodView]) -> Report | No
 
 
 def _failed(obs: Observation, members: Mapping[int, PodView]) -> list[Report]:
-    reports = [obs.report(pod) for pod in members.values() if trainer_failed(obs, pod)]
-    return [report for report in reports if report is not None]
+    reports = [obs.current_reports.get(pod.uid) for pod in members.values()]
+    return [report for report in reports if report is not None and report.trainer.state is TrainerState.FAILED]
 
 
 class _Evidence(IntEnum):

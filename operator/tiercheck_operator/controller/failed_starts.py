@@ -43,7 +43,7 @@ def fails_again(obs: Observation, pods: Mapping[int, PodView]) -> Report | None:
         return None
     answers = [known.answered_at for pod in pods.values() if (known := obs.reports.get(pod.uid)) is not None]
     heard = [moment for moment in answers if moment is not None and moment >= recovery.detected_at]
-    if len(heard) < obs.job.spec.workers or obs.now < recovery.detected_at + crash_pause(obs, recovery):
+    if len(heard) < obs.size or obs.now < recovery.detected_at + crash_pause(obs, recovery):
         return None  # another one may still turn out to have failed as well
     found = _failed_start(obs, recovery, pods)
     if found is None or (found.worker, pods[found.worker].node) != (before.worker, before.node):
@@ -53,7 +53,7 @@ def fails_again(obs: Observation, pods: Mapping[int, PodView]) -> Report | None:
     return None if rule is not None and rule.action is RuleAction.FAIL else found
 
 
-def remembered(obs: Observation, recovery: Recovery, members: Mapping[int, PodView]) -> FailedStartRecord | None:
+def note_failed_start(obs: Observation, recovery: Recovery, members: Mapping[int, PodView]) -> FailedStartRecord | None:
     """For the status of the attempt that `recovery` leads to."""
     status = obs.job.status
     before = status.failed_start
@@ -73,7 +73,7 @@ def remembered(obs: Observation, recovery: Recovery, members: Mapping[int, PodVi
 
 def _failed_start(obs: Observation, recovery: Recovery, pods: Mapping[int, PodView]) -> Report | None:
     """Of the only worker whose command failed by itself, if that was before its first step."""
-    if recovery.cause != Cause.TRAINER_CRASH.value or not recovery.tries or obs.job.spec.workers < 2:
+    if recovery.cause != Cause.TRAINER_CRASH.value or not recovery.tries or obs.size < 2:
         return None
     found = sole_origin(obs, pods)
     if found is None or found.trainer.first_step_at is not None or oom_killed(found.trainer, pods[found.worker]):

@@ -9,8 +9,8 @@ from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.exits import describe_exit, failed_trainers
 from tiercheck_operator.controller.failure_rules import Verdict
 from tiercheck_operator.controller.failure_spec import RuleAction
-from tiercheck_operator.controller.membership import Membership
 from tiercheck_operator.controller.observation import Observation
+from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.record import Recovery
 
 _HOPELESS = {
@@ -35,9 +35,9 @@ class GivenUp:
     message: str
 
 
-def hopeless(obs: Observation, membership: Membership) -> GivenUp | None:
+def hopeless(situation: Situation) -> GivenUp | None:
     """A trainer that can never start: nothing is gained by trying again."""
-    for report in failed_trainers(obs, membership.members):
+    for report in failed_trainers(situation, situation.members):
         trainer = report.trainer
         # A shell that does not find the command, or may not run it, says so with these codes.
         shell = trainer.exit_code in _NOT_RUN and trainer.first_step_at is None and trainer.reason == reasons.CRASHED

@@ -33,7 +33,7 @@ class Verdict:
         return self.action is RuleAction.RESTART
 
 
-def judge(obs: Observation, recovery: Recovery) -> Verdict:
+def match_rule(obs: Observation, recovery: Recovery) -> Verdict:
     """Of the failure behind `recovery`."""
     cause = Cause.parse(recovery.cause)
     if not cause.planned and cause is not Cause.RESTORE_FAILED:  # TierCheck's own trouble is no matter for rules
@@ -59,7 +59,7 @@ def first_match(
     return None
 
 
-def merged(before: Facts, after: Facts) -> Facts:
+def merge_facts(before: Facts, after: Facts) -> Facts:
     """What is known of one failure once more was seen of it."""
     return Facts(
         after.exit_code if after.exit_code is not None else before.exit_code,

@@ -6,12 +6,12 @@ from tiercheck.protocol.directive import Phase
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.actions import Action, Decision, DeleteJob, DeletePod, RemoveBudget
 from tiercheck_operator.controller.attached import exit_code
-from tiercheck_operator.controller.barrier import pushes
+from tiercheck_operator.controller.barrier import due_directives
 from tiercheck_operator.controller.identities import known_as
 from tiercheck_operator.controller.lost_nodes import out_of_reach
-from tiercheck_operator.controller.membership import removal
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.record import JobRecord, parse_time
+from tiercheck_operator.controller.replacing import remove_pod
 
 
 def finished(status: JobRecord) -> bool:
@@ -24,7 +24,7 @@ def after_finish(obs: Observation) -> Decision:
     ended = parse_time(status.completed) or now
     live = [pod for pod in obs.pods if not pod.terminal]
     why = "the job has ended"
-    before: list[Action] = [action for pod in obs.spares for action in removal(obs, pod, why)]
+    before: list[Action] = [action for pod in obs.spares for action in remove_pod(obs, pod, why)]
     wake: float | None = None
     # A pod that was told to finish and does not is removed; after success it may still owe a version to the remote tier.
     limit = finishing_time(obs) if status.holds(conditions.COMPLETED) else obs.patience.suspend
@@ -43,7 +43,7 @@ def after_finish(obs: Observation) -> Decision:
     members = known_as(obs, [pod for pod in live if pod.ip and not pod.deleting])
     after: list[Action] = []
     if members and status.attempt:
-        after += pushes(obs, status, members, None, Phase.FINISH, exit_code=exit_code(obs))
+        after += due_directives(obs, status, members, None, Phase.FINISH, exit_code=exit_code(obs))
     if obs.budget is not None:
         after.append(RemoveBudget())
     ttl = obs.job.spec.ttl_seconds
@@ -58,8 +58,8 @@ def after_finish(obs: Observation) -> Decision:
 
 def has_settled(obs: Observation, pod: PodView) -> bool:
     """Whether the pod has nothing to do any more: what keeps it is another container of the user's."""
-    report = obs.report(pod)
-    return report is not None and report.settled and report.attempt == obs.job.status.attempt
+    report = obs.current_reports.get(pod.uid)
+    return report is not None and report.settled
 
 
 def finishing_time(obs: Observation) -> float:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.observation import Observation
+from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.record import JobRecord, rfc3339
-from tiercheck_operator.controller.spares import find_spares
 
 
 @dataclass(frozen=True)
@@ -19,10 +18,10 @@ class SizeStanding:
     message: str
 
 
-def size_standing(obs: Observation, record: JobRecord) -> SizeStanding | None:
+def describe_size(situation: Situation, record: JobRecord) -> SizeStanding | None:
     """By the status that is about to be written. None: the job may not shrink, and never did."""
-    spec = obs.job.spec
-    wanted = spec.full_size
+    spec = situation.job.spec
+    wanted = spec.workers
     if record.size is None:
         known = spec.min_workers is not None or record.condition(conditions.FULL_SIZE) is not None
         text = f"the job has all {wanted} workers"
@@ -32,13 +31,13 @@ def size_standing(obs: Observation, record: JobRecord) -> SizeStanding | None:
         since = rfc3339(record.size.room_since)
         text = f"{text}. Pods for the others have been ready since {since}: the job grows soon, when few steps would be made twice"
         return SizeStanding(False, conditions.GROWING, text)
-    homeless = next((pod for pod in obs.all_pods if pod.homeless and not pod.deleting), None)
+    homeless = next((pod for pod in situation.all_pods if pod.homeless and not pod.deleting), None)
     if homeless is not None:
         text = (
             f"{text}: no node takes {homeless.name}. {homeless.message.rstrip('.')}. It grows back when nodes are added"
         )
     else:
         missing = wanted - record.size.workers
-        ready = min(missing, len(find_spares(obs).ready))
+        ready = min(missing, len(situation.spare_pool.ready))
         text = f"{text}: of the pods with which it grows back {ready} of {missing} are ready"
     return SizeStanding(False, conditions.SHRUNK, text)

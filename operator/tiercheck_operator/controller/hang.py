@@ -33,7 +33,7 @@ def find_hang(obs: Observation, pods: Mapping[int, PodView]) -> Hang | None:
     if not stalled:
         return None
     since = min(stalled)
-    worker = _behind(running) if len(running) == obs.job.spec.workers else None
+    worker = _behind(running) if len(running) == obs.size else None
     idle = max(0.0, obs.now - since)
     return Hang(since, f"no step for {idle:.0f} s: {_told(running, worker)}", None if worker is None else pods[worker])
 
@@ -48,7 +48,7 @@ def held_up_again(obs: Observation, pods: Mapping[int, PodView]) -> PodView | No
     return laggard if laggard is not None and (laggard.worker, laggard.node) == (before.worker, before.node) else None
 
 
-def remembered(status: JobRecord, hang: Hang | None) -> HangRecord | None:
+def note_hang(status: JobRecord, hang: Hang | None) -> HangRecord | None:
     """For the status, when a hang leads to a new attempt."""
     if hang is None or hang.laggard is None or hang.laggard.node is None:
         return None
@@ -58,9 +58,8 @@ def remembered(status: JobRecord, hang: Hang | None) -> HangRecord | None:
 
 
 def _running(obs: Observation, pod: PodView) -> Report | None:
-    report = obs.report(pod)
-    current = report is not None and report.attempt == obs.job.status.attempt
-    return report if report is not None and current and report.trainer.state is TrainerState.RUNNING else None
+    report = obs.current_reports.get(pod.uid)
+    return report if report is not None and report.trainer.state is TrainerState.RUNNING else None
 
 
 def _behind(running: Mapping[int, Report]) -> int | None:

@@ -25,13 +25,13 @@ def all_copied(reports: Mapping[int, Report], members: Mapping[int, PodView], ow
     return members[0].uid not in {push.pod_uid for push in owed}
 
 
-def found_again(before: PlacementRecord | None, after: PlacementRecord) -> PlacementRecord:
+def describe_found_again(before: PlacementRecord | None, after: PlacementRecord) -> PlacementRecord:
     """`after`, made anew for the same pods: if nothing moves, what is complete stays so."""
     same = before is not None and before.hash == after.hash and before.complete
     return replace(after, complete=after.complete or same)
 
 
-def redescribed(
+def describe_moved(
     before: PlacementRecord | None, after: PlacementRecord | None, was: SavedPlacement, now: SavedPlacement
 ) -> PlacementRecord | None:
     """What the placement is worth while training goes on. Where others hold copies at once, these are not made yet; where the old
@@ -43,7 +43,7 @@ def redescribed(
     return replace(after, complete=after.complete or before.complete)
 
 
-def as_it_is(record: JobRecord, *, copied: bool) -> PlacementRecord | None:
+def describe_now(record: JobRecord, *, copied: bool) -> PlacementRecord | None:
     """For the status that is about to be written. `copied`: as `all_copied` says."""
     placement, recovery = record.placement, record.recovery
     if placement is None or copied:

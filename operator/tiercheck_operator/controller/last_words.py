@@ -10,7 +10,7 @@ from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.record import JobRecord, TierRecord, rfc3339
 
 
-def last_words(obs: Observation, record: JobRecord) -> JobRecord:
+def add_last_words(obs: Observation, record: JobRecord) -> JobRecord:
     """`record` with what is newer in the reports of its attempt, of however many workers they are left."""
     reports = [known.report for known in obs.reports.values() if known.report is not None]
     reports = [report for report in reports if report.attempt == record.attempt]

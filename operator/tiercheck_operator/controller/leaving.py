@@ -73,7 +73,7 @@ def assign(obs: Observation, living: Mapping[int, Sequence[PodView]]) -> Assignm
     return Assignment(members, {**departures, **{w: m for w, m in pairs.items() if w not in ready}}, departed)
 
 
-def told(departures: Mapping[int, Departure]) -> tuple[str, str] | None:
+def departure_message(departures: Mapping[int, Departure]) -> tuple[str, str] | None:
     """Reason and message for the condition Placed; None: nobody is on the move."""
     if not departures:
         return None

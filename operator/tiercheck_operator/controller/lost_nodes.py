@@ -42,7 +42,7 @@ def out_of_reach(obs: Observation, pod: PodView) -> bool:
     return node is None or node.out_of_service or (bool(node.lost) and not answers(obs, pod))
 
 
-def told(obs: Observation, members: Mapping[int, PodView]) -> tuple[str, str] | None:
+def unready_node_message(obs: Observation, members: Mapping[int, PodView]) -> tuple[str, str] | None:
     """Reason and message for the condition Placed; None: the members' nodes are ready."""
     unready = {name for name, node in obs.nodes.items() if node.lost}
     found = [pod for _, pod in sorted(members.items()) if pod.node in unready]
@@ -66,10 +66,9 @@ def _silent_too(obs: Observation, pod: PodView) -> bool:
     if known.silent_since is None:
         return False  # not asked yet
     seconds = obs.now - known.silent_since
-    living = [other for other in obs.pods if not other.terminal and not other.deleting]
     if pod.uid not in obs.attempt_pods:  # it holds nothing
-        return seconds > (patience.accused if any(answers(obs, other) for other in living) else patience.silent)
-    members = [other for other in living if other.uid in obs.attempt_pods]
+        return seconds > (patience.accused if any(answers(obs, other) for other in obs.living) else patience.silent)
+    members = [other for other in obs.living if other.uid in obs.attempt_pods]
     answering = sum(answers(obs, other) for other in members)
     limit = patience.silent if 2 * answering < len(members) else patience.accused
     job = training(obs)

@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tiercheck.protocol.reasons import GPU_FAULT
-from tiercheck.protocol.report import Report, RestoreState
+from tiercheck.protocol.report import Report, RestoreState, TrainerState
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.exits import describe_exit
 from tiercheck_operator.controller.failed_starts import fails_again
 from tiercheck_operator.controller.hang import held_up_again
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.stalled import why_stalled
-from tiercheck_operator.controller.suspicion import trainer_failed
 
 _HAND_OVER = 600.0
 """Seconds that a pod in which no attempt can begin may take at most to bring its holders what they lack."""
@@ -60,9 +59,9 @@ def _barred(obs: Observation, pods: Mapping[int, PodView]) -> list[Move]:
     reports = {worker: report for worker, pod in pods.items() if (report := _current(obs, pod)) is not None}
     found = {worker: _bar(obs, pods[worker], reports[worker]) for worker in sorted(reports)}
     moves = {worker: move for worker, move in found.items() if move is not None}
-    if not moves or len(moves) == obs.job.spec.workers > 1:
+    if not moves or len(moves) == obs.size > 1:
         return []  # what keeps all of them is not the fault of one node: storage perhaps, or the check itself
-    if len(reports) < obs.job.spec.workers or not (_shared(obs) or _kept_elsewhere(obs)):
+    if len(reports) < obs.size or not (_shared(obs) or _kept_elsewhere(obs)):
         return []
     others = [report for worker, report in reports.items() if worker not in moves]
     stalled = {worker for worker, move in moves.items() if move.cause is Cause.RESTORE_STALLED}
@@ -100,7 +99,7 @@ def _bar(obs: Observation, pod: PodView, report: Report) -> Move | None:
 
 def _shared(obs: Observation) -> bool:
     """Whether other workers keep what one holds."""
-    return bool(obs.job.spec.copies) or obs.job.spec.parity is not None
+    return bool(obs.copies) or obs.job.spec.parity is not None
 
 
 def _kept_elsewhere(obs: Observation) -> bool:
@@ -116,22 +115,20 @@ def _from_scratch(obs: Observation) -> bool:
 
 def _current(obs: Observation, pod: PodView) -> Report | None:
     """What its sidecar says of the current attempt, if it answers."""
-    known, report = obs.reports.get(pod.uid), obs.report(pod)
-    if known is None or known.silent_since is not None or report is None:
-        return None
-    return report if report.attempt == obs.job.status.attempt else None
+    known = obs.reports.get(pod.uid)
+    return obs.current_reports.get(pod.uid) if known is not None and known.silent_since is None else None
 
 
 def _newest(obs: Observation) -> Mapping[int, PodView]:
     pods: dict[int, PodView] = {}
-    for pod in sorted(obs.pods, key=lambda pod: pod.incarnation):
-        if 0 <= pod.worker < obs.job.spec.workers and not pod.terminal and not pod.deleting:
+    for pod in sorted(obs.living, key=lambda pod: pod.incarnation):
+        if 0 <= pod.worker < obs.size:
             pods[pod.worker] = pod
     return pods
 
 
 def _gpu_fault(obs: Observation, pod: PodView) -> Report | None:
-    report = obs.report(pod)
-    if report is None or not trainer_failed(obs, pod) or report.trainer.failure is None:
+    report = obs.current_reports.get(pod.uid)
+    if report is None or report.trainer.state is not TrainerState.FAILED or report.trainer.failure is None:
         return None
     return report if report.trainer.failure.reason == GPU_FAULT else None

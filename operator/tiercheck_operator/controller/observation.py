@@ -75,7 +75,7 @@ class JobSpec:
     """The part of `spec` that decisions use."""
 
     workers: int
-    """That it goes on with; see `wanted_workers`."""
+    """That the user asks for; `Observation.size` is how many the job goes on with."""
     procs_per_worker: int
     suspend: bool
     managed_by: str
@@ -112,8 +112,6 @@ class JobSpec:
     gang_queue: str = ""
     spares: int = 0
     """Warm pods beside the workers' own."""
-    wanted_workers: int | None = None
-    """What the spec asks for, if the job goes on with fewer (`elastic.in_size`); None: it does not."""
     min_workers: int | None = None
     """`spec.elastic.minWorkers`; None: the job never goes on smaller."""
     capacity_timeout: float | None = None
@@ -144,11 +142,6 @@ class JobSpec:
     """Seconds without a byte after which a source of a restore is given up."""
     rehearse_every: float | None = 600.0
     """Seconds between two proofs that a tier would come back; None: none are made."""
-
-    @property
-    def full_size(self) -> int:
-        """Workers that the user asks for, with however many it goes on."""
-        return self.wanted_workers or self.workers
 
 
 @dataclass(frozen=True)
@@ -351,6 +344,27 @@ class Observation:
     budget_problem: str = ""
     """Why it cannot be as wanted, as a sentence."""
 
+    @cached_property
+    def size(self) -> int:
+        """Workers that the job goes on with: those of its spec, or fewer while no node takes the others."""
+        size, asked = self.job.status.size, self.job.spec.workers
+        return size.workers if size is not None and 0 < size.workers < asked else asked
+
+    @property
+    def shrunk(self) -> bool:
+        """Whether the job goes on with fewer workers than its spec asks for."""
+        return self.size < self.job.spec.workers
+
+    @cached_property
+    def copies(self) -> int:
+        """Of each worker's state: in a smaller job at most as many as there are others."""
+        return min(self.job.spec.copies, self.size - 1) if self.shrunk else self.job.spec.copies
+
+    @property
+    def wanted_spares(self) -> int:
+        """Those of the spec, and one for each worker that a smaller job lacks: with these it grows back."""
+        return self.job.spec.spares + self.job.spec.workers - self.size
+
     @property
     def all_pods(self) -> tuple[PodView, ...]:
         return (*self.pods, *self.spares)
@@ -360,10 +374,22 @@ class Observation:
         """UIDs of the pods that the current attempt was placed with; empty: there is no attempt."""
         return frozenset() if self.placement is None else frozenset(saved.pod_uid for saved in self.placement.members)
 
+    @cached_property
+    def living(self) -> tuple[PodView, ...]:
+        """Pods of workers that have not ended, and that nobody ends."""
+        return tuple(pod for pod in self.pods if not (pod.terminal or pod.deleting))
+
+    @cached_property
+    def current_reports(self) -> Mapping[str, Report]:
+        """The newest reports that are of the current attempt, by pod UID."""
+        found = {pod.uid: self.report(pod) for pod in self.all_pods}
+        attempt = self.job.status.attempt
+        return {uid: report for uid, report in found.items() if report is not None and report.attempt == attempt}
+
     def report(self, pod: PodView) -> Report | None:
         """The newest report of the pod's sidecar, as that of the worker that the pod is: it may not know that yet."""
         known = self.reports.get(pod.uid)
         report = known.report if known else None
-        if report is None or pod.is_spare or report.worker == pod.worker:
+        if report is None or pod.worker in (SPARE, report.worker):
             return report
         return replace(report, worker=pod.worker)

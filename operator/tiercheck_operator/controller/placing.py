@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.membership import Membership
 from tiercheck_operator.controller.observation import Observation, PodView
+from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.record import PlacementRecord
 from tiercheck_operator.planning.code_group import CodeGroup
 from tiercheck_operator.planning.inventory import Distance
@@ -16,7 +17,7 @@ from tiercheck_operator.planning.placement import Placement, PlacementPolicy, Wo
 from tiercheck_operator.planning.placement import Unplaceable as Impossible
 from tiercheck_operator.planning.replan import named
 from tiercheck_operator.planning.saved_placement import SavedDomains, SavedMember, SavedPlacement
-from tiercheck_operator.planning.topology import Topology, levels_from_spec, spread_level
+from tiercheck_operator.planning.topology import Topology, levels_from_spec
 
 _SENTENCE = 500
 """Characters of a sentence in the status, at most."""
@@ -84,37 +85,37 @@ class Layout:
 
 
 def lay_out(
-    obs: Observation, membership: Membership, memory: Mapping[int, int] | None = None, copy_bytes: int | None = None
+    situation: Situation, memory: Mapping[int, int] | None = None, copy_bytes: int | None = None
 ) -> Layout | Unplaceable:
     """Of members that all have a node. `memory`: bytes that each worker can give to copies, where known."""
-    spec = obs.job.spec
+    spec = situation.job.spec
     try:
-        levels = levels_from_spec(spec.topology_preset, spec.topology_levels)
-        level = spread_level(levels, spec.spread_level).name
+        level, topology = situation.spread.name, situation.member_topology
     except ValueError as error:
         return Unplaceable(conditions.INVALID_SPEC, f"spec.topology: {error}")
-    nodes = tuple(membership.members[worker].node or "" for worker in range(spec.workers))
-    labels = {name: obs.nodes[name].labels if name in obs.nodes else {} for name in {*nodes}}
+    nodes = tuple(situation.members[worker].node or "" for worker in range(situation.size))
     return Layout(
-        topology=Topology.build(labels, levels),
+        topology=topology,
         level=level,
         nodes=nodes,
         sites=tuple(WorkerSite(worker, node, (memory or {}).get(worker)) for worker, node in enumerate(nodes)),
-        suspects=frozenset(membership.suspects),
-        avoided=frozenset(name for name in nodes if name in obs.nodes and obs.nodes[name].cordoned),
-        copies=PlacementPolicy(spec.copies, level, spec.spread_required, copy_bytes),
+        suspects=frozenset(situation.membership.suspects),
+        avoided=frozenset(name for name in nodes if name in situation.nodes and situation.nodes[name].cordoned),
+        copies=PlacementPolicy(situation.copies, level, spec.spread_required, copy_bytes),
         parity=None if spec.parity is None else ParityPolicy(*spec.parity, level, spec.spread_required),
     )
 
 
-def place_members(obs: Observation, membership: Membership) -> Placed | Unplaceable:
+def place_members(situation: Situation) -> Placed | Unplaceable:
     """The placement for the members, close to the last one. Every worker must have a pod on a node."""
-    layout = lay_out(obs, membership)
+    layout = lay_out(situation)
     if isinstance(layout, Unplaceable):
         return layout
     try:
         # Of another number of workers nothing is worth keeping to.
-        last = obs.placement if obs.placement and len(obs.placement.members) == obs.job.spec.workers else None
+        last = (
+            situation.placement if situation.placement and len(situation.placement.members) == situation.size else None
+        )
         outcome = layout.place(last, layout.suspects)
         if layout.avoided and isinstance(outcome, Placement):
             aside = layout.place(last, layout.suspects | layout.avoided)
@@ -124,20 +125,20 @@ def place_members(obs: Observation, membership: Membership) -> Placed | Unplacea
         return Unplaceable(conditions.INVALID_SPEC, f"spec.tiers.peer: {error}")
     if isinstance(outcome, Impossible):
         return Unplaceable(conditions.INSUFFICIENT_DOMAINS, outcome.reason)
-    return judge(outcome, layout)
+    return describe_placement(outcome, layout)
 
 
 def _no_worse(one: Placement, other: Placement) -> bool:
     return one.achieved_level == other.achieved_level and len(one.unprotected) <= len(other.unprotected)
 
 
-def describe_members(obs: Observation, membership: Membership, saved: SavedPlacement) -> Placed | Unplaceable:
+def describe_members(situation: Situation, saved: SavedPlacement) -> Placed | Unplaceable:
     """What the placement that the members have is worth. Every worker must have a pod on a node."""
-    layout = lay_out(obs, membership)
-    return layout if isinstance(layout, Unplaceable) else judge(layout.describe(saved), layout)
+    layout = lay_out(situation)
+    return layout if isinstance(layout, Unplaceable) else describe_placement(layout.describe(saved), layout)
 
 
-def judge(outcome: Placement, layout: Layout) -> Placed:
+def describe_placement(outcome: Placement, layout: Layout) -> Placed:
     """The planner's answer in the controller's words."""
     return _placed(outcome, layout.topology, layout.nodes, layout.level)
 

@@ -19,7 +19,7 @@ def newest_proofs(obs: Observation, record: JobRecord, reports: Mapping[int, Rep
     found = {name: proof for name, proof in record.proofs.items() if name in record.tiers}
     for tier in Tier:
         shown = [proof for report in reports.values() for proof in report.proofs if proof.tier is tier]
-        if tier.value in record.tiers and len(shown) == len(reports) == obs.job.spec.workers:
+        if tier.value in record.tiers and len(shown) == len(reports) == obs.size:
             step = min(proof.version.step for proof in shown)
             found[tier.value] = ProofRecord(step, rfc3339(min(proof.at for proof in shown)))
     return found

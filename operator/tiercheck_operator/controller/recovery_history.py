@@ -11,7 +11,7 @@ _SENTENCE = 160
 """Characters of `message` and `reason` in the history; status.lastRecovery has all of them."""
 
 
-def remembered(history: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+def add_summary(history: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     """`history` with one more, newest first."""
     short = {key: _shortened(value) if key in ("message", "reason") else value for key, value in summary.items()}
     return (short, *history)[:LENGTH]

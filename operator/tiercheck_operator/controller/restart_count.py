@@ -14,12 +14,14 @@ from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.record import JobRecord
 
 
-def forgiven(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> tuple[JobRecord, float | None]:
+def reset_restart_count(
+    obs: Observation, record: JobRecord, reports: Mapping[int, Report]
+) -> tuple[JobRecord, float | None]:
     """`record` with the count set to zero if training went well for long enough, and the seconds until it may be.
 
     `reports`: those of the current attempt, by worker. The moment of the first step is by the nodes' clocks.
     """
-    if not record.counted or record.recovery is not None or len(reports) < obs.job.spec.workers:
+    if not record.counted or record.recovery is not None or len(reports) < obs.size:
         return record, None
     first_steps = [report.trainer.first_step_at for report in reports.values()]
     steps = [report.trainer.step for report in reports.values()]

@@ -15,7 +15,7 @@ OFF = "Off"
 TURNED_OFF = "checkpoint.delta.mode is None"
 
 
-def saved(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> CheckpointRecord | None:
+def describe_saving(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> CheckpointRecord | None:
     """For the status; what is not known in this attempt yet is left as it was."""
     before = record.checkpoint or CheckpointRecord()
     deltas, reason = _deltas(obs, reports) or (before.deltas, before.deltas_reason)
@@ -43,6 +43,6 @@ def _deltas(obs: Observation, reports: Mapping[int, Report]) -> tuple[str, str] 
         why = reports[worker].trainer.no_deltas
         if why:
             return OFF, f"worker {worker}: {why}"[:1000]
-    if len(reports) == obs.job.spec.workers and all(report.counters.deltas for report in reports.values()):
+    if len(reports) == obs.size and all(report.counters.deltas for report in reports.values()):
         return EVERY_STEP, ""
     return None

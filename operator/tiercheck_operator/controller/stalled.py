@@ -35,7 +35,9 @@ def why_stalled(obs: Observation, report: Report) -> str:
     return ""
 
 
-def standing_still(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) -> tuple[str, str] | None:
+def stalled_restore_message(
+    obs: Observation, status: JobRecord, reports: Mapping[int, Report]
+) -> tuple[str, str] | None:
     """Reason and message for the condition Restoring; None: all get on. `reports`: of the attempt, by worker."""
     recovery = status.recovery
     if recovery is None or recovery.released_at is not None:
