@@ -14,7 +14,7 @@ from tiercheck.protocol.report import RestoreProgress, RestoreState
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.parsing import parse_job
 from tiercheck_operator.controller.record import parse_record, render_record
-from tiercheck_operator.controller.stalled import restored_bytes
+from tiercheck_operator.controller.standstill import restored_bytes
 
 STALL = 4.0
 

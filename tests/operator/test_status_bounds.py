@@ -11,6 +11,7 @@ from world_in_memory import START, World
 
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.controller import conditions
+from tiercheck_operator.controller.barrier import add_summary
 from tiercheck_operator.controller.bounds import LIMIT, fit_status, share, size
 from tiercheck_operator.controller.record import (
     CheckpointRecord,
@@ -29,7 +30,6 @@ from tiercheck_operator.controller.record import (
     render_record,
     rfc3339,
 )
-from tiercheck_operator.controller.recovery_history import add_summary
 
 TYPES = [
     conditions.PLACED, conditions.PROTECTED, conditions.RESTORING, conditions.RUNNING, conditions.SUSPENDED,

@@ -8,26 +8,27 @@ from dataclasses import dataclass, replace
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import History
 from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.adoption import adopted_history, last_attempt, with_ranks
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
-from tiercheck_operator.controller.failed_starts import note_failed_start
+from tiercheck_operator.controller.exits import note_failed_start
 from tiercheck_operator.controller.failure_policy import GivenUp, budget_spent, hopeless, ruled_out
 from tiercheck_operator.controller.failure_rules import Verdict, match_rule
-from tiercheck_operator.controller.hang import find_hang, note_hang
-from tiercheck_operator.controller.identities import reports_of
+from tiercheck_operator.controller.findings import Finding
 from tiercheck_operator.controller.inventories import (
+    adopted_history,
     bad_everywhere,
     elementwise,
     inventories,
+    last_attempt,
     remote_inventory,
+    reports_of,
+    with_ranks,
     without_versions,
 )
-from tiercheck_operator.controller.kept_copies import describe_found_again
 from tiercheck_operator.controller.memory import largest_share, too_small
 from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.controller.placing import Placed, Unplaceable, place_members
+from tiercheck_operator.controller.placing import Placed, Unplaceable, describe_found_again, place_members
 from tiercheck_operator.controller.readiness import (
     Waiting,
     handing_over,
@@ -37,7 +38,7 @@ from tiercheck_operator.controller.readiness import (
     waiting_for_sidecars,
 )
 from tiercheck_operator.controller.record import FailedStartRecord, HangRecord, JobRecord, Recovery
-from tiercheck_operator.controller.status import Finding
+from tiercheck_operator.controller.standstill import find_hang, note_hang
 from tiercheck_operator.planning.inventory import RemoteInventory
 from tiercheck_operator.planning.recovery import Decision as Outcome
 from tiercheck_operator.planning.recovery import Recover, Refuse, StartFresh, Wait, decide_recovery

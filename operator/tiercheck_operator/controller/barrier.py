@@ -5,7 +5,7 @@ The release is written to the status before it is sent, so an operator that rest
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,18 +14,28 @@ from tiercheck.protocol.report import Report, RestoreState, TrainerState
 from tiercheck_operator.controller.actions import Push
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import build_directives, settled_sources
-from tiercheck_operator.controller.identities import reports_of
-from tiercheck_operator.controller.inventories import bad_everywhere, inventories, remote_inventory, to_sources
+from tiercheck_operator.controller.inventories import (
+    bad_everywhere,
+    inventories,
+    remote_inventory,
+    reports_of,
+    to_sources,
+)
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.placing import distance_between
 from tiercheck_operator.controller.record import JobRecord, Recovery, rfc3339
-from tiercheck_operator.controller.recovery_history import add_summary
 from tiercheck_operator.planning.inventory import Missing
 from tiercheck_operator.planning.resized import ResizedStock
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 _FIRST_STEP_PATIENCE = 600.0
 """Seconds after which a recovery counts as ended although no step was reported: not every script reports steps."""
+
+
+LENGTH = 10
+"""Recoveries that are remembered."""
+_SENTENCE = 160
+"""Characters of `message` and `reason` in the history; status.lastRecovery has all of them."""
 
 
 def advance(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) -> JobRecord:
@@ -87,7 +97,7 @@ def due_directives(
     directives = build_directives(obs, status, members, placement, phase=phase, sources=sources, exit_code=exit_code)
     due = []
     for worker, directive in directives.items():
-        report = obs.report(members[worker])
+        report = obs.newest_reports.get(members[worker].uid)
         if report is None or report.revision == directive.revision or report.attempt > directive.attempt:
             continue
         # The sidecar refuses it if it has followed something else by then: nothing that is under way for long undoes what came later.
@@ -166,3 +176,14 @@ def _summary(obs: Observation, recovery: Recovery, reports: Mapping[int, Report]
         "totalSeconds": round(max(0.0, first_step - recovery.failed_at), 3),
         "time": rfc3339(obs.now),
     }
+
+
+def add_summary(history: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """`history` with one more, newest first."""
+    short = {key: _shortened(value) if key in ("message", "reason") else value for key, value in summary.items()}
+    return (short, *history)[:LENGTH]
+
+
+def _shortened(sentence: object) -> str:
+    text = str(sentence or "")
+    return text if len(text) <= _SENTENCE else text[: _SENTENCE - 1] + "\N{HORIZONTAL ELLIPSIS}"

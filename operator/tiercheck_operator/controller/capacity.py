@@ -9,10 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.adoption import with_ranks
 from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.identities import reports_of
-from tiercheck_operator.controller.inventories import bad_everywhere, elementwise, inventories, remote_inventory
+from tiercheck_operator.controller.inventories import (
+    bad_everywhere,
+    elementwise,
+    inventories,
+    remote_inventory,
+    reports_of,
+    with_ranks,
+)
 from tiercheck_operator.controller.membership import Membership
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.observe.situation import Situation

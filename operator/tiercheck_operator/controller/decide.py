@@ -14,7 +14,7 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Report
 from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.actions import Action, Decision, EnsureCredentials, EnsureService, SavePlacement
+from tiercheck_operator.controller.actions import Action, Decision, SavePlacement
 from tiercheck_operator.controller.attached import without_ended
 from tiercheck_operator.controller.attempt import Begun, begin_attempt
 from tiercheck_operator.controller.barrier import (
@@ -26,33 +26,47 @@ from tiercheck_operator.controller.barrier import (
 )
 from tiercheck_operator.controller.bounds import fit_status
 from tiercheck_operator.controller.budget import budget_actions
-from tiercheck_operator.controller.deadline import deadline_passed, seconds_to_deadline
+from tiercheck_operator.controller.departures import departure_message
 from tiercheck_operator.controller.elastic import growth_wake, resize
 from tiercheck_operator.controller.events import notices
-from tiercheck_operator.controller.failure_policy import GivenUp
-from tiercheck_operator.controller.finish import after_finish, finished
-from tiercheck_operator.controller.gang import gang_actions, gang_missing, gang_removal
-from tiercheck_operator.controller.kept_copies import all_copied, describe_found_again, describe_moved
-from tiercheck_operator.controller.leaving import departure_message
+from tiercheck_operator.controller.failure_policy import GivenUp, reset_restart_count
+from tiercheck_operator.controller.findings import Finding, Findings
+from tiercheck_operator.controller.finish import (
+    after_finish,
+    deadline_passed,
+    finished,
+    seconds_to_deadline,
+    still_ending,
+    suspend,
+)
 from tiercheck_operator.controller.lost_nodes import unready_node_message
 from tiercheck_operator.controller.memory import equal_share, too_small
-from tiercheck_operator.controller.observation import JobView, Observation
+from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.controller.placing import Unplaceable, describe_members, place_members
+from tiercheck_operator.controller.placing import (
+    Unplaceable,
+    all_copied,
+    describe_found_again,
+    describe_members,
+    describe_moved,
+    place_members,
+)
+from tiercheck_operator.controller.prerequisites import (
+    gang_actions,
+    gang_missing,
+    gang_removal,
+    missing_belongings,
+    refuse_pods,
+)
 from tiercheck_operator.controller.readiness import waiting_for_pods
 from tiercheck_operator.controller.record import JobRecord
 from tiercheck_operator.controller.replacing import replace_pods
 from tiercheck_operator.controller.replanning import replan
-from tiercheck_operator.controller.restart_count import reset_restart_count
 from tiercheck_operator.controller.spares import keep_spares
-from tiercheck_operator.controller.stalled import stalled_restore_message
-from tiercheck_operator.controller.status import Finding, Findings, add_final_words, derive_status, with_refusal
-from tiercheck_operator.controller.suspend import still_ending, suspend
+from tiercheck_operator.controller.standstill import stalled_restore_message
+from tiercheck_operator.controller.status import add_final_words, derive_status, with_refusal
 from tiercheck_operator.controller.suspicion import due_probes, next_look
 from tiercheck_operator.controller.trigger import find_trigger, update_recovery
-from tiercheck_operator.manifests.pod import unbuildable, unlike_a_pod
-from tiercheck_operator.manifests.resources import resources_problem
-from tiercheck_operator.manifests.template import deadline_problem, pod_problem, template_problem
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 _PASSING = (conditions.NO_ROOM_TO_MOVE, conditions.MOVING, conditions.NODE_NOT_READY)
@@ -126,7 +140,7 @@ def suspend_job(situation: Situation, draft: DecisionDraft) -> DecisionDraft | D
 
 def refuse_impossible_pods(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
     """Says why no pod can be made of the spec."""
-    refusal = _refusal(situation.job)
+    refusal = refuse_pods(situation.job)
     return draft if refusal is None else conclude(situation, draft.finding(unplaced=refusal))
 
 
@@ -169,13 +183,12 @@ def replace_lost_pods(situation: Situation, draft: DecisionDraft) -> DecisionDra
     spares = keep_spares(situation)
     resized = resize(situation, spares)
     if resized is not None:
-        # What is written wakes us at once; if it is not kept, as by a definition of an older release, it is not
-        # tried without pause.
+        # What is written wakes us at once. If it is not kept, as by an older definition, we try again with a pause.
         return conclude(situation, replace(draft, status=resized.status, findings=resized.findings, wake=1.0))
     pods, put_off = replace_pods(situation, spares.taken)
     if situation.job.spec.attach is not None:
         pods = without_ended(situation, pods)
-    draft = draft.doing(*_missing_belongings(situation), *spares.takeovers, *pods, *spares.actions)
+    draft = draft.doing(*missing_belongings(situation), *spares.takeovers, *pods, *spares.actions)
     return draft.waking(put_off, spares.wake, seconds_to_deadline(situation), growth_wake(situation))
 
 
@@ -237,9 +250,11 @@ def move_copies(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
         return draft
     moved = replan(situation, draft.status, saved, draft.reports)
     keep = () if moved.saved == saved else (SavePlacement(moved.saved),)
-    # What was only found out about it is not worth remembering before the status tells it.
-    later = moved.saved.same_holders(saved)
-    draft = replace(draft, after=(*keep, *moved.probes)) if later else replace(draft.doing(*keep), after=moved.probes)
+    if moved.saved.same_holders(saved):
+        # What was only found out about it is not worth remembering before the status tells it.
+        draft = replace(draft, after=(*keep, *moved.probes))
+    else:
+        draft = replace(draft.doing(*keep), after=moved.probes)
     record = describe_moved(draft.status.placement, moved.record, saved, moved.saved)
     draft = replace(draft, status=replace(draft.status, placement=record), placement=moved.saved)
     return draft.finding(placed=moved.placed).waking(moved.wake)
@@ -248,7 +263,8 @@ def move_copies(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
 def tell_placement(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     """Says who is about to leave or on a doubtful node, or again what the placement is worth."""
     assert draft.placement is not None
-    news = departure_message(situation.membership.departures) or unready_node_message(situation, situation.members)
+    going = departure_message(situation.membership.departures)
+    news = going or unready_node_message(situation, situation.members)
     if news is not None:
         return draft.finding(placed=Finding(*news))
     told = draft.status.condition(conditions.PLACED)
@@ -333,34 +349,6 @@ def refused(obs: Observation, decision: Decision, sentence: str) -> Decision:
 def soonest(*seconds: float | None) -> float | None:
     """The least of those that are given."""
     return min((entry for entry in seconds if entry is not None), default=None)
-
-
-def _refusal(job: JobView) -> Finding | None:
-    """Why no pod can be made of the spec. What attached pods cannot be is said at their admission."""
-    spec = job.spec
-    if spec.attach is not None:
-        return None
-    pod = spec.template.get("spec") or {}
-    begun = job.status.attempt > 0  # such a one is better looked after than refused
-    try:
-        wrong = template_problem(spec.template)
-        if not wrong and not begun:
-            wrong = pod_problem(pod, names.TRAINER_CONTAINER) or deadline_problem(spec.template) or unbuildable(job)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        wrong = "" if begun else unlike_a_pod(error)
-    if wrong:
-        return Finding(conditions.INVALID_TEMPLATE, wrong)
-    wrong = "" if job.status.attempt else resources_problem(spec, pod)
-    return Finding(conditions.INVALID_SPEC, wrong) if wrong else None
-
-
-def _missing_belongings(situation: Situation) -> list[Action]:
-    missing: list[Action] = gang_actions(situation)
-    if not situation.have_credentials:
-        missing.append(EnsureCredentials())
-    if not situation.have_service and situation.job.spec.attach is None:
-        missing.append(EnsureService())
-    return missing
 
 
 def _describe_late_trainers(situation: Situation, absent: list[int]) -> Finding:

@@ -101,7 +101,7 @@ def build_directives(
     version = status.restored_version
     workers, procs = _size(obs, status)
     old = 0 if version is None else status.resized_from
-    rules = policy(spec, restored=version is not None)
+    rules, port = policy(spec, restored=version is not None), master_port(uid, status.attempt)
     for worker in sorted(members):
         ranks = range(worker * procs, (worker + 1) * procs)
         directive = Directive(
@@ -125,7 +125,7 @@ def build_directives(
             hosted=tuple(Peer(other, hosts[other]) for other in hosted.get(worker, ()) if other in hosts),
             coordinator=Peer(0, hosts.get(0, "")),
             master_host=(members[0].ip if 0 in members else None) or "",
-            master_port=master_port(uid, status.attempt),
+            master_port=port,
             parity=group_of.get(worker),
             folded=tuple(folded.get(worker, ())),
             placement=named,

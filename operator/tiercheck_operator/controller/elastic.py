@@ -20,14 +20,13 @@ from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.capacity import describe_homeless, is_overdue, possible_size
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
-from tiercheck_operator.controller.identities import reports_of
-from tiercheck_operator.controller.inventories import elementwise
+from tiercheck_operator.controller.findings import Finding, Findings
+from tiercheck_operator.controller.inventories import elementwise, reports_of
 from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.controller.record import JobRecord, Recovery, SizeRecord, TierRecord
+from tiercheck_operator.controller.record import JobRecord, Recovery, SizeRecord, TierRecord, rfc3339
 from tiercheck_operator.controller.saving import EVERY_STEP
 from tiercheck_operator.controller.spares import Upkeep
-from tiercheck_operator.controller.status import Finding, Findings
 
 _FRESH_SECONDS = 2.0
 """Of training, by which a snapshot may be old when the job grows; or a quarter of the steps between snapshots, if that is more."""
@@ -175,3 +174,37 @@ def _little_lost(situation: Situation) -> bool:
     lost = ((report.trainer.step or 0) - report.watermarks.snapshot.step) * pace + age
     every = checkpoint.snapshot_every if checkpoint is not None else 0
     return lost <= max(_FRESH_SECONDS, _FRESH_PART * every * pace)
+
+
+@dataclass(frozen=True)
+class SizeStanding:
+    """For the condition FullSize."""
+
+    full: bool
+    reason: str
+    message: str
+
+
+def describe_size(situation: Situation, record: JobRecord) -> SizeStanding | None:
+    """By the status that is about to be written. None: the job may not shrink, and never did."""
+    spec = situation.job.spec
+    wanted = spec.workers
+    if record.size is None:
+        known = spec.min_workers is not None or record.condition(conditions.FULL_SIZE) is not None
+        text = f"the job has all {wanted} workers"
+        return SizeStanding(True, conditions.ALL_WORKERS, text) if known else None
+    text = f"{record.size.workers} of {wanted} workers"
+    if record.size.room_since is not None:
+        since = rfc3339(record.size.room_since)
+        text = f"{text}. Pods for the others have been ready since {since}: the job grows soon, when few steps would be made twice"
+        return SizeStanding(False, conditions.GROWING, text)
+    homeless = next((pod for pod in situation.all_pods if pod.homeless and not pod.deleting), None)
+    if homeless is not None:
+        text = (
+            f"{text}: no node takes {homeless.name}. {homeless.message.rstrip('.')}. It grows back when nodes are added"
+        )
+    else:
+        missing = wanted - record.size.workers
+        ready = min(missing, len(situation.spare_pool.ready))
+        text = f"{text}: of the pods with which it grows back {ready} of {missing} are ready"
+    return SizeStanding(False, conditions.SHRUNK, text)

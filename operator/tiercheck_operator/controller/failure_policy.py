@@ -1,17 +1,24 @@
-"""When the job is given up: training crashed too often, or in a way that starting again cannot help."""
+"""When the job is given up: training crashed too often, or in a way that starting again cannot help.
+
+A limit on all restarts of a job would end a run of three months for ten unrelated crashes. A job that gets
+beyond where it last crashed and trains on for failurePolicy.resetAfterSeconds has shown that it is not
+stuck, and begins to count anew.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from tiercheck.protocol import reasons
+from tiercheck.protocol.report import Report
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.exits import describe_exit, failed_trainers
 from tiercheck_operator.controller.failure_rules import Verdict
 from tiercheck_operator.controller.failure_spec import RuleAction
 from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.controller.record import Recovery
+from tiercheck_operator.controller.record import JobRecord, Recovery
 
 _HOPELESS = {
     reasons.TORCH_MISSING: (
@@ -71,3 +78,23 @@ def budget_spent(obs: Observation, recovery: Recovery, verdict: Verdict) -> Give
 
 def _ruled(verdict: Verdict) -> str:
     return f" Rule {verdict.rule} of failurePolicy.rules says that this failure counts." if verdict.rule else ""
+
+
+def reset_restart_count(
+    obs: Observation, record: JobRecord, reports: Mapping[int, Report]
+) -> tuple[JobRecord, float | None]:
+    """`record` with the count set to zero if training went well for long enough, and the seconds until it may be.
+
+    `reports`: those of the current attempt, by worker. The moment of the first step is by the nodes' clocks.
+    """
+    if not record.counted or record.recovery is not None or len(reports) < obs.size:
+        return record, None
+    first_steps = [report.trainer.first_step_at for report in reports.values()]
+    steps = [report.trainer.step for report in reports.values()]
+    began = [moment for moment in first_steps if moment is not None]
+    if len(began) < len(first_steps) or min(step or 0 for step in steps) <= record.crash_step:
+        return record, None
+    left = max(began) + obs.job.spec.reset_seconds - obs.now
+    if left > 0:
+        return record, left
+    return replace(record, counted=0), None

@@ -28,8 +28,8 @@ from tiercheck_operator.controller.membership import left_nodes
 from tiercheck_operator.controller.observation import JobView, NodeView, Observation, PodView, WorkerReport
 from tiercheck_operator.controller.parsing import parse_job
 from tiercheck_operator.controller.record import render_record
+from tiercheck_operator.controller.replacing import choose_sidecar_image
 from tiercheck_operator.controller.sidecar_ends import away
-from tiercheck_operator.controller.sidecar_image import pinned
 from tiercheck_operator.controller.suspicion import doubted_nodes
 from tiercheck_operator.controller.topology_source import TopologySource
 from tiercheck_operator.event_posting import EventPoster, ObjectEvents
@@ -211,7 +211,7 @@ class JobLoop:
             await self._look_up()
             job = parse_job(self._raw)
         raw = self._raw
-        image = pinned(job.status, self._pods(job), around.config.sidecar_image)
+        image = choose_sidecar_image(job.status, self._pods(job), around.config.sidecar_image)
         job = replace(job, sidecar_image=image)
         if not _ours(job):
             return around.config.resync_seconds

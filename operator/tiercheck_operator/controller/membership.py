@@ -11,11 +11,9 @@ from functools import partial
 
 from tiercheck.protocol.report import TrainerState
 from tiercheck_operator.controller.causes import Cause
+from tiercheck_operator.controller.departures import Departure, Move, assign, find_moves
 from tiercheck_operator.controller.directives import members_digest
-from tiercheck_operator.controller.forgotten import forgotten
-from tiercheck_operator.controller.leaving import Departure, assign
-from tiercheck_operator.controller.lost_nodes import why_lost
-from tiercheck_operator.controller.moving import Move, find_moves
+from tiercheck_operator.controller.lost_nodes import why_left_down, why_lost
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.signs_of_life import restart_due, silence, was_up
 from tiercheck_operator.controller.suspicion import Doubt
@@ -150,7 +148,7 @@ def classify_pod(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -
     doubt = doubted.get(pod.uid)
     if doubt is not None:
         return lost(doubt.cause, doubt.why, node=pod.node if doubt.of_node else None, at=doubt.since)
-    left_down = forgotten(obs, pod)
+    left_down = why_left_down(obs, pod)
     return lost(Cause.POD_FAILED, left_down) if left_down else None
 
 

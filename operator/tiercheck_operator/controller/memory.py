@@ -121,8 +121,8 @@ class Rooms:
     """Of one worker's copies."""
 
 
-def rooms(spec: JobSpec, asked: int, reports: Iterable[Report]) -> Rooms:
-    """From the sizes and limits that sidecars report, with `asked` copies of each worker: beside the least that a worker needs for its own ranks, and with deltas if
+def rooms(spec: JobSpec, wanted_copies: int, reports: Iterable[Report]) -> Rooms:
+    """From the sizes and limits that sidecars report: beside the least that a worker needs for its own ranks, and with deltas if
     they are taken now.
     """
     known = list(reports)
@@ -136,7 +136,7 @@ def rooms(spec: JobSpec, asked: int, reports: Iterable[Report]) -> Rooms:
     own = spec.procs_per_worker * (OWN_SLOTS_MIN * cost(snapshot) + row)
     each = spec.procs_per_worker * (HOSTED_SLOTS * cost(snapshot) + row)
     free = {report.worker: max(0, report.memory.limit - own) for report in known}
-    enough = 2 * max(1, asked) + 2
+    enough = 2 * max(1, wanted_copies) + 2
     copies = {worker: size // each for worker, size in sorted(free.items()) if size // each < enough}
     return Rooms(copies, free, each)
 

@@ -15,7 +15,7 @@ from tiercheck.protocol.address import join_address
 from tiercheck.protocol.directive import RESTORE_STALL, DeltaMode, HealthCheck
 from tiercheck.protocol.report import SPARE, Report
 from tiercheck_operator.controller.failure_spec import DEFAULT_HANG, DEFAULT_RESET_SECONDS, FailureRule, HangSpec
-from tiercheck_operator.controller.record import JobRecord
+from tiercheck_operator.controller.record import Condition, JobRecord
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 ANNOTATION_AVOIDED = "tiercheck.io/avoided-nodes"
@@ -158,7 +158,7 @@ class JobView:
     """Of the job, to be handed on to its pods for a queue."""
     queue_annotations: Mapping[str, str] = field(default_factory=dict)
     sidecar_image: str = ""
-    """What the sidecars of this job are, see `sidecar_image.pinned`; empty: not known yet."""
+    """What the sidecars of this job are, see `replacing.choose_sidecar_image`; empty: not known yet."""
     cluster: str = ""
     """UID of the cluster's namespace kube-system, for its pods; empty: not known (yet)."""
 
@@ -350,7 +350,7 @@ class Observation:
         size, asked = self.job.status.size, self.job.spec.workers
         return size.workers if size is not None and 0 < size.workers < asked else asked
 
-    @property
+    @cached_property
     def shrunk(self) -> bool:
         """Whether the job goes on with fewer workers than its spec asks for."""
         return self.size < self.job.spec.workers
@@ -360,7 +360,7 @@ class Observation:
         """Of each worker's state: in a smaller job at most as many as there are others."""
         return min(self.job.spec.copies, self.size - 1) if self.shrunk else self.job.spec.copies
 
-    @property
+    @cached_property
     def wanted_spares(self) -> int:
         """Those of the spec, and one for each worker that a smaller job lacks: with these it grows back."""
         return self.job.spec.spares + self.job.spec.workers - self.size
@@ -382,9 +382,19 @@ class Observation:
     @cached_property
     def current_reports(self) -> Mapping[str, Report]:
         """The newest reports that are of the current attempt, by pod UID."""
-        found = {pod.uid: self.report(pod) for pod in self.all_pods}
         attempt = self.job.status.attempt
-        return {uid: report for uid, report in found.items() if report is not None and report.attempt == attempt}
+        return {uid: report for uid, report in self.newest_reports.items() if report.attempt == attempt}
+
+    @cached_property
+    def newest_reports(self) -> Mapping[str, Report]:
+        """The newest report of each sidecar, by pod UID, as that of the worker that the pod is."""
+        found = {pod.uid: self.report(pod) for pod in self.all_pods}
+        return {uid: report for uid, report in found.items() if report is not None}
+
+    @cached_property
+    def conditions(self) -> Mapping[str, Condition]:
+        """Those that the job has been told to have, by type."""
+        return {entry.type: entry for entry in self.job.status.conditions}
 
     def report(self, pod: PodView) -> Report | None:
         """The newest report of the pod's sidecar, as that of the worker that the pod is: it may not know that yet."""

@@ -13,7 +13,7 @@ from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.actions import Probe
 from tiercheck_operator.controller.capacity import describe_shortage
 from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.failed_starts import crash_pause
+from tiercheck_operator.controller.exits import crash_pause
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.record import Recovery

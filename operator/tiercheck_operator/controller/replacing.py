@@ -1,11 +1,14 @@
 """The pods to make and to remove, so that every worker has one that is well.
 
-A lost pod is replaced under a new name at once, without waiting for the old one to be confirmed dead: the attempt fences it.
+A lost pod is replaced under a new name at once, without waiting for the old one to be confirmed dead: the
+attempt fences it. The sidecars of a job keep the image that it began with, so that an upgrade of the
+operator touches no pod and all sidecars of an attempt speak the same language. A job gets the current image
+when it is suspended and resumed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from tiercheck_operator.controller.actions import Action, CreatePod, DeletePod
 from tiercheck_operator.controller.causes import Cause
@@ -13,6 +16,7 @@ from tiercheck_operator.controller.lost_nodes import out_of_reach
 from tiercheck_operator.controller.membership import NOTED_CAUSES, Loss
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.controller.record import JobRecord
 from tiercheck_operator.manifests.owned import pod_name
 
 
@@ -25,7 +29,8 @@ def replace_pods(situation: Situation, taken: Collection[int] = ()) -> tuple[lis
         if worker in taken:
             continue
         pod, going = situation.members.get(worker), situation.membership.departures.get(worker)
-        if pod is not None and not is_held_by_avoidance(situation, pod) and (going is None or going.new is not None):
+        settled = going is None or going.new is not None
+        if pod is not None and settled and not is_held_by_avoidance(situation, pod):
             continue
         if pod is not None and going is None:
             why = f"pod {pod.name} of worker {worker}: it found no node while it avoided some that are well again"
@@ -131,3 +136,13 @@ def remove_pod(obs: Observation, pod: PodView, why: Loss | str) -> list[Action]:
         return [DeletePod(pod.name, pod.uid, gone, f"pod {pod.name}: {why}")]
     note = f"{why.cause.value}: {why.why}" if why.cause in NOTED_CAUSES and not gone else ""
     return [DeletePod(pod.name, pod.uid, gone, why.message, note)]
+
+
+def choose_sidecar_image(status: JobRecord, pods: Iterable[PodView], configured: str) -> str:
+    """The image in the status; else that of the job's newest pod, which an operator made that could not write it down; else
+    the one that the operator was given."""
+    if status.sidecar_image:
+        return status.sidecar_image
+    living = [pod for pod in pods if pod.sidecar_image and not pod.terminal]
+    newest = max(living, key=lambda pod: (pod.created, pod.name), default=None)
+    return configured if newest is None else newest.sidecar_image

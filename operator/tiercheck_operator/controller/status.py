@@ -3,53 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.budget import Budget, wanted_budget
 from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.full_size import describe_size
-from tiercheck_operator.controller.kept_copies import describe_now
-from tiercheck_operator.controller.last_words import add_last_words
+from tiercheck_operator.controller.elastic import describe_size
+from tiercheck_operator.controller.findings import Finding, Findings
 from tiercheck_operator.controller.memory import equal_share, forecast, largest_share, measured
 from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.controller.proofs import newest_proofs
+from tiercheck_operator.controller.placing import describe_now
 from tiercheck_operator.controller.record import Condition, JobRecord, MemoryRecord, TierRecord, rfc3339
-from tiercheck_operator.controller.saving import EVERY_STEP, TURNED_OFF, describe_saving
+from tiercheck_operator.controller.saving import EVERY_STEP, TURNED_OFF, add_last_words, describe_saving, newest_proofs
 from tiercheck_operator.controller.sidecar_ends import sidecar_away, sidecar_ended
 from tiercheck_operator.controller.spares import SparesStanding, describe_spares
-from tiercheck_operator.controller.stalled import restored_bytes
+from tiercheck_operator.controller.standstill import restored_bytes
 from tiercheck_operator.manifests.node_memory import forbidden
 from tiercheck_operator.manifests.resources import limits_advice
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A reason and a message, on their way to a condition."""
-
-    reason: str
-    message: str
-
-
-@dataclass(frozen=True)
-class Findings:
-    """What this reconcile found out, beyond the record itself."""
-
-    unplaced: Finding | None = None
-    """Why pods or copies have no place."""
-    placed: Finding | None = None
-    """Set when the placement was made in this reconcile."""
-    waiting: Finding | None = None
-    """What the next attempt waits for."""
-    copied: bool = False
-    """Every copy that the placement asks for has been made, of some version."""
-    suspended: bool = False
-    suspending: bool = False
-    completed: bool = False
-    failed: Finding | None = None
 
 
 def derive_status(
@@ -167,7 +140,7 @@ def _placed(obs: Observation, findings: Findings) -> Condition | None:
         return _condition(conditions.PLACED, False, findings.unplaced)
     if findings.placed is not None:
         return _condition(conditions.PLACED, True, findings.placed)
-    known = obs.job.status.condition(conditions.PLACED)
+    known = obs.conditions.get(conditions.PLACED)
     if known is None or known.status:
         return known
     return _condition(conditions.PLACED, True, Finding(conditions.ALL_PLACED, "every worker has a pod on a node"))
@@ -188,7 +161,7 @@ def _unprotected(record: JobRecord, reason: str) -> Condition:
 
 def _protected(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> Condition | None:
     if not reports:
-        known = obs.job.status.condition(conditions.PROTECTED)
+        known = obs.conditions.get(conditions.PROTECTED)
         if known is None or not known.status or _copies_made(obs, record):
             return known
         return _condition(conditions.PROTECTED, False, _COPIES_LACK)
@@ -306,14 +279,14 @@ def _throttled(obs: Observation, reports: Mapping[int, Report]) -> Condition | N
             if problem.reason == conditions.SIDECAR_THROTTLED:
                 found = Finding(conditions.SIDECAR_THROTTLED, f"worker {worker}: {problem.message}")
                 return _condition(conditions.THROTTLED, True, found)
-    if obs.job.status.condition(conditions.THROTTLED) is None:
+    if obs.conditions.get(conditions.THROTTLED) is None:
         return None
     return _condition(conditions.THROTTLED, False, Finding(conditions.NOT_THROTTLED, "no sidecar is held back"))
 
 
 def _remote_safe(obs: Observation, reports: Mapping[int, Report]) -> Condition | None:
     """Once there was something to say. Only worker 0 tries the store; without its word the last one stands."""
-    known = obs.job.status.condition(conditions.REMOTE_SAFE)
+    known = obs.conditions.get(conditions.REMOTE_SAFE)
     if 0 not in reports or not reports[0].remote.configured:
         return known
     for problem in reports[0].problems:
@@ -328,7 +301,7 @@ def _remote_safe(obs: Observation, reports: Mapping[int, Report]) -> Condition |
 def _spares_ready(obs: Observation, standing: SparesStanding | None) -> Condition | None:
     if standing is not None:
         return _condition(conditions.SPARES_READY, standing.enough, Finding(standing.reason, standing.message))
-    if obs.job.status.condition(conditions.SPARES_READY) is None:
+    if obs.conditions.get(conditions.SPARES_READY) is None:
         return None
     return _condition(conditions.SPARES_READY, False, Finding(conditions.NO_SPARES, "no spares are wanted now"))
 
@@ -387,7 +360,7 @@ def _suspended(obs: Observation, findings: Findings) -> Condition | None:
             if obs.job.spec.remote
             else Finding(conditions.SUSPENDING, "trainers stop; without spec.tiers.remote their state is lost"),
         )
-    if obs.job.status.condition(conditions.SUSPENDED) is None:
+    if obs.conditions.get(conditions.SUSPENDED) is None:
         return None
     return _condition(conditions.SUSPENDED, False, Finding(conditions.RESUMED, "spec.suspend is false"))
 
@@ -403,15 +376,16 @@ def _outcome(kind: str, finding: Finding) -> Condition:
 
 
 def _phase(record: JobRecord, findings: Findings) -> str:
-    if record.holds(conditions.FAILED):
+    holds = {entry.type for entry in record.conditions if entry.status}
+    if conditions.FAILED in holds:
         return "Failed"
-    if record.holds(conditions.COMPLETED):
+    if conditions.COMPLETED in holds:
         return "Completed"
     if findings.suspended or findings.suspending:
         return "Suspended" if findings.suspended else "Suspending"
     if record.recovery is not None and record.recovery.released_at is None and _coming_back(record):
         return "Restoring"
-    if record.holds(conditions.RUNNING):
+    if conditions.RUNNING in holds:
         return "Running"
     return "Pending" if findings.unplaced is not None else "Starting"
 

@@ -121,7 +121,7 @@ def _limits(obs: Observation) -> Limits:
 
 def _witness(obs: Observation, pod: PodView, homes: Mapping[tuple[int, str], str]) -> Witness:
     known, silent = obs.reports.get(pod.uid), silence(obs, pod)
-    report = obs.report(pod) if silent is None else None
+    report = obs.newest_reports.get(pod.uid) if silent is None else None
     current = obs.current_reports.get(pod.uid)
     accuses = tuple(
         Accusation(homes[each.worker, each.host], max(0.0, obs.now - each.since), each.how is Break.SILENT)

@@ -75,7 +75,8 @@ class Situation(Observation):
     def resumption(self) -> Recovery | None:
         """The recovery that brings a suspended job back; None: it was not suspended."""
         status = self.job.status
-        if not is_suspending(status) and not status.holds(conditions.SUSPENDED):
+        told = self.conditions.get(conditions.SUSPENDED)
+        if not is_suspending(status) and not (told is not None and told.status):
             return None
         if not status.attempt:
             return Recovery(Cause.FIRST_START.value, "the job starts", self.now, self.now)
