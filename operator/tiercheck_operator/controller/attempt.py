@@ -11,7 +11,12 @@ from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
 from tiercheck_operator.controller.exits import note_failed_start
-from tiercheck_operator.controller.failure_policy import GivenUp, budget_spent, hopeless, ruled_out
+from tiercheck_operator.controller.failure_policy import (
+    GivenUp,
+    fail_by_restart_limit,
+    fail_by_rule,
+    fail_hopeless_start,
+)
 from tiercheck_operator.controller.failure_rules import Verdict, match_rule
 from tiercheck_operator.controller.findings import Finding
 from tiercheck_operator.controller.inventories import (
@@ -41,8 +46,7 @@ from tiercheck_operator.controller.record import FailedStartRecord, HangRecord, 
 from tiercheck_operator.controller.standstill import find_hang, note_hang
 from tiercheck_operator.planning.inventory import RemoteInventory
 from tiercheck_operator.planning.recovery import Decision as Outcome
-from tiercheck_operator.planning.recovery import Recover, Refuse, StartFresh, Wait, decide_recovery
-from tiercheck_operator.planning.recovery import Situation as RecoveryProblem
+from tiercheck_operator.planning.recovery import Recover, RecoveryProblem, Refuse, StartFresh, Wait, decide_recovery
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 _HISTORY_LIMIT = 100
@@ -65,9 +69,9 @@ class Begun:
 def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Waiting | Unplaceable | GivenUp:
     """The next attempt, if everything that it needs is known."""
     verdict = match_rule(situation, recovery)
-    given_up = hopeless(situation)
+    given_up = fail_hopeless_start(situation)
     if given_up is None and not Cause.parse(recovery.cause).in_place:
-        given_up = ruled_out(
+        given_up = fail_by_rule(
             recovery, verdict
         )  # a pod is lost, whatever else may show; nothing has to take its place first
     if given_up is not None:
@@ -81,7 +85,7 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Waiting |
     )
     if waiting is not None:
         return waiting
-    given_up = ruled_out(recovery, verdict) or budget_spent(situation, recovery, verdict)
+    given_up = fail_by_rule(recovery, verdict) or fail_by_restart_limit(situation, recovery, verdict)
     if given_up is not None:
         return given_up
     placed = place_members(situation)

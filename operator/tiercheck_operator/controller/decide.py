@@ -27,7 +27,7 @@ from tiercheck_operator.controller.barrier import (
 from tiercheck_operator.controller.bounds import fit_status
 from tiercheck_operator.controller.budget import budget_actions
 from tiercheck_operator.controller.departures import departure_message
-from tiercheck_operator.controller.elastic import growth_wake, resize
+from tiercheck_operator.controller.elastic import resize, seconds_to_growth
 from tiercheck_operator.controller.events import notices
 from tiercheck_operator.controller.failure_policy import GivenUp, reset_restart_count
 from tiercheck_operator.controller.findings import Finding, Findings
@@ -35,8 +35,8 @@ from tiercheck_operator.controller.finish import (
     after_finish,
     deadline_passed,
     finished,
+    is_still_ending,
     seconds_to_deadline,
-    still_ending,
     suspend,
 )
 from tiercheck_operator.controller.lost_nodes import unready_node_message
@@ -52,11 +52,11 @@ from tiercheck_operator.controller.placing import (
     place_members,
 )
 from tiercheck_operator.controller.prerequisites import (
-    gang_actions,
-    gang_missing,
-    gang_removal,
+    ensure_gang_actions,
+    find_missing_gang,
     missing_belongings,
     refuse_pods,
+    remove_gang_actions,
 )
 from tiercheck_operator.controller.readiness import waiting_for_pods
 from tiercheck_operator.controller.record import JobRecord
@@ -65,7 +65,7 @@ from tiercheck_operator.controller.replanning import replan
 from tiercheck_operator.controller.spares import keep_spares
 from tiercheck_operator.controller.standstill import stalled_restore_message
 from tiercheck_operator.controller.status import add_final_words, derive_status, with_refusal
-from tiercheck_operator.controller.suspicion import due_probes, next_look
+from tiercheck_operator.controller.suspicion import due_probes, seconds_to_next_look
 from tiercheck_operator.controller.trigger import find_trigger, update_recovery
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
@@ -129,13 +129,13 @@ def look_after_ended_job(situation: Situation, draft: DecisionDraft) -> Decision
 
 def suspend_job(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
     """Gives the pods of a suspended job back. Once begun, that is brought to its end."""
-    if not (situation.job.spec.suspend or still_ending(situation)):
+    if not (situation.job.spec.suspend or is_still_ending(situation)):
         return draft
     status, before, after = suspend(situation)
     gone = not situation.all_pods
     draft = replace(draft, status=status, after=tuple(after), wake=None if gone else 1.0)
     draft = draft.finding(suspended=gone, suspending=not gone)
-    return conclude(situation, draft.doing(*before, *gang_removal(situation)))
+    return conclude(situation, draft.doing(*before, *remove_gang_actions(situation)))
 
 
 def refuse_impossible_pods(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
@@ -171,10 +171,10 @@ def refuse_small_memory(situation: Situation, draft: DecisionDraft) -> DecisionD
 
 def wait_for_gang(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
     """Makes no pod before its gang."""
-    lacking = gang_missing(situation)
+    lacking = find_missing_gang(situation)
     if lacking is None:
         return draft
-    draft = draft.finding(unplaced=lacking, waiting=lacking).doing(*gang_actions(situation))
+    draft = draft.finding(unplaced=lacking, waiting=lacking).doing(*ensure_gang_actions(situation))
     return conclude(situation, draft.waking(_LOOK_AGAIN if situation.gang_problem else 1.0))
 
 
@@ -189,7 +189,7 @@ def replace_lost_pods(situation: Situation, draft: DecisionDraft) -> DecisionDra
     if situation.job.spec.attach is not None:
         pods = without_ended(situation, pods)
     draft = draft.doing(*missing_belongings(situation), *spares.takeovers, *pods, *spares.actions)
-    return draft.waking(put_off, spares.wake, seconds_to_deadline(situation), growth_wake(situation))
+    return draft.waking(put_off, spares.wake, seconds_to_deadline(situation), seconds_to_growth(situation))
 
 
 def note_failure(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
@@ -294,7 +294,7 @@ def direct_sidecars(situation: Situation, draft: DecisionDraft) -> DecisionDraft
     probes = due_probes(situation, situation.testimony)
     draft = draft.finding(copied=all_copied(draft.reports, members, directives))
     draft = replace(draft, after=(*directives, *probes, *draft.after))
-    return draft.waking(next_look(situation, situation.testimony))
+    return draft.waking(seconds_to_next_look(situation, situation.testimony))
 
 
 Step = Callable[[Situation, DecisionDraft], DecisionDraft | Decision]

@@ -63,7 +63,7 @@ def resize(situation: Situation, upkeep: Upkeep) -> Resized | None:
     return None
 
 
-def growth_wake(obs: Observation) -> float | None:
+def seconds_to_growth(obs: Observation) -> float | None:
     """Seconds until the room that a smaller job has found may have lasted."""
     size = obs.job.status.size
     if size is None or size.room_since is None:

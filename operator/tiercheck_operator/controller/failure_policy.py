@@ -42,7 +42,7 @@ class GivenUp:
     message: str
 
 
-def hopeless(situation: Situation) -> GivenUp | None:
+def fail_hopeless_start(situation: Situation) -> GivenUp | None:
     """A trainer that can never start: nothing is gained by trying again."""
     for report in failed_trainers(situation, situation.members):
         trainer = report.trainer
@@ -55,7 +55,7 @@ def hopeless(situation: Situation) -> GivenUp | None:
     return None
 
 
-def ruled_out(recovery: Recovery, verdict: Verdict) -> GivenUp | None:
+def fail_by_rule(recovery: Recovery, verdict: Verdict) -> GivenUp | None:
     """A failure that the user has said is final."""
     if verdict.action is not RuleAction.FAIL:
         return None
@@ -65,7 +65,7 @@ def ruled_out(recovery: Recovery, verdict: Verdict) -> GivenUp | None:
     )
 
 
-def budget_spent(obs: Observation, recovery: Recovery, verdict: Verdict) -> GivenUp | None:
+def fail_by_restart_limit(obs: Observation, recovery: Recovery, verdict: Verdict) -> GivenUp | None:
     """Asked once it is certain that the crash is a crash. Disruptions never lead here: they are not the job's fault."""
     if not verdict.counts or obs.job.status.counted < obs.job.spec.max_restarts:
         return None

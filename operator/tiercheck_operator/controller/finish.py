@@ -130,7 +130,7 @@ def suspend(obs: Observation) -> tuple[JobRecord, list[Action], list[Action]]:
     return status, before, after
 
 
-def still_ending(obs: Observation) -> bool:
+def is_still_ending(obs: Observation) -> bool:
     """Whether there are pods that were told to finish: they end, whatever the spec says by now, and bring away what they owe. An attempt
     that began with them would lose them.
     """

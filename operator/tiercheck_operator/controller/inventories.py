@@ -21,7 +21,7 @@ from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.controller.observation import JobSpec, Observation, PodView
 from tiercheck_operator.planning.code_group import CodeGroup, OldGroup
 from tiercheck_operator.planning.inventory import Artifacts, Inventory, RemoteInventory, SourceChoice
-from tiercheck_operator.planning.recovery import Situation
+from tiercheck_operator.planning.recovery import RecoveryProblem
 
 _Table = dict[int, tuple[set[Version], set[Version]]]
 
@@ -126,7 +126,7 @@ def parity_group(group: CodeGroup, members: Mapping[int, PodView]) -> ParityGrou
     )
 
 
-def without_versions(situation: Situation, bad: Collection[Version], *, deltas: bool = True) -> Situation:
+def without_versions(situation: RecoveryProblem, bad: Collection[Version], *, deltas: bool = True) -> RecoveryProblem:
     """As if nobody held `bad`; without `deltas`, as if there were snapshots only."""
 
     def left(held: Artifacts) -> Artifacts:

@@ -17,7 +17,7 @@ from tiercheck_operator.manifests.resources import resources_problem
 from tiercheck_operator.manifests.template import deadline_problem, pod_problem, template_problem
 
 
-def gang_missing(obs: Observation) -> Finding | None:
+def find_missing_gang(obs: Observation) -> Finding | None:
     """Why no pod may be made yet; None: nothing is in the way."""
     if obs.job.spec.gang is None or obs.have_gang or obs.all_pods:
         return None
@@ -26,11 +26,11 @@ def gang_missing(obs: Observation) -> Finding | None:
     return Finding(conditions.WAITING_FOR_PODS, "the gang is made before the pods")
 
 
-def gang_actions(obs: Observation) -> list[Action]:
+def ensure_gang_actions(obs: Observation) -> list[Action]:
     return [EnsureGang()] if obs.job.spec.gang is not None and not obs.have_gang else []
 
 
-def gang_removal(obs: Observation) -> list[Action]:
+def remove_gang_actions(obs: Observation) -> list[Action]:
     """Of a suspended job without pods: workers and scheduler may be others when it goes on."""
     return [RemoveGang()] if obs.have_gang and not obs.all_pods else []
 
@@ -55,7 +55,7 @@ def refuse_pods(job: JobView) -> Finding | None:
 
 
 def missing_belongings(obs: Observation) -> list[Action]:
-    missing: list[Action] = gang_actions(obs)
+    missing: list[Action] = ensure_gang_actions(obs)
     if not obs.have_credentials:
         missing.append(EnsureCredentials())
     if not obs.have_service and obs.job.spec.attach is None:
