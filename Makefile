@@ -4,8 +4,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEMO_READY := $(VENV)/.ready-demo
 # Tests start hundreds of processes; without this each would compile our sources anew where the variable is set.
 unexport PYTHONDONTWRITEBYTECODE
+export TORCH_INDEX
 # Files of tests run beside each other, as most of them wait a lot; PYTEST_FLAGS="-n 0" runs one after the other.
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
 
@@ -45,14 +47,17 @@ help:
 
 setup: $(READY)
 
-# Everything is pinned by constraints.txt, torch included: an unpinned torch may bring gigabytes of CUDA libraries.
+# Everything is pinned by constraints.txt. An unpinned torch may bring gigabytes of CUDA libraries, and on some
+# machines the pinned one does: TORCH_INDEX=<URL of an index that has torch for CPUs> keeps them away.
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "TierCheck needs Python 3.11 or newer; set PYTHON=")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $(READY)
+	$(PYTHON) tools/set_up.py $(VENV) dev
+	touch $(READY) $(DEMO_READY)
 
-demo: $(READY)
+$(DEMO_READY): pyproject.toml constraints.txt
+	$(PYTHON) tools/set_up.py $(VENV) demo
+	touch $(DEMO_READY)
+
+demo: $(DEMO_READY)
 	$(BIN)/python -m tiercheck_local.demo $(DEMO_FLAGS)
 
 test: $(READY)

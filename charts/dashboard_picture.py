@@ -17,6 +17,7 @@ import tempfile
 import time
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ mpl.use("agg")
 
 import yaml
 from matplotlib import pyplot as plt
+from matplotlib.ticker import FuncFormatter
 
 from tests.cluster.jobs import Job, Jobs
 from tiercheck.protocol import names
@@ -66,40 +68,64 @@ def named(legend: str, labels: dict[str, str]) -> str:
     return legend
 
 
+def spelled(unit: str) -> Callable[[float, int], str]:
+    """How Grafana spells values of a unit on an axis, roughly."""
+    if unit == "s":
+        return lambda value, _: f"{value:g} s"
+    if unit == "bytes":
+        return lambda value, _: f"{value / 2**20:g} MiB"
+    if unit == "percentunit":
+        return lambda value, _: f"{value:.1%}"
+    return lambda value, _: f"{value:g}"
+
+
 def draw(base: str, begin: float, end: float) -> None:
-    panels = json.loads(BOARD.read_text())["panels"]
+    """The panels that a person sees first: those of folded rows are left out."""
+    panels = [panel for panel in json.loads(BOARD.read_text())["panels"] if not panel.get("panels")]
     height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
-    sheet = plt.figure(figsize=(18, height * 0.36))
+    sheet = plt.figure(figsize=(18, height * 0.42))
     for panel in panels:
         place = panel["gridPos"]
         left, width = place["x"] / 24, place["w"] / 24
         bottom, tall = 1 - (place["y"] + place["h"]) / height, place["h"] / height
         if panel["type"] == "row":
-            sheet.text(0.01, bottom + tall * 0.3, panel["title"], fontsize=12, fontweight="bold")
+            sheet.text(0.012, bottom + tall * 0.3, panel["title"], fontsize=14, fontweight="bold")
             continue
-        box = (left + 0.03, bottom + tall * 0.16, width - 0.045, tall * 0.64)
-        axes = sheet.add_axes(box)
-        axes.set_title(panel["title"], loc="left", fontsize=9, fontweight="bold")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=7)
         lines = [
             (named(target.get("legendFormat", ""), series["metric"]), series["values"])
             for target in panel["targets"]
             for series in query(base, target["expr"], begin, end)
         ]
+        defaults = panel["fieldConfig"]["defaults"]
         if panel["type"] == "stat":
-            value = round(float(lines[0][1][-1][1]), panel["fieldConfig"]["defaults"]["decimals"]) if lines else 0.0
-            axes.axis("off")
-            axes.text(0.5, 0.4, f"{value:g}", ha="center", va="center", fontsize=24, color=COLOURS[0])
+            axes = sheet.add_axes((left + 0.012, bottom + tall * 0.06, width - 0.024, tall * 0.8))
+            axes.set(xticks=[], yticks=[], facecolor="#F6F7F9")
+            axes.spines[:].set_visible(False)
+            value = round(float(lines[0][1][-1][1]), defaults["decimals"]) if lines else 0.0
+            steps = defaults["thresholds"]["steps"]
+            colour = [step["color"] for step in steps if step["value"] is None or value >= step["value"]][-1]
+            shade = {"green": COLOURS[2], "red": COLOURS[1]}.get(colour, COLOURS[0])
+            axes.text(0.03, 0.95, panel["title"], ha="left", va="top", fontsize=10, fontweight="bold")
+            axes.text(0.5, 0.42, f"{value:g}", ha="center", va="center", fontsize=30, color=shade)
             continue
+        axes = sheet.add_axes((left + 0.04, bottom + tall * 0.24, width - 0.055, tall * 0.6))
+        axes.set_title(panel["title"], loc="left", fontsize=10, fontweight="bold")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+        axes.yaxis.set_major_formatter(FuncFormatter(spelled(defaults["unit"])))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} s"))
+        axes.set_ylabel(defaults.get("custom", {}).get("axisLabel", ""), fontsize=8)
+        lines = [(label, values) for label, values in lines if any(float(value) for _, value in values)]
         for number, (label, values) in enumerate(lines):
             xs, ys = [float(at) - begin for at, _ in values], [float(value) for _, value in values]
-            axes.plot(xs, ys, label=label or None, color=COLOURS[number % len(COLOURS)], linewidth=1.3)
+            axes.plot(xs, ys, label=label or None, color=COLOURS[number % len(COLOURS)], linewidth=1.5)
         axes.set_xlim(0, end - begin)
         if lines:
-            axes.legend(fontsize=6, loc="upper left", frameon=False, ncols=2)
+            axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+            axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.13), frameon=False, ncols=4)
         else:
-            axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", fontsize=8, color="#999999")
+            axes.set_yticks([])
+            axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", fontsize=9, color="#999999")
     TARGET.parent.mkdir(exist_ok=True)
     sheet.savefig(TARGET, dpi=70)
 

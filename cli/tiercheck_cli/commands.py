@@ -74,6 +74,6 @@ def demo(
     try:
         from tiercheck_local.demo.__main__ import main
     except ModuleNotFoundError as error:
-        print(f"the demo needs {error.name}; run: pip install 'tiercheck[dev]'", file=sys.stderr)
+        print(f"the demo needs {error.name}; run: pip install 'tiercheck[demo]'", file=sys.stderr)
         raise typer.Exit(1) from error
     raise typer.Exit(main([f"--report={report}", *(["--keep"] if keep else [])]))

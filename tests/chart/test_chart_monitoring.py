@@ -90,9 +90,14 @@ def dashboard() -> dict[str, Any]:
     return parsed
 
 
+def panels_of(board: dict[str, Any]) -> list[dict[str, Any]]:
+    """All panels, those in folded rows too."""
+    return [each for panel in board["panels"] for each in (panel, *panel.get("panels", ()))]
+
+
 def dashboard_expressions() -> list[str]:
     board = dashboard()
-    found = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    found = [target["expr"] for panel in panels_of(board) for target in panel.get("targets", ())]
     found += [entry["expr"] for entry in board["annotations"]["list"]]
     return [text.replace("$__rate_interval", "5m").replace("$__range", "1h") for text in found]
 
@@ -191,21 +196,39 @@ def test_dashboard_is_found_by_grafana_and_reads_from_the_data_source_that_is_ch
     (config,) = of_kind("ConfigMap", MONITORED)
     assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
     board = dashboard()
-    assert {panel["datasource"]["uid"] for panel in board["panels"] if "datasource" in panel} == {"${datasource}"}
+    assert {panel["datasource"]["uid"] for panel in panels_of(board) if "datasource" in panel} == {"${datasource}"}
     variables = {variable["name"] for variable in board["templating"]["list"]}
     used = set(re.findall(r"\$\{?([a-z]\w*)", " ".join(strings([board["panels"], board["templating"]]))))
     assert used <= variables
 
 
-def test_panels_have_a_title_a_meaning_and_a_place_of_their_own() -> None:
+def test_dashboard_answers_four_questions_in_twelve_panels_and_folds_the_rest() -> None:
     panels = dashboard()["panels"]
-    taken: set[tuple[int, int]] = set()
-    for panel in panels:
-        place = panel["gridPos"]
-        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
-        assert not cells & taken, f"{panel['title']} overlaps another panel"
-        assert place["x"] + place["w"] <= 24
-        taken |= cells
-        assert panel["title"]
-        assert panel["type"] == "row" or panel["description"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
+    questions = [panel["title"] for panel in panels if panel["type"] == "row" and not panel["collapsed"]]
+    assert questions == ["Is it protected?", "How far behind?", "What happened?", "What is wrong?"]
+    assert len([panel for panel in panels if panel["type"] != "row"]) == 12
+
+
+def test_every_line_of_the_dashboard_has_a_unit_and_a_legend_that_covers_nothing() -> None:
+    for panel in panels_of(dashboard()):
+        if panel["type"] == "timeseries":
+            defaults = panel["fieldConfig"]["defaults"]
+            assert defaults["unit"] != "none" or defaults["custom"]["axisLabel"], panel["title"]
+            assert panel["options"]["legend"]["placement"] == "bottom"
+
+
+def test_panels_have_a_title_a_meaning_and_a_place_of_their_own() -> None:
+    board = dashboard()
+    folded = [row["panels"] for row in board["panels"] if row.get("panels")]
+    for panels in (board["panels"], *folded):
+        taken: set[tuple[int, int]] = set()
+        for panel in panels:
+            place = panel["gridPos"]
+            cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+            assert not cells & taken, f"{panel['title']} overlaps another panel"
+            assert place["x"] + place["w"] <= 24
+            taken |= cells
+            assert panel["title"]
+            assert panel["type"] == "row" or panel["description"]
+    everything = panels_of(board)
+    assert len({panel["id"] for panel in everything}) == len(everything)

@@ -177,7 +177,10 @@ def full_status() -> dict[str, Any]:
             },
             started=NOW,
             completed=NOW,
-            conditions=(Condition("Running", True, "Released", "The trainers were released.", NOW, 1),),
+            conditions=(
+                Condition("Running", True, "Released", "The trainers were released.", NOW, 1),
+                Condition("Protected", True, "CopiesComplete", "Every copy is made.", NOW, 1),
+            ),
         )
     )  # fmt: skip
 
@@ -238,6 +241,7 @@ def test_columns_tell_the_jobs_story_in_one_line(api: Api) -> None:
     assert shown == {
         "Name": name,
         "Phase": "Running",
+        "Protected": "True",
         "Step": 57,
         "Peer-lag": 7,
         "Remote-step": 40,

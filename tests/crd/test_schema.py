@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tiercheck.protocol import names
+from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.record import (
     CheckpointRecord,
     Facts,
@@ -121,16 +122,24 @@ def test_presets_have_the_levels_that_the_planner_knows() -> None:
 def test_columns_point_at_fields_of_the_status() -> None:
     known = {path for path, _ in fields(SCHEMA)} | {".metadata.creationTimestamp"}
     columns = VERSION["additionalPrinterColumns"]
-    assert {column["jsonPath"] for column in columns} <= known
+    by_type = re.compile(r'\[\?\(@\.type=="(\w+)"\)\]')
+    asked = [by_type.search(column["jsonPath"]) for column in columns]
+    assert {match[1] for match in asked if match} <= {conditions.PROTECTED}
+    assert {by_type.sub("[]", column["jsonPath"]) for column in columns} <= known
     normal = [column["name"] for column in columns if not column.get("priority")]
-    assert normal == ["Phase", "Step", "Peer-lag", "Remote-step", "Tolerates", "Restarts", "Age"]
-    assert [column["name"] for column in columns if column.get("priority")] == ["Smaller", "Attempt", "Last-cause"]
+    assert normal == ["Phase", "Protected", "Step", "Peer-lag", "Remote-step", "Restarts", "Age"]
+    assert [column["name"] for column in columns if column.get("priority")] == [
+        "Tolerates",
+        "Smaller",
+        "Attempt",
+        "Last-cause",
+    ]
 
 
 def test_conditions_are_a_list_map_by_type() -> None:
-    conditions = field(".status.conditions")
-    assert conditions["x-kubernetes-list-type"] == "map"
-    assert conditions["x-kubernetes-list-map-keys"] == ["type"]
+    listed = field(".status.conditions")
+    assert listed["x-kubernetes-list-type"] == "map"
+    assert listed["x-kubernetes-list-map-keys"] == ["type"]
 
 
 @pytest.mark.parametrize("name", ["status"])

@@ -83,7 +83,7 @@ def test_wheel_carries_its_licence_and_its_extras(unpacked: Path) -> None:
     (info,) = unpacked.glob("*.dist-info")
     assert (info / "licenses" / "LICENSE").is_file()
     metadata = (info / "METADATA").read_text()
-    for extra in ("operator", "sidecar", "cli", "local", "dev"):
+    for extra in ("operator", "sidecar", "cli", "local", "demo", "dev"):
         assert f"Provides-Extra: {extra}" in metadata
 
 

@@ -63,9 +63,11 @@ def test_what_was_brought_is_counted_once(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1, procs=2)
     job.begin()
     job.protect(V, 100_000)
+    board = job.stations[0].board
+    until(lambda: board.counters.replicated == 2, "two ranks at one holder")
     job.next_attempt(V)
     until(lambda: V in job.stations[0].copied(0), "the holder says again what it has")
-    until(lambda: job.stations[0].board.counters.replicated == 2, "two ranks at one holder")
+    assert board.counters.replicated == 2
 
 
 def test_own_artifact_that_rotted_is_quarantined_instead_of_being_sent_for_ever(make_job: MakeJob) -> None:
