@@ -59,7 +59,8 @@ def measure(folder: Path, arguments: list[str]) -> dict[str, Any]:
         slots = Found(Slots(folder / str(degree), rank, world, keep=1), None)
         checkpointers[degree] = Checkpointer(replicated, optimizer, every=1, found=slots)
         checkpointers[degree].restore()
-        entries = checkpointers[degree]._shares.own(checkpointers[degree]._inventories.take())
+        trained = checkpointers[degree]._trained
+        entries = trained.shares.own(trained.inventories.take())
         shares[degree] = [entry.tensor for entry in entries]
     found: dict[str, Any] = {
         str(degree): {"bytes": sum(tensor.nbytes for tensor in own), "capture": [], "copy": []}

@@ -106,8 +106,6 @@ class Board:
         """Per own rank that takes no deltas in this attempt: why."""
         self._lacking: dict[int, str] = {}
         """Per own rank of which nothing can be saved in this attempt: why."""
-        self.elementwise: dict[int, bool] = {}
-        """Per own rank that said so, in whichever attempt: whether its deltas can be replayed on other ranks."""
         self.proofs: tuple[Proof, ...] = ()
         """What the rehearsal can show."""
         self.counters = Counters()

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from tiercheck.protocol.artifact import Kind
-from tiercheck.protocol.chain import Chain, chain_to, rebuildable
+from tiercheck.protocol.chain import chain_to, rebuildable
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.sizing import HOSTED_SLOTS, OWN_SLOTS
 from tiercheck.protocol.version import History, Version
@@ -35,8 +35,6 @@ class Place:
     """Its room for deltas is nearly used up, or it has no slot for the snapshot that is named, and nothing is coded with what is here: it
     gives up what it can do without, before there is a gap, or nothing comes any more.
     """
-    came_from: Chain | None = None
-    """What the attempt came back from, if other ranks made it."""
 
     @property
     def to_keep(self) -> int:
@@ -58,29 +56,21 @@ def expendable(
     deltas = set(filter(history.continues, place.deltas))
     kept = (snapshots, deltas)
     floor = verdict.floor if verdict is not None and verdict.attempt == history.attempt else None
-    foreign, links = _of_other_ranks(place, history, floor)
+    foreign = _of_other_ranks(place, history, floor)
     if verdict is not None and verdict.attempt == history.attempt:
         kept = _needed(place, snapshots, deltas, history, verdict)
         kept[0].update(snapshots & {owed})
     gone = {(Kind.SNAPSHOT, version) for version in place.snapshots - kept[0] - foreign}
-    return frozenset(gone | {(Kind.DELTA, version) for version in place.deltas - kept[1] - links})
+    return frozenset(gone | {(Kind.DELTA, version) for version in place.deltas - kept[1]})
 
 
-def _of_other_ranks(place: Place, history: History, floor: Version | None) -> tuple[set[Version], set[Version]]:
-    """The snapshot and the deltas from which all of these ranks have just come back, although others made them, until something newer of
-    their own is complete. More of them would leave no slot for the next one.
+def _of_other_ranks(place: Place, history: History, floor: Version | None) -> set[Version]:
+    """The snapshot from which all of these ranks have just come back, although others made it, until something newer of their own is
+    complete. More of them would leave no slot for the next one.
     """
-    chain = place.came_from
-    if chain is None:
-        snapshots, deltas = (
-            {each for each in held if history.accepts(each) and not history.continues(each)}
-            for held in (place.snapshots, place.deltas)
-        )
-        newest = max(rebuildable(snapshots, deltas, history), default=None)
-        chain = None if newest is None else chain_to(newest, snapshots, deltas, history)
-    if chain is None or (floor is not None and chain.version <= floor):
-        return set(), set()
-    return {chain.base}, set(chain.deltas)
+    foreign = (each for each in place.snapshots if history.accepts(each) and not history.continues(each))
+    newest = max(foreign, default=None)
+    return set() if newest is None or (floor is not None and newest <= floor) else {newest}
 
 
 def _needed(

@@ -1,4 +1,4 @@
-"""Parts of other ranks' artifacts for a rank that comes back on another mesh: brought chunk by verified chunk, and only those it reads.
+"""Parts of other ranks' snapshots for a rank that comes back on another mesh: brought chunk by verified chunk, and only those it reads.
 
 A loan is a sparse file in the memory volume, as long as the artifact, in which the chunks that were asked for are at their places.
 What this worker holds itself is lent as it lies.
@@ -17,12 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from tiercheck.protocol.artifact import Artifact, Kind
-from tiercheck.protocol.chain import chain_from
+from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.slot import NotASlot, beginning
-from tiercheck.protocol.version import Version
 from tiercheck_sidecar.bounded_calls import Call, Stalled
 from tiercheck_sidecar.digest import digest_chunk, length_of, piece
 from tiercheck_sidecar.exchange.frames import Wire
@@ -43,20 +41,6 @@ _STATE_WORD = 8
 """Bytes that say how long the header is."""
 _AHEAD = 2
 """Chunks asked for before the previous one has arrived."""
-
-
-def lent_chain(directive: Directive) -> tuple[Version, ...]:
-    """What is needed of each of the ranks that made the version: a snapshot, then deltas."""
-    restore = directive.restore
-    assert restore is not None
-    chain = chain_from(restore.base or restore.version, restore.version, directive.history)
-    return (chain.base, *chain.deltas)
-
-
-def lent_artifacts(directive: Directive, rank: int) -> tuple[Artifact, ...]:
-    """The same as artifacts of one of them."""
-    snapshot, *deltas = lent_chain(directive)
-    return (Artifact(rank, snapshot), *(Artifact(rank, delta, Kind.DELTA) for delta in deltas))
 
 
 Bring = Callable[[Sequence[int], memoryview], None]
@@ -141,13 +125,6 @@ class Lender:
                 reasons.append(f"{name}: {error}")
         raise SourceFailed("; ".join(reasons) or "no source is known")
 
-    def give_back(self, before: Artifact) -> None:
-        """Deltas that lead to earlier steps than this one have been replayed."""
-        for artifact, loan in list(self._loans.items()):
-            if artifact.kind is Kind.DELTA and artifact.version.step < before.version.step:
-                loan.path.unlink(missing_ok=True)
-                del self._loans[artifact]
-
     def close(self) -> None:
         self._pinned.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -173,8 +150,7 @@ class Lender:
                 yield f"worker {source.peer.worker}", partial(self._from_peer, artifact, source.peer)
             elif source.parity is not None:
                 yield "parity", partial(self._from_parity, artifact, source.parity)
-        if artifact.kind is Kind.SNAPSHOT:
-            yield "the remote tier", partial(self._from_remote, artifact)
+        yield "the remote tier", partial(self._from_remote, artifact)
 
     def _borrow(self, artifact: Artifact, opened: Opened, ranges: Iterable[tuple[int, int]], call: Call) -> Path:
         with opened(call) as (digests, bring):
@@ -265,7 +241,7 @@ class Lender:
 
     def _path(self, artifact: Artifact) -> Path:
         version = artifact.version
-        return self._folder / f"{artifact.rank}-{version.step}-{version.attempt}-{artifact.kind.value}"
+        return self._folder / f"{artifact.rank}-{version.step}-{version.attempt}"
 
     def _bring(self, loan: _Loan, bring: Bring, view: memoryview, wanted: set[int]) -> None:
         missing = sorted(wanted - loan.here)

@@ -23,7 +23,7 @@ from tiercheck.protocol.slot import NotASlot
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.decoding import decode
-from tiercheck_sidecar.lending import Lender, lent_artifacts, lent_chain
+from tiercheck_sidecar.lending import Lender
 from tiercheck_sidecar.source_errors import SourceFailed
 from tiercheck_sidecar.stock import Stock, Where, stocks
 from tiercheck_sidecar.vault import MemoryTooSmall, NoDeltas, NoFreeSlot, NotHeld, Vault
@@ -98,7 +98,7 @@ class RankSession:
         world = directive.restore.world_size or directive.workers * directive.procs_per_worker
         plain = dataclasses.replace(plain, restore_version=directive.restore.version, restore_world_size=world)
         if directive.restore.world_size:
-            return dataclasses.replace(plain, restore_chain=lent_chain(directive))
+            return plain
         try:
             snapshot, *deltas = self._pinned(directive, directive.restore.version)
         except NotHeld:
@@ -169,14 +169,11 @@ class RankSession:
         directive = self._board.directive
         if directive is None or directive.restore is None or directive.attempt != self._hello.attempt:
             raise SourceFailed("there is nothing to restore")
-        lent = lent_artifacts(directive, request.rank)
-        artifact = next((each for each in lent if (each.kind, each.version.step) == (request.kind, request.step)), None)
-        if artifact is None:
+        version = directive.restore.version
+        if (request.kind, request.step) != (Kind.SNAPSHOT, version.step):
             wanted = f"no {request.kind.value} of step {request.step}"
-            raise SourceFailed(f"the version to restore is {directive.restore.version}, which needs {wanted}")
-        if artifact.kind is Kind.DELTA:
-            self._lender.give_back(artifact)
-        return self._lender.lend(directive, artifact, request.ranges)
+            raise SourceFailed(f"the version to restore is {version}, which needs {wanted}")
+        return self._lender.lend(directive, Artifact(request.rank, version), request.ranges)
 
     def _progress(self, request: Request) -> None:
         board = self._board
@@ -197,9 +194,6 @@ class RankSession:
         vault, rank = self._vault, self._hello.rank
         path = Path(request.path)
         if request.op == "reserve":
-            if request.elementwise is not None:
-                with self._board.lock:
-                    self._board.elementwise[rank] = request.elementwise
             vault.reserve(rank, request.bytes, request.delta_bytes, request.numa)
             self._board.problem("MemoryTooSmall", "")
             self._board.bump()
@@ -301,9 +295,6 @@ class RankSession:
         board, rank = self._board, self._hello.rank
         directive = board.directive
         assert directive is not None
-        if directive.restore is not None and directive.restore.world_size:
-            self._distrust_lent(directive, directive.restore.world_size, request.message)
-            return
         chain = self._chain(directive, directive.restore.version) if directive.restore else None
         own = stocks(self._vault.held()).get(Where(Tier.LOCAL, rank), Stock())
         bad = {each for each in own.deltas if directive.history.accepts(each) and each.step >= request.step}
@@ -318,14 +309,6 @@ class RankSession:
             lambda s: s.kind is Kind.DELTA and s.tier is Tier.LOCAL and s.rank == rank and s.version in bad
         )
         board.bump()
-
-    def _distrust_lent(self, directive: Directive, ranks: int, why: str) -> None:
-        """What other ranks recorded does not lead to the version on these ones. Such a version needs the deltas of all old ranks, so it is
-        enough to name those of one. At home they may be good, and what these ranks take themselves is another matter.
-        """
-        log.error("rank %d: %s", self._hello.rank, why)
-        self._board.count(replay_mismatches=1)
-        self._quarantine(lent_artifacts(directive, self._hello.rank % ranks)[1:], why)
 
     def _distrust_taken(self, request: Request) -> None:
         """While it trained, the rank found that its updates cannot be made again. Nothing is freed: what others rest on is decided elsewhere."""
@@ -343,9 +326,9 @@ class RankSession:
         if directive is None or owner is None:
             return
         log.error("rank %d: %s", rank, request.message)
-        others = directive.restore.world_size if directive.restore else 0
-        if others:
-            self._quarantine(lent_artifacts(directive, rank % others), request.message)
+        restore = directive.restore
+        if restore is not None and restore.world_size:
+            self._quarantine([Artifact(rank % restore.world_size, restore.version)], request.message)
             return
         own = stocks(self._vault.held()).get(Where(Tier.LOCAL, rank), Stock())
         bad = [Artifact(rank, Version(request.step, owner))]

@@ -5,18 +5,14 @@ Frees nothing on its own judgement.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tiercheck.failpoints import failpoint
 from tiercheck.protocol.artifact import Artifact, Kind, Share
-from tiercheck.protocol.chain import Chain
 from tiercheck.protocol.directive import Directive, Phase, Tier
 from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.sizing import OWN_SLOTS, SPARE_DELTAS, Room, Sizing
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.board import Board
 from tiercheck_sidecar.forgetting import Place, expendable, lacks_slot
-from tiercheck_sidecar.lending import lent_chain
 from tiercheck_sidecar.stock import Stock, Where, hosted_lanes, hosted_ranks, stocks, where
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.watermark import Verdict
@@ -82,17 +78,12 @@ class Reclaimer:
         if directive is None or not ready or directive.phase is Phase.HOLD:
             return  # while others may still be restoring, even what the new history does not accept harms nobody
         plan = self._vault.size_plan()
-        slots, came_from = plan.own_slots, _came_from(directive, plan)
-        owed = verdict.upload if verdict and slots == OWN_SLOTS else None
+        owed = verdict.upload if verdict and plan.own_slots == OWN_SLOTS else None
         gone: set[Gone] = set()
         for name, stock in stocks(self._vault.held()).items():
             mine = name.tier is Tier.LOCAL and (verdict is None or name.rank not in verdict.received)
-            doomed = expendable(
-                replace(_place(name, stock, directive, verdict, plan), came_from=came_from),
-                directive.history,
-                verdict,
-                owed if mine else None,
-            )
+            place = _place(name, stock, directive, verdict, plan)
+            doomed = expendable(place, directive.history, verdict, owed if mine else None)
             gone |= {(name, kind, version) for kind, version in doomed}
         gone -= self._counted_on(gone, directive, verdict)
         if gone:
@@ -118,18 +109,6 @@ class Reclaimer:
         if news:
             self._board.bump()
         return {each for artifact, each in doomed.items() if artifact not in left_out}
-
-
-def _came_from(directive: Directive, plan: Sizing) -> Chain | None:
-    """What other ranks made and these came back from. Where there is no room for deltas of their own, those of others make room for the
-    first snapshot as soon as nobody borrows them any more; the snapshot before them stays.
-    """
-    restore = directive.restore
-    if restore is None or not restore.world_size:
-        return None
-    base, *deltas = lent_chain(directive)
-    lent = any(source.peer is not None for entry in restore.ranks for source in entry.sources)
-    return Chain(base, () if plan.lacks_deltas and not lent else tuple(deltas))
 
 
 def _place(name: Where, stock: Stock, directive: Directive, verdict: Verdict | None, plan: Sizing) -> Place:

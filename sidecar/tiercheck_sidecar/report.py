@@ -82,7 +82,6 @@ class Reporter:
                 owes=board.trainer.report.state is not TrainerState.RUNNING and self.owes(),
                 counters=board.counters,
                 snapshot_every=board.every,
-                elementwise=all(board.elementwise.values()) if board.elementwise else None,
                 proofs=board.proofs,
                 followed=board.followed,
                 settled=settled,

@@ -13,11 +13,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from tiercheck.failpoints import failpoint
+from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Directive, Phase, Restore, Tier
 from tiercheck.protocol.report import RankRestore, RestoreReport, RestoreState
 from tiercheck.supervised import describe
 from tiercheck_sidecar.board import Board
-from tiercheck_sidecar.lending import lent_artifacts, lent_chain
 from tiercheck_sidecar.rank_restore import RankRestorer
 from tiercheck_sidecar.restore_sources import RestoreSources
 from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
@@ -112,16 +112,13 @@ class Restorer:
         failures: list[str] = []
         with contextlib.closing(self._reach.lender()) as lender:
             for rank in range(directive.worker, restore.world_size, directive.workers):
-                for artifact in lent_artifacts(directive, rank):
-                    try:
-                        lender.lend(directive, artifact, ())
-                    except (SourceFailed, MemoryTooSmall, OSError) as error:
-                        failures.append(f"{artifact}, of {restore.world_size} ranks: {error}")
-                        break
-        tier, links = None if failures else Tier.PEER, len(lent_chain(directive)) - 1
-        ranks = tuple(
-            RankRestore(rank, tier, None, 0, 0.0, tuple(failures), deltas=links) for rank in self._vault.ranks
-        )
+                artifact = Artifact(rank, restore.version)
+                try:
+                    lender.lend(directive, artifact, ())
+                except (SourceFailed, MemoryTooSmall, OSError) as error:
+                    failures.append(f"{artifact}, of {restore.world_size} ranks: {error}")
+        tier = None if failures else Tier.PEER
+        ranks = tuple(RankRestore(rank, tier, None, 0, 0.0, tuple(failures)) for rank in self._vault.ranks)
         state = RestoreState.FAILED if failures else RestoreState.READY
         stalled = self._board.meter.stalled
         return RestoreReport(state, restore.version, ranks, time.monotonic() - began, stalled=stalled)

@@ -31,7 +31,7 @@ def test_quantised_state_comes_back_exactly(tmp_path: Path, name: str) -> None:
         model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
         losses = []
         with Checkpointer(model, _MAKES[name](model.parameters()), folder=folder, every=3) as checkpointer:
-            (optimizer,) = checkpointer._optimizers
+            (optimizer,) = checkpointer._trained.optimizers
             for step in range(checkpointer.restore(), end):
                 torch.manual_seed(1000 + step)
                 optimizer.zero_grad()

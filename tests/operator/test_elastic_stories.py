@@ -15,8 +15,9 @@ from world_in_memory import REMOTE, World, make_spec
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Quarantined, TrainerState
 from tiercheck.protocol.version import Branch, History, Version
+from tiercheck_operator.controller import elastic as elastic_module
 from tiercheck_operator.controller.actions import Promote
-from tiercheck_operator.controller.record import Condition, SizeRecord, parse_record, render_record
+from tiercheck_operator.controller.record import Condition, SizeRecord, render_record
 
 TIMEOUT = 30.0
 RACK = "topology.kubernetes.io/rack"
@@ -405,20 +406,24 @@ def test_job_grows_back_by_itself_from_a_fresh_snapshot_of_its_own() -> None:
     assert "size" not in render_record(world.status)
 
 
-def test_job_whose_deltas_any_ranks_can_replay_trains_hardly_a_step_again_either_way() -> None:
-    world = elastic(delta=DeltaMode.AUTO, snapshot_every=20)
-    world.elementwise = True
-    world.train(15)
-    step = world.newest_step()
+def test_job_with_deltas_waits_for_a_snapshot_of_its_own_before_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deltas carry what is complete further at every step, but more workers can start from a snapshot alone."""
+    monkeypatch.setattr(elastic_module, "_PATIENT_TIMES", 1)
+    world = elastic(delta=DeltaMode.AUTO, snapshot_every=100)
+    world.train(100 - world.newest_step())
     shrunk(world, 1)
-    assert begun(world)[1].step >= step
-    assert world.status.last_recovery is not None
-    assert world.status.last_recovery["lostSteps"] <= 1
-    world.train(30)
+    world.train(5)
+    _, base = begun(world)
+    assert base == Version(100, 1) == world.committed
+    directive = world.sidecars[pod_of(world, 0)].directive
+    assert directive is not None
+    world.copied[directive.attempt, directive.placement] = Version(world.newest_step(), 2)
     open_again(world)
+    world.train(75)
+    assert world.status.attempt == 2, "what the smaller job has done would be lost"
+    assert world.status.tiers["peer"].step > base.step
     world.until("Running", attempt=3)
-    assert world.status.last_recovery["cause"] == "Grown"
-    assert world.status.last_recovery["lostSteps"] <= 1
+    assert begun(world)[1] == Version(200, 2)
 
 
 def test_pods_that_trained_on_keep_their_places_and_the_spare_gets_the_missing_one() -> None:
@@ -612,56 +617,34 @@ def test_branches_whose_ranks_nobody_wrote_down_are_those_of_the_full_job() -> N
 # With deltas
 
 
-def with_deltas(elementwise: bool | None) -> World:
+def with_deltas() -> World:
     world = elastic(delta=DeltaMode.AUTO, snapshot_every=None)
-    world.elementwise = elementwise
     world.train(1)
-    assert world.newest_step() % 4 > 1, "else a snapshot alone would do"
+    assert world.newest_step() % 4 > 1, "deltas lead beyond the newest snapshot"
     return world
 
 
 @pytest.mark.parametrize("lost", range(4))
-def test_no_step_is_lost_where_deltas_can_be_replayed_on_other_ranks(lost: int) -> None:
-    world = with_deltas(True)
-    newest = Version(world.newest_step(), 1)
-    base = newest.step - newest.step % 4
+def test_smaller_job_goes_back_to_the_newest_snapshot_that_all_had_whatever_deltas_lead_to(lost: int) -> None:
+    world = with_deltas()
+    reached = world.newest_step()
+    newest = Version(reached - reached % 4, 1)
     shrunk(world, lost)
     assert begun(world) == ([0, 1, 2], newest)
-    assert world.status.history.branches[-1] == Branch(2, newest.step, ranks=3, snapshot_step=base)
+    assert world.status.history.branches[-1] == Branch(2, newest.step, ranks=3)
     summary = world.status.last_recovery
     assert summary is not None
-    assert (summary["lostSteps"], summary["deltas"]) == (0, newest.step % 4)
-    assert f"from which 3 read their parts and replay {newest.step % 4} steps" in summary["reason"]
-    assert parse_record(render_record(world.status)).restored_snapshot == Version(base, 1)
-
-
-@pytest.mark.parametrize("told", [False, None])
-def test_otherwise_the_job_goes_back_to_the_newest_snapshot(told: bool | None) -> None:
-    world = with_deltas(told)
-    newest = world.newest_step()
-    shrunk(world, 1)
-    assert begun(world) == ([0, 1, 2], Version(newest - newest % 4, 1))
-    assert world.status.history.branches[-1].snapshot_step == 0
-
-
-def test_replay_that_differs_on_other_ranks_goes_back_to_the_snapshot_and_is_no_crash() -> None:
-    world = with_deltas(True)
-    newest = Version(world.newest_step(), 1)
-    world.bad_replays = {(0, newest)}
-    shrunk(world, 1)
-    world.until("Running", attempt=3)
-    assert begun(world) == ([0, 1, 2], Version(newest.step - newest.step % 4, 1))
-    assert (world.status.attempt, world.status.crashes) == (3, 0)
-    world.train(9)
-    assert world.status.attempt == 3
+    assert (summary["step"], summary["deltas"]) == (newest.step, 0)
+    assert summary["lostSteps"] >= reached % 4
+    assert "made by 4 ranks, from which 3 read their parts" in summary["reason"]
 
 
 def test_failure_before_the_smaller_job_has_saved_anything_comes_back_to_the_same_step() -> None:
-    world = with_deltas(True)
-    newest = Version(world.newest_step(), 1)
+    world = with_deltas()
+    newest = Version(world.newest_step() - world.newest_step() % 4, 1)
     world.job = replace(world.job, spec=replace(world.job.spec, snapshot_every=100))
     shrunk(world, 3)
     assert begun(world) == ([0, 1, 2], newest)
     world.crash(1)
     world.until("Running", attempt=3)
-    assert begun(world) == ([0, 1, 2], newest), "with the deltas of the larger job once more"
+    assert begun(world) == ([0, 1, 2], newest), "from the larger job once more"

@@ -15,7 +15,7 @@ from typing import Any
 from kubelet_words import SidecarContainer, sidecar_view
 
 from tiercheck.protocol.artifact import Artifact, Kind, Share
-from tiercheck.protocol.chain import chain_from, chain_to
+from tiercheck.protocol.chain import chain_to
 from tiercheck.protocol.directive import DeltaMode, Directive, ParityGroup, Phase, Restore, Source, Tier
 from tiercheck.protocol.report import (
     SPARE,
@@ -284,35 +284,19 @@ class Sidecar:
     def _look_at_others(self, restore: Restore) -> RestoreReport:
         """Whether something of every old rank can be read; nothing of it becomes an own slot."""
         assert [entry.rank for entry in restore.ranks] == list(range(restore.world_size))
-        assert self.world.made[restore.base or restore.version] == restore.world_size, "told that others made it"
+        assert self.world.made[restore.version] == restore.world_size, "told that others made it"
         wanting = [
             entry.rank
             for entry in restore.ranks
-            if not {*self.chain(restore, entry.rank)}
-            <= {each for source in entry.sources for each in self.world.offered(source, entry.rank, self)}
+            if Artifact(entry.rank, restore.version)
+            not in {each for source in entry.sources for each in self.world.offered(source, entry.rank, self)}
         ]
         tier = None if wanting else Tier.PEER
         return RestoreReport(
             RestoreState.FAILED if wanting else RestoreState.READY,
             restore.version,
-            (
-                RankRestore(
-                    self.worker,
-                    tier,
-                    None,
-                    0,
-                    0.1,
-                    tuple(f"rank {rank} is nowhere" for rank in wanting),
-                    deltas=len(self.chain(restore, 0)) - 1,
-                ),
-            ),
+            (RankRestore(self.worker, tier, None, 0, 0.1, tuple(f"rank {rank} is nowhere" for rank in wanting)),),
         )
-
-    def chain(self, restore: Restore, rank: int) -> list[Artifact]:
-        """What is borrowed of one of the ranks that made the version."""
-        assert self.directive is not None
-        chain = chain_from(restore.base or restore.version, restore.version, self.directive.history)
-        return [Artifact(rank, chain.base), *(Artifact(rank, version, Kind.DELTA) for version in chain.deltas)]
 
     def _bring_back(self, rank: int, sources: tuple[Source, ...], version: Version) -> RankRestore:
         """The shortest chain of what the sources really have; a copy found bad is reported, and another one used."""
@@ -446,7 +430,6 @@ class Sidecar:
             settled=self.settled,
             unreachable=world.missed_by(self),
             counters=Counters(deltas=self.captured_deltas),
-            elementwise=world.elementwise,
             followed=self.followed,
         )  # fmt: skip
 
@@ -490,8 +473,6 @@ class World:
         """(worker, step): deltas that are not taken."""
         self.poisoned: set[int] = set()
         """Attempts whose loss is not finite any more."""
-        self.elementwise: bool | None = None
-        """What trainers say of their optimizers."""
         self.remote_up = True
         self.committed: Version | None = None
         self.copied: dict[tuple[int, str], Version] = {}

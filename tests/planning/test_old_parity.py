@@ -33,8 +33,8 @@ def inventories(draw: st.DrawFn) -> list[Inventory]:
     ]
 
 
-def situation(kept: list[Inventory], **more: object) -> RecoveryProblem:
-    return RecoveryProblem(3, 1, HISTORY, kept, RemoteInventory(False), **more)  # type: ignore[arg-type]
+def situation(kept: list[Inventory]) -> RecoveryProblem:
+    return RecoveryProblem(3, 1, HISTORY, kept, RemoteInventory(False))
 
 
 def who(kept: list[Inventory], rank: int) -> set[int]:
@@ -80,8 +80,7 @@ def test_rank_is_missing_exactly_if_nobody_has_it_and_no_group_gives_it(kept: li
                 assert worker in keepers(kept, share) if worker is not None else not keepers(kept, share)
 
 
-def test_deltas_are_rebuilt_too_and_each_place_is_named() -> None:
-    """Worker 1's delta of step 7 lies elsewhere than its snapshot: a source of its own."""
+def test_snapshot_is_rebuilt_whatever_deltas_lead_to_and_each_place_is_named() -> None:
     base, delta = Version(6, 1), Version(7, 1)
     history = History().after(1, 0, 3).after(2, 7, 2)
     both = Artifacts({base}, {delta})
@@ -89,17 +88,10 @@ def test_deltas_are_rebuilt_too_and_each_place_is_named() -> None:
         Inventory(0, {0: both}, {1: Artifacts((), {delta})}, {Share(0, (0, 1, 2)): both}),
         Inventory(1, {1: Artifacts({base})}),
     ]
-    job = RecoveryProblem(2, 1, history, kept, RemoteInventory(False), elementwise=True)
-    decision = decide_recovery(job)
+    decision = decide_recovery(RecoveryProblem(2, 1, history, kept, RemoteInventory(False)))
     assert isinstance(decision, Recover)
-    assert (decision.version, decision.snapshot, decision.tier_counts) == (delta, base, {Tier.PEER: 3})
-    assert [place.group for place in decision.sources[2]] == [
-        OldGroup((0, 1, 2), (0, 1, None), (0,)),
-        OldGroup((0, 1, 2), (0, 0, None), (0,)),
-    ]
-    whole = RecoveryProblem(2, 1, history, kept, RemoteInventory(False), elementwise=False)
-    assert isinstance(decision := decide_recovery(whole), Recover)
-    assert decision.version == base
+    assert (decision.version, decision.tier_counts) == (base, {Tier.PEER: 3})
+    assert [place.group for place in decision.sources[2]] == [OldGroup((0, 1, 2), (0, 1, None), (0,))]
 
 
 def test_block_that_a_member_keeps_since_workers_were_numbered_anew_breaks_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Versions of another number of ranks: complete if all who made them are found, wherever; with deltas if these can be replayed elsewhere."""
+"""Versions of another number of ranks: complete if a snapshot of all who made them is found, wherever."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def chains(draw: st.DrawFn) -> RecoveryProblem:
         {rank: Artifacts(draw(some), draw(often)) for rank in range(before)} for _ in range(draw(st.integers(1, 2)))
     ]
     rank = draw(st.integers(0, before - 1))
-    bad = {Artifact(rank, draw(st.sampled_from(STEPS)), Kind.DELTA)} if draw(st.booleans()) else set()
+    bad = {Artifact(rank, draw(st.sampled_from(STEPS)), draw(st.sampled_from(Kind)))} if draw(st.booleans()) else set()
     return RecoveryProblem(
         ranks=now,
         ranks_per_worker=1,
@@ -135,67 +135,40 @@ def chains(draw: st.DrawFn) -> RecoveryProblem:
         inventories=[Inventory(worker, {}, hosted) for worker, hosted in enumerate(held)],
         remote=RemoteInventory(True, True, draw(st.sampled_from([(), (STEPS[0],)]))),
         bad=bad,
-        elementwise=draw(st.booleans()),
     )
 
 
-def ways(job: RecoveryProblem, version: Version) -> list[Version]:
-    """By definition: the snapshots from which every old rank comes to the version, newest first."""
+def common_snapshots(job: RecoveryProblem) -> list[Version]:
+    """By definition: those that can be had of every old rank, oldest first."""
 
-    def there(rank: int, wanted: Version, kind: Kind) -> bool:
-        if Artifact(rank, wanted, kind) in job.bad:
+    def there(rank: int, wanted: Version) -> bool:
+        if Artifact(rank, wanted, Kind.SNAPSHOT) in job.bad:
             return False
         held = [entry.hosted[rank] for entry in job.inventories]
-        if kind is Kind.DELTA:
-            return job.elementwise and any(wanted in each.deltas for each in held)
         return wanted in job.remote.usable or any(wanted in each.snapshots for each in held)
 
-    old = range(job.history.ranks_of(version))
-    return [
-        base
-        for base in reversed(STEPS[: STEPS.index(version) + 1])
-        if all(there(rank, base, Kind.SNAPSHOT) for rank in old)
-        and all(
-            there(rank, link, Kind.DELTA)
-            for rank in old
-            for link in STEPS[STEPS.index(base) + 1 : STEPS.index(version) + 1]
-        )
-    ]
+    old = range(job.history.ranks_of(STEPS[0]))
+    return [wanted for wanted in STEPS if all(there(rank, wanted) for rank in old)]
 
 
 @given(chains())
-def test_all_old_ranks_are_brought_to_the_version_from_the_same_snapshot(job: RecoveryProblem) -> None:
+def test_other_ranks_come_back_to_the_newest_snapshot_that_all_old_ones_had_and_no_delta_counts(
+    job: RecoveryProblem,
+) -> None:
     if job.history.ranks_of(STEPS[0]) == job.ranks:
         return
-    stock = job.stock
+    common, stock = common_snapshots(job), job.stock
     for version in stock.versions:
-        found = ways(job, version)
-        assert (not stock.lacking(version)) == bool(found), version
-        if not found:
-            assert isinstance(stock.sources(version), Missing)
-            assert all(stock.gap(rank, version) for rank in stock.lacking(version))
-            continue
-        assert stock.snapshot_of(version) == found[0]
-        assert stock.farthest_tier(version) in (Tier.PEER, Tier.REMOTE)
-        sources = stock.sources(version)
-        assert not isinstance(sources, Missing)
-        needed = [(found[0], Kind.SNAPSHOT), *((link, Kind.DELTA) for link in STEPS if found[0] < link <= version)]
-        for rank, places in sources.items():
-            peers = [job.inventories[place.worker].hosted[rank] for place in places if place.worker is not None]
-            for link, kind in needed:
-                at_peers = any(link in (p.snapshots if kind is Kind.SNAPSHOT else p.deltas) for p in peers)
-                stored = kind is Kind.SNAPSHOT and link in job.remote.usable
-                assert at_peers or (stored and places[-1].tier is Tier.REMOTE)
-
-
-@given(chains())
-def test_the_decision_names_that_snapshot_and_loses_no_step_that_deltas_hold(job: RecoveryProblem) -> None:
-    if job.history.ranks_of(STEPS[0]) == job.ranks:
-        return
+        assert (not stock.lacking(version)) == (version in common), version
+        assert all(stock.gap(rank, version) for rank in stock.lacking(version))
+        assert stock.farthest_tier(version) in ((Tier.PEER, Tier.REMOTE) if version in common else (None,))
     outcome = decide_recovery(job)
-    newest = max((version for version in STEPS if ways(job, version)), default=None)
-    assert isinstance(outcome, Recover) == (newest is not None)
+    assert isinstance(outcome, Recover) == bool(common)
     if isinstance(outcome, Recover):
-        assert newest is not None
-        assert (outcome.version, outcome.snapshot) == (newest, ways(job, newest)[0])
-        assert ("replay" in outcome.reason) == (outcome.snapshot != outcome.version)
+        assert outcome.version == common[-1]
+        for rank, places in outcome.sources.items():
+            for place in places:
+                held = (
+                    job.remote.usable if place.worker is None else job.inventories[place.worker].hosted[rank].snapshots
+                )
+                assert outcome.version in held

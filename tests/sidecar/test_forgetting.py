@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tiercheck.protocol.artifact import Kind
-from tiercheck.protocol.chain import Chain
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import Branch, History, Version
@@ -142,21 +141,6 @@ def test_snapshot_of_other_ranks_stays_until_a_version_of_these_is_complete() ->
     assert gone(here, None, history) == ([4], [5])
     assert gone(here, word, history) == ([4], [5])
     assert gone(here, replace(word, floor=v(12, 2)), history)[0] == [4, 8]
-
-
-def test_deltas_from_which_other_ranks_came_back_stay_with_their_snapshot() -> None:
-    """Step 10, by the snapshot of step 4, which all old ranks had; here is a newer one that not all had."""
-    history = History((Branch(1, 0, ranks=4), Branch(2, 10, ranks=2, snapshot_step=4)))
-    chain = Chain(v(4), tuple(map(v, range(5, 11))))
-    here = replace(place([4, 8], list(range(3, 12))), came_from=chain)
-    assert gone(here, None, history) == ([8], [3, 4, 11])
-    unknown = replace(here, came_from=None)
-    assert gone(unknown, None, history) == ([4], [*range(3, 9), 11]), (
-        "in a later attempt: what leads to the newest step here"
-    )
-    word = replace(verdict(None), attempt=2)
-    assert gone(here, word, history) == ([8], [3, 4, 11])
-    assert gone(here, replace(word, floor=v(12, 2)), history) == ([4, 8], list(range(3, 12)))
 
 
 def test_completeness_at_an_earlier_size_does_not_count_against_what_came_between() -> None:

@@ -111,8 +111,6 @@ class World:
         self.base: Version | None = None
         self.others = 0
         """Ranks that saved it, if they are not as many as now."""
-        self.snapshot: Version | None = None
-        """From which they came to it, if it is an earlier one."""
         self.attempt = 0
         self.policy = Policy(snapshot_every=1, remote_every=1_000_000, remote_keep=5)
         self._processes: dict[int, Process] = {}
@@ -285,7 +283,7 @@ class World:
         restore = None
         if self.base is not None:
             named = tuple(RankSources(rank, (sources or {}).get(rank, ())) for rank in ranks)
-            restore = Restore(self.base, named, self.others, self.snapshot)
+            restore = Restore(self.base, named, self.others)
         return Directive(
             job_uid=JOB_UID,
             worker=worker,

@@ -163,7 +163,7 @@ class Launcher:
         self._every = welcome.snapshot_every or self._every  # a sidecar that has just begun may not know it yet
         self._deltas = welcome.delta is not DeltaMode.NONE
         deltas = pages.DELTA_BYTES if self._deltas else 0
-        self._ask(Request("reserve", bytes=pages.SNAPSHOT_BYTES, delta_bytes=deltas, elementwise=True))
+        self._ask(Request("reserve", bytes=pages.SNAPSHOT_BYTES, delta_bytes=deltas))
         if self.loaded:
             self._ask(
                 Request("restored")

@@ -63,7 +63,7 @@ def drift(folder: Path, steps: int, drifts_after: int, how: str) -> dict[str, ob
     Equality.judge = judge  # type: ignore[method-assign]
     logging.getLogger("tiercheck").removeHandler(handler)
     said |= {"captured": checkpointer.captured, "skipped": checkpointer.skipped, "warnings": warnings}
-    said["whole"] = checkpointer._shares.whole
+    said["whole"] = checkpointer._trained.shares.whole
     return said
 
 

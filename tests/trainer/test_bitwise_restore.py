@@ -151,6 +151,6 @@ def test_missing_user_state_is_named(tmp_path: Path) -> None:
     run.train(1)
     run.checkpointer.close()
     again = Run(adamw, tmp_path)
-    again.checkpointer._state = {"sampler": {}}
+    again.checkpointer._trained.state = {"sampler": {}}
     with pytest.raises((KeyError, RestoreError), match="sampler"):
         again.checkpointer.restore()

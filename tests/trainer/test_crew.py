@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiercheck.trainer.copying import copy_tensor
-from tiercheck.trainer.crew import Crew
+from tiercheck.trainer.copying import Crew, copy_tensor
 
 DEADLINE = 20.0
 

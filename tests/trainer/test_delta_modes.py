@@ -211,7 +211,7 @@ def test_job_that_wants_none_gets_none(delta_sidecar: ScriptedSidecar) -> None:
         "_deltas._recorder.after",
         "_deltas._watch.read",
         "_deltas._delta",
-        "_inventories.take",
+        "_trained.inventories.take",
     ],
 )
 def test_no_failure_of_ours_ends_an_update(

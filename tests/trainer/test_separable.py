@@ -1,4 +1,4 @@
-"""Promise: where deltas are replayed on another mesh, an optimizer gives a part of a tensor the bits that the whole would have got."""
+"""Promise: where a probe tries out a part of a tensor, the optimizer gives it the bits that the whole would have got."""
 
 from __future__ import annotations
 

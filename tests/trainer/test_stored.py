@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tiercheck.protocol.slot import NotASlot, SlotLayout
 from tiercheck.protocol.version import Version
-from tiercheck.trainer import checkpointer
 from tiercheck.trainer.backend import RestoreError
 from tiercheck.trainer.dtypes import dtype_name
+from tiercheck.trainer.restore import restoring
 from tiercheck.trainer.slot_file import SlotReader, SlotWriter
 
 LARGE = 10_000_019
@@ -153,14 +153,14 @@ def test_checkpoint_cut_off_before_the_load_leaves_the_model_as_it_was(
     run.checkpointer.close()
     again = Run(adamw, tmp_path, seed=99)
     before = again.state()
-    load_all = checkpointer.load_all
+    load_all = restoring.load_all
 
     def cut_then_load(*arguments: Any, **named: Any) -> None:
         (newest,) = (tmp_path / "rank-0-of-1").glob("000000000002-*.safetensors")
         os.truncate(newest, newest.stat().st_size - 1)
         load_all(*arguments, **named)
 
-    monkeypatch.setattr(checkpointer, "load_all", cut_then_load)
+    monkeypatch.setattr(restoring, "load_all", cut_then_load)
     with pytest.raises(RestoreError, match="cut off"):
         again.checkpointer.restore()
     same_bits(again.state(), before)

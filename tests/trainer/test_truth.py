@@ -301,7 +301,7 @@ def test_load_that_does_not_reach_the_live_state_is_no_restore(
         train(model, optimizer, 32)
         checkpointer.step()
         assert checkpointer.wait(30)
-    from tiercheck.trainer import checkpointer as module
+    from tiercheck.trainer.restore import restoring as module
 
     real, again = getattr(module, how), build(1, width=32)
 

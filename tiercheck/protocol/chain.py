@@ -42,13 +42,6 @@ def chain_to(
     return Chain(link, tuple(reversed(links)))
 
 
-def chain_from(base: Version, version: Version, history: History) -> Chain:
-    """The chain that leads from one accepted version to a later one, whether or not anybody has it."""
-    steps = range(base.step + 1, version.step + 1)
-    owners = [(step, history.owner(step)) for step in steps]
-    return Chain(base, tuple(Version(step, owner) for step, owner in owners if owner is not None))
-
-
 def rebuildable(snapshots: Collection[Version], deltas: Collection[Version], history: History) -> frozenset[Version]:
     """Every accepted version that these artifacts of one rank lead to."""
     found: set[Version] = set()

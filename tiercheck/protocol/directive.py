@@ -101,11 +101,8 @@ class Restore:
     version: Version
     ranks: tuple[RankSources, ...]
     world_size: int = 0
-    """Ranks that saved the version, if they are others than there are now: `ranks` then names the sources of all of them, and
-    each rank borrows what it needs. 0: as many as now."""
-    base: Version | None = None
-    """With `world_size`: the snapshot from which all of them came to `version`, if it is an earlier one; the deltas between follow from the
-    history. All ranks must start from the same one, so it is chosen once. None: `version` itself."""
+    """Ranks that saved the version, if they are others than there are now: then it is a snapshot, `ranks` names the sources of
+    all of them, and each rank borrows what it needs. 0: as many as now."""
 
 
 @dataclass(frozen=True)

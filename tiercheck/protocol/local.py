@@ -74,8 +74,7 @@ class Request:
     """From a rank.
 
     - "reserve": the rank's snapshot slots must hold `bytes` each, its delta slots `delta_bytes`
-      (0: it takes no deltas; None: not known yet). `elementwise`: whether its deltas can be replayed on other ranks too, because its
-      optimizers treat each element on its own. `numa`: the NUMA node of its device; -1: none is known.
+      (0: it takes no deltas; None: not known yet). `numa`: the NUMA node of its device; -1: none is known.
       Answered when the snapshot slots are allocated and pre-faulted; delta slots follow.
     - "begin": a slot for the artifact of `kind` after `step`, of at most `bytes`. Reply carries `path`, or `skip` with the reason.
     - "complete": the slot at `path` is written; its first `bytes` are the artifact.
@@ -88,9 +87,9 @@ class Request:
     - "mismatch": of `kind` delta: replaying that of `step` did not give the state that it was taken from (`message` says where); of
       `kind` snapshot: replicas did not hold the same when it was taken. No version that needs it may be restored again.
     - "restored": the rank has loaded the version it was offered.
-    - "borrow": the artifact of another `rank`, of `kind` after `step`, as far as `ranges` of its bytes are concerned (none: its
-      header and table of pieces, which are always there). Reply carries the `path` of a file with these bytes at their places, verified;
-      what else is in it is undefined. It is there until "restored"; a delta until one of a later step is borrowed.
+    - "borrow": the snapshot of another `rank` after `step`, as far as `ranges` of its bytes are concerned (none: its header and
+      table of pieces, which are always there). Reply carries the `path` of a file with these bytes at their places, verified; what
+      else is in it is undefined. It is there until "restored".
     - "failing": the process is about to end with `exit_code`, because of `message`; `reason` is a CamelCase word for it.
     """
 
@@ -98,7 +97,6 @@ class Request:
     step: int = 0
     bytes: int = 0
     delta_bytes: int | None = 0
-    elementwise: bool | None = None
     numa: int = -1
     kind: Kind = Kind.SNAPSHOT
     path: str = ""
@@ -138,8 +136,6 @@ class Welcome:
     """Sealed, verified deltas, to be replayed on the snapshot in this order to get to the version."""
     restore_world_size: int = 0
     """Ranks that saved the version. If they are not as many as now, there is no `restore_path`, and all is borrowed."""
-    restore_chain: tuple[Version, ...] = ()
-    """What is to be borrowed of each of them, if it is more than the version: the snapshot, then the deltas in order."""
     delta: DeltaMode = DeltaMode.NONE
     sanity_gate: bool = True
     verify_all: bool = False

@@ -301,9 +301,6 @@ class Report:
     counters: Counters = Counters()
     snapshot_every: int = 0
     """Steps between snapshots that the coordinator has named (`checkpoint.snapshot.everySteps` if given); 0: not decided yet."""
-    elementwise: bool | None = None
-    """Whether the optimizers of all own ranks treat each element on its own, so that their deltas can be replayed on other ranks; None: not
-    told yet."""
     proofs: tuple[Proof, ...] = ()
     """The newest of each tier, as far as there is one of every own rank. What went wrong is a problem."""
     followed: int = 0

@@ -33,8 +33,6 @@ class Branch:
     base_step: int
     ranks: int = 0
     """How many ranks it has. 0: not written down, so as many as the job has."""
-    snapshot_step: int = 0
-    """If other ranks made what it began from: the step of the snapshot from which they replayed deltas up to `base_step`. 0: none."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class History:
 
     branches: tuple[Branch, ...] = ()
 
-    def after(self, attempt: int, base_step: int, ranks: int = 0, snapshot_step: int = 0) -> History:
+    def after(self, attempt: int, base_step: int, ranks: int = 0) -> History:
         """The history once `attempt`, of so many ranks, starts from the state after `base_step`.
 
         Raises ValueError if `attempt` is not newer than every known one.
@@ -56,7 +54,7 @@ class History:
         if self.branches and attempt <= self.branches[-1].attempt:
             raise ValueError(f"attempt {attempt} is not newer than {self.branches[-1].attempt}")
         kept = tuple(branch for branch in self.branches if branch.base_step < base_step)
-        return History((*kept, Branch(attempt, base_step, ranks, snapshot_step)))
+        return History((*kept, Branch(attempt, base_step, ranks)))
 
     def accepts(self, version: Version) -> bool:
         """Whether an artifact of this version belongs to the accepted line."""

@@ -6,6 +6,7 @@ Both are one small interface. Its methods are called by the saver's thread, exce
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +16,9 @@ from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.version import Version
 
 log = logging.getLogger("tiercheck")
+
+_held: set[tuple[int, str]] = set()
+"""Process and place of each `Claim`."""
 
 Ranges = Sequence[tuple[int, int]]
 """Of bytes in a slot: from the first to before the second."""
@@ -44,9 +48,6 @@ class Offer:
     """Ranks that saved it."""
     borrow: Callable[[int, Ranges], str] | None = None
     """How to get at the slots of all of them (`resharding.OtherRanks`); None: only the own one can be read."""
-    borrow_deltas: tuple[tuple[int, Callable[[int, Ranges], str]], ...] = ()
-    """If other ranks saved it: the deltas that lead from the snapshot behind `borrow` to the version, in order: the step of each, and
-    how to get at those of all ranks."""
 
 
 class Backend(Protocol):
@@ -56,8 +57,6 @@ class Backend(Protocol):
     place: str
     """Where artifacts go, for people: one Checkpointer of a process has it."""
     patience: float | None
-    elementwise: bool
-    """Set by the trainer: whether its optimizers treat each element on its own, so that its deltas can be replayed on other ranks."""
     numa: int
     """Set by the trainer: the NUMA node of its device; -1: none is known."""
 
@@ -136,6 +135,26 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Claim:
+    """Of a `Backend.place`, until it is released: two Checkpointers of one process, as for the two models of a GAN, would write over
+    each other's versions.
+    """
+
+    def __init__(self, place: str) -> None:
+        """Raises ValueError if another one of this process has it. A forked one begins anew."""
+        self._key = os.getpid(), place
+        if self._key in _held:
+            raise ValueError(
+                f"another Checkpointer of this process saves to {place}: close it first, or give all models and optimizers to"
+                " one (torch.nn.ModuleDict, a list of optimizers)"
+            )
+        _held.add(self._key)
+
+    def release(self) -> None:
+        """May be called twice."""
+        _held.discard(self._key)
 
 
 class WarnOnce:

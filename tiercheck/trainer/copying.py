@@ -7,7 +7,7 @@ the next update waits for what is left of it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,11 +15,10 @@ from torch import Tensor
 
 from tiercheck.failpoints import failpoint
 from tiercheck.trainer.accelerator import Accelerator, Mark
-from tiercheck.trainer.counters import Counters
-from tiercheck.trainer.crew import Crew
 from tiercheck.trainer.leaves import Entry
 from tiercheck.trainer.proof import Proof
 from tiercheck.trainer.user_state import Packed
+from tiercheck.trainer.watch import Counters
 
 CHUNK = 16 * 1024 * 1024
 """Bytes per copy call: long enough to be efficient, short enough that other threads get the interpreter in between."""
@@ -67,6 +66,48 @@ class Pending:
         """Thread: whatever happened, the model is free."""
         self.granted.set()
         self.copied.set()
+
+
+class Crew:
+    """Pieces (target, source) to be copied on the CPU, each by whoever comes first. Any thread may `help`: the saver's begins, and a
+    training thread that has to wait for the copy lends a hand.
+    """
+
+    def __init__(self, pieces: Iterable[tuple[Tensor, Tensor]], copy: Callable[[Tensor, Tensor], None]) -> None:
+        """`copy(target, source)` must let go of the interpreter lock for large pieces."""
+        self._pieces = iter(list(pieces))
+        self._copy = copy
+        self._idle = threading.Condition()
+        self._copying = 0
+        self._error: Exception | None = None
+
+    @torch.no_grad()
+    def help(self) -> None:
+        """Copy until no piece is left to begin. Raises nothing: `join` does."""
+        while True:
+            with self._idle:
+                piece = next(self._pieces, None) if self._error is None else None
+                if piece is None:
+                    return
+                self._copying += 1
+            error: Exception | None = None
+            try:
+                self._copy(*piece)
+            except Exception as raised:  # told by `join`, in the thread that can deal with it
+                error = raised
+            finally:
+                with self._idle:
+                    self._copying -= 1
+                    self._error = self._error or error
+                    self._idle.notify_all()
+
+    def join(self) -> None:
+        """Copy what is left, and return when nobody copies any more. Raises what the copying of a piece raised."""
+        self.help()
+        with self._idle:
+            self._idle.wait_for(lambda: self._copying == 0)
+            if self._error is not None:
+                raise self._error
 
 
 @dataclass(kw_only=True)

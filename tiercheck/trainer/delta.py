@@ -1,6 +1,5 @@
 """What is stored of one step when not the whole state is: its layout in a slot, written and read in one place.
 
-pieces                                             JSON: of each gradient, by `gradient<e>/<parameter>`, what it is of the whole
 gradient<e>/<parameter>[/index|/values|/indices]   what event e consumed, in a form of `encoding`
 buffer/<name>                                      buffers that changed
 replay                                             JSON: forms, fingerprints, threads
@@ -17,10 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercheck.protocol.pieces import Piece
-from tiercheck.protocol.pieces_table import pieces_table
 from tiercheck.protocol.plain_json import parse_json
-from tiercheck.protocol.slot import PIECES, SlotLayout
+from tiercheck.protocol.slot import SlotLayout
 from tiercheck.trainer.copying import Pending
 from tiercheck.trainer.dtypes import dtype_name
 from tiercheck.trainer.encoding import decode, encode, look_sparse, may_be_sparse
@@ -82,8 +79,6 @@ class Plan:
     items: list[Item]
     about: list[dict[str, Any]]
     """Per event: optimizer, and the form of each parameter's gradient that is not simply dense."""
-    pieces: bytes
-    """The table of pieces."""
 
 
 class Planner:
@@ -93,12 +88,9 @@ class Planner:
         self,
         names: Sequence[Sequence[str]],
         replicas: Sequence[Sequence[Replicas | None]],
-        shards: Sequence[Sequence[Piece | None]],
     ) -> None:
-        """Of each optimizer's parameters, in its order: their names, who else consumes the same gradient, and what this rank's
-        shard is of the whole (None: its own affair)."""
-        self._names, self._replicas, self._shards = names, replicas, shards
-        self._pieces: tuple[Any, bytes] = None, b""
+        """Of each optimizer's parameters, in its order: their names, and who else consumes the same gradient."""
+        self._names, self._replicas = names, replicas
         self._dense_at: dict[tuple[int, int], int] = {}
         self._layout: SlotLayout | None = None
         self._signature: tuple[Any, ...] = ()
@@ -109,7 +101,6 @@ class Planner:
         sparse = self._look(delta)
         items: list[Item] = []
         about: list[dict[str, Any]] = []
-        stored_of: list[tuple[int, int, int, tuple[int, int] | None]] = []
         for number, event in enumerate(delta.events):
             names = self._names[event.optimizer]
             forms: dict[str, Any] = {}
@@ -117,7 +108,6 @@ class Planner:
                 if gradient is None:
                     continue
                 span = self._share(event, index, gradient)
-                stored_of.append((number, event.optimizer, index, span))
                 stored = gradient if span is None else cut(gradient, span)
                 encoded = encode(stored, (number, index) in sparse)
                 if span is not None:
@@ -132,34 +122,21 @@ class Planner:
                 )
             about.append({"optimizer": event.optimizer, "forms": forms})
         items += (Item(f"buffer/{name}", tensor) for name, tensor in delta.buffers)
-        return Plan(items, about, self._table(stored_of))
+        return Plan(items, about)
 
-    def _table(self, stored: list[tuple[int, int, int, tuple[int, int] | None]]) -> bytes:
-        """What each gradient (event, optimizer, parameter, span) is of the whole. The same from step to step, most often."""
-        if self._pieces[0] != stored:
-            pieces = {
-                f"gradient{number}/{self._names[optimizer][index]}": Piece(shard.shape, shard.box, span)
-                for number, optimizer, index, span in stored
-                if (shard := self._shards[optimizer][index]) is not None
-            }
-            self._pieces = stored, pieces_table(pieces)
-        return self._pieces[1]
-
-    def layout(self, items: Sequence[Item], pieces: bytes, replay: int, user: int) -> SlotLayout:
+    def layout(self, items: Sequence[Item], replay: int, user: int) -> SlotLayout:
         """Where everything goes, with room for blobs of these lengths. Raises NotCapturable."""
         for name, length in ((REPLAY_BLOB, replay), (USER_BLOB, user)):
             if length > self._capacity[name]:
                 self._capacity[name] = -(-(length + length // 8) // _BLOB_UNIT) * _BLOB_UNIT
         signature = (
-            pieces,
             *self._capacity.values(),
             *((item.name, item.tensor.dtype, item.tensor.shape) for item in items),
         )
         if self._layout is None or signature != self._signature:
             try:
                 self._layout = SlotLayout.plan(
-                    [(PIECES, "U8", (len(pieces),), len(pieces))]
-                    + [
+                    [
                         (item.name, dtype_name(item.tensor.dtype), tuple(item.tensor.shape), item.tensor.nbytes)
                         for item in items
                     ]

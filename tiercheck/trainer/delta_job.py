@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tiercheck.protocol.artifact import Kind
-from tiercheck.protocol.slot import PIECES, SlotLayout
+from tiercheck.protocol.slot import SlotLayout
 from tiercheck.trainer import copying, state_hash
 from tiercheck.trainer.backend import Skipped
 from tiercheck.trainer.delta import REPLAY_BLOB, REPLAY_BYTES, Delta, Item, Plan, Planner, replay_blob
@@ -70,7 +70,7 @@ class DeltaJob:
             plan = self._script.planner.plan(delta)
             turn = [tensor for _, tensor in state_hash.state_of_turn(self._script.optimizers, delta.step)]
             longest = replay_blob(plan, [_BLANK] * len(turn), delta.threads)
-            self._layout = self._script.planner.layout(plan.items, plan.pieces, len(longest), len(delta.blob.written()))
+            self._layout = self._script.planner.layout(plan.items, len(longest), len(delta.blob.written()))
         except NotCapturable as error:
             raise Skipped("NotCapturable", str(error)) from error
         self._plan = plan
@@ -173,7 +173,6 @@ class DeltaJob:
         delta = self._delta
         self._refuse_untold()
         blob = replay_blob(self._plan, self._hashes.texts(), delta.threads)
-        bytes_into(self._views[PIECES], self._plan.pieces)
         bytes_into(self._views[REPLAY_BLOB], blob)
         bytes_into(self._views[USER_BLOB], delta.blob.written())
         if self._desk.gate():

@@ -323,12 +323,9 @@ class Deltas:
             [self._shares.consumers_of(index, name, parameter) for name, parameter in named]
             for index, named in enumerate(self._named)
         ]
-        shards = [
-            [self._shares.shard(f"model/{name}", parameter) for name, parameter in named] for named in self._named
-        ]
         self._saver.script = Script(
             self._optimizers,
-            Planner(names, replicas, shards),
+            Planner(names, replicas),
             self._recorder.copy_at_once,
             self._watch.elsewhere(),
             self._saver.untold,

@@ -39,7 +39,6 @@ class FolderBackend:
     delta = DeltaMode.NONE
     sanity_gate = True
     verify_all = False
-    elementwise = False
     numa = -1
 
     def __init__(self, folder: Path, rank: int, world_size: int, keep: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from tiercheck.protocol.pieces_table import pieces_table
@@ -14,6 +15,18 @@ from tiercheck.trainer.dtypes import dtype_name
 from tiercheck.trainer.leaves import Entry, NotCapturable
 from tiercheck.trainer.proof import SUM_BYTES
 from tiercheck.trainer.slot_file import USER_BLOB
+
+
+class UnknownRoom(Enum):
+    """What is said of a delta slot's bytes where no number is."""
+
+    AS_BEFORE = "as before"
+    KNOWN_SOON = "known soon"
+    """So slots are not asked for yet."""
+
+
+DeltaRoom = int | UnknownRoom
+"""Bytes of a delta slot; 0: no delta is taken."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +40,7 @@ class Planned:
 class Layouts:
     """May be used by several threads: the training thread asks early, the saver's when it knows how long the user blob is."""
 
-    def __init__(self, reserve: Callable[[int, int | None], None]) -> None:
+    def __init__(self, reserve: Callable[[int, DeltaRoom], None]) -> None:
         """`reserve` is told the size of each new layout, and the room for deltas as `plan` was."""
         self._reserve = reserve
         self._lock = threading.Lock()
@@ -40,7 +53,7 @@ class Layouts:
         """Whether there is one yet."""
         return self._layout is not None
 
-    def plan(self, entries: Sequence[Entry], blob_bytes: int, delta_room: int | None = None) -> Planned:
+    def plan(self, entries: Sequence[Entry], blob_bytes: int, delta_room: DeltaRoom = UnknownRoom.AS_BEFORE) -> Planned:
         """The layout for these tensors; the same object until the set of tensors changes or the blob outgrows its place.
 
         Raises NotCapturable.

@@ -65,14 +65,6 @@ def freeze_as_saved(model: nn.Module, was_frozen: Callable[[str], bool | None]) 
             log.warning("%s is %s, as when it was saved", name, "frozen" if frozen else "trained")
 
 
-def changed_since(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, bool]:
-    """Parameters that were frozen (True) or thawed (False) between two `modes_of`."""
-    if "frozen" not in then or "frozen" not in now:
-        return {}
-    before, after = {*then["frozen"]}, {*now["frozen"]}
-    return dict.fromkeys(after - before, True) | dict.fromkeys(before - after, False)
-
-
 def evaluate_as_saved(model: nn.Module, facts: Mapping[str, Any]) -> None:
     """Modules that evaluated while the others trained, as frozen batch norms do, evaluate again; and the other way round."""
     names: Collection[str] | None = facts.get("evaluating")

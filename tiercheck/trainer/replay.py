@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,32 +38,21 @@ class Replay:
     @torch.no_grad()
     def apply(self, delta: StoredDelta, facts: Mapping[str, Any]) -> None:
         """Bring the state from before the delta's step to after it. Raises Mismatch."""
-        consumed = ((event.optimizer, self._gradients(delta, event)) for event in delta.events)
-        self.redo(delta.threads, consumed, delta.buffers(), facts)
+        self._redo(delta, facts)
         turn = state_hash.state_of_turn(self._optimizers, delta.step)
         places, tensors = [place for place, _ in turn], [tensor for _, tensor in turn]
         if where := state_hash.first_difference(places, tensors, delta.hashes):
             raise Mismatch(f"{self._spelled(where)} differs")
 
-    @torch.no_grad()
-    def redo(
-        self,
-        threads: int,
-        consumed: Iterable[tuple[int, Sequence[Tensor | None]]],
-        buffers: Mapping[str, Tensor],
-        facts: Mapping[str, Any],
-    ) -> None:
-        """Make the updates of one step again. `consumed`: for each its optimizer, and the gradients of this rank's shards.
-
-        Raises Mismatch if the optimizer does, or something does not fit.
-        """
+    def _redo(self, delta: StoredDelta, facts: Mapping[str, Any]) -> None:
+        """Make its updates again. Raises Mismatch if an optimizer raises, or something does not fit."""
         before = torch.get_num_threads()
         gradients_before = [[parameter.grad for _, parameter in named] for named in self._named]
-        torch.set_num_threads(threads)
+        torch.set_num_threads(delta.threads)
         try:
-            for (index, gradients), event in zip(consumed, facts["events"], strict=True):
-                self._update(index, gradients, event)
-            for name, value in buffers.items():
+            for event, told in zip(delta.events, facts["events"], strict=True):
+                self._update(event.optimizer, self._gradients(delta, event), told)
+            for name, value in delta.buffers().items():
                 self._buffers.put_back(name, value)
             for name in facts.get("cleared", ()):
                 self._buffers.clear(name)

@@ -62,16 +62,6 @@ class Here:
     rank: int
     world_size: int
 
-    @cached_property
-    def named(self) -> list[list[tuple[str, Tensor]]]:
-        """Of each optimizer its parameters, by their names in the model."""
-        return [list(named_parameters_of(optimizer, self.model)) for optimizer in self.optimizers]
-
-    def box(self, name: str, value: Tensor) -> Box:
-        """Which indices of a tensor with that name in a slot are here."""
-        piece = self.shares.shard(name, value)
-        return Box.whole(local_shard(value).shape) if piece is None else piece.box
-
 
 class OtherRanks:
     """The slots of the `world_size` ranks that saved a version."""

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 
@@ -20,37 +20,28 @@ from tiercheck.trainer.delta import Delta
 from tiercheck.trainer.delta_job import DeltaJob, Measured, Script
 from tiercheck.trainer.desk import Cancelled, Desk, Job
 from tiercheck.trainer.equality import Equality
-from tiercheck.trainer.layouts import Layouts
+from tiercheck.trainer.layouts import DeltaRoom, Layouts, UnknownRoom
 from tiercheck.trainer.pace import Pace
 from tiercheck.trainer.sanity import Sanity
+from tiercheck.trainer.save.tasks import (
+    CopyArtifact,
+    End,
+    FinishJob,
+    Flush,
+    Message,
+    PassOver,
+    ReserveSlots,
+    Submitted,
+    Task,
+    TellCannotSave,
+    TellNoDeltas,
+)
 from tiercheck.trainer.snapshot_job import SnapshotJob
 from tiercheck.trainer.unbroken import Unbroken
 from tiercheck.trainer.untold import Untold
 
 _TICK = 0.05  # seconds between attempts to deliver progress that is owed
 _UNFINISHED = 2  # artifacts copied but not handed over, before the next copy has to wait
-
-
-@dataclass(frozen=True)
-class _SkippedStep:
-    step: int
-
-
-@dataclass(frozen=True)
-class _CannotSave:
-    why: str
-
-
-@dataclass(frozen=True)
-class _NoDeltas:
-    why: str
-    since: int
-
-
-@dataclass(frozen=True)
-class _Reserve:
-    size: int
-    delta_size: int | None
 
 
 class Saver:
@@ -91,14 +82,12 @@ class Saver:
         """The thread waits for a device."""
         self._lacking = ""
         """Why nothing can be saved, as the backend knows it."""
-        self._unfinished: deque[Job] = deque()
-        self._copies: deque[Pending] = deque()
+        self._unfinished: deque[FinishJob] = deque()
+        self._copies: deque[CopyArtifact] = deque()
         """Of those that were submitted together, the ones whose copy has not begun."""
-        self._tasks: queue.SimpleQueue[
-            tuple[Pending, ...] | _SkippedStep | _Reserve | _CannotSave | _NoDeltas | threading.Event | None
-        ]
-        self._tasks = queue.SimpleQueue()
-        self._later: deque[_SkippedStep | _Reserve | _CannotSave | _NoDeltas | threading.Event | None] = deque()
+        self._told: queue.SimpleQueue[Submitted | Message] = queue.SimpleQueue()
+        """By the training thread."""
+        self._later: deque[Message] = deque()
         before, alone = torch.get_num_threads(), threading.Event()
         self._alone = alone
         self._threads = threads
@@ -116,7 +105,7 @@ class Saver:
         for artifact in artifacts:
             if isinstance(artifact, Snapshot):
                 self.unbroken.snapshot(artifact.step)
-        self._tasks.put(artifacts)  # together: a device is given all of them before any is waited for
+        self._told.put(Submitted(artifacts))
 
     def barrier(self) -> None:
         """Return when the state may be told to change: at once if no copy is under way, or only a device's."""
@@ -151,9 +140,9 @@ class Saver:
             if not self._landing:
                 return not pending.cancel()
 
-    def reserve(self, size: int, delta_size: int | None = None) -> None:
-        """Let slots be prepared. `delta_size` None: as before; -1: it will be known soon, so do not ask yet."""
-        self._tasks.put(_Reserve(size, delta_size))
+    def reserve(self, snapshot_room: int, delta_room: DeltaRoom = UnknownRoom.AS_BEFORE) -> None:
+        """Let slots of these bytes be prepared."""
+        self._told.put(ReserveSlots(snapshot_room, delta_room))
 
     def skip(self, artifact: Pending, kind: str, message: str) -> None:
         """Count an artifact that is not taken, and say why, once per kind."""
@@ -178,26 +167,26 @@ class Saver:
 
     def tell_skipped(self, step: int) -> None:
         """Let the backend know that the snapshot after `step` will never come."""
-        self._tasks.put(_SkippedStep(step))
+        self._told.put(PassOver(step))
 
     def tell_no_deltas(self, why: str, since: int = 0) -> None:
         """Let the backend know that this rank takes none (`Backend.no_deltas`), after those that are under way."""
-        self._tasks.put(_NoDeltas(why, since))
+        self._told.put(TellNoDeltas(why, since))
 
     def tell_cannot_save(self, why: str) -> None:
         """Let the backend know that nothing can be saved, until a snapshot is."""
-        self._tasks.put(_CannotSave(why))
+        self._told.put(TellCannotSave(why))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until all that was submitted is done and progress was delivered; False if `timeout` seconds were not enough."""
         done = threading.Event()
-        self._tasks.put(done)
+        self._told.put(Flush(done))
         return done.wait(timeout)
 
     def close(self, timeout: float) -> None:
         self.barrier()
         self.wait(timeout)
-        self._tasks.put(None)
+        self._told.put(End())
         self._thread.join(timeout)
 
     # The thread.
@@ -218,28 +207,19 @@ class Saver:
         self._alone.set()
         while True:
             task = self._next()
-            if task is None:
+            if isinstance(task, End):
                 return
             self._busy_since = time.monotonic()
-            artifact = task.pending if isinstance(task, (SnapshotJob, DeltaJob)) else task
             try:
                 self._do(task)
             except (Cancelled, Measured):
                 pass  # the one was counted by the barrier, the other is no failure
             except Exception as error:  # invariant: no failure of ours stops training
-                kind, message = (error.kind, str(error)) if isinstance(error, Skipped) else (_name(error), repr(error))
-                if not isinstance(artifact, Pending):
-                    self.warn(kind, message)
-                elif not artifact.cancelled and not (isinstance(artifact, Delta) and artifact.only_measure):
-                    self.skip(artifact, kind, message)
-                    if kind == "NotCapturable" and isinstance(artifact, Snapshot):
-                        self._lack(message)
-                else:
-                    self.warn(kind, message)
+                self._failed(task, error)
             finally:
                 self._busy_since = 0.0
 
-    def _next(self) -> Job | Pending | _SkippedStep | _Reserve | _CannotSave | _NoDeltas | threading.Event | None:
+    def _next(self) -> Task:
         """What training may wait for comes first; what was copied is handed over as soon as nothing else is to do."""
         if len(self._unfinished) >= _UNFINISHED:
             return self._unfinished.popleft()
@@ -249,46 +229,61 @@ class Saver:
             if self._later and not self._unfinished:
                 return self._later.popleft()
             try:
-                task = self._tasks.get(block=not self._unfinished, timeout=_TICK)
+                told = self._told.get(block=not self._unfinished, timeout=_TICK)
             except queue.Empty:
                 if self._unfinished:
                     return self._unfinished.popleft()
                 self._backend.flush()
                 continue
-            if isinstance(task, tuple):
-                self._copies.extend(task)
+            if isinstance(told, Submitted):
+                self._copies.extend(map(CopyArtifact, told.artifacts))
             elif not self._unfinished:
-                return task
+                return told
             else:
-                self._later.append(task)
+                self._later.append(told)
 
-    def _do(self, task: Job | Pending | _SkippedStep | _Reserve | _CannotSave | _NoDeltas | threading.Event) -> None:
-        if isinstance(task, Pending):
-            self._copy(task)
-        elif isinstance(task, (SnapshotJob, DeltaJob)):
-            self._land(task)
-            task.finish()
-            if task.kind is Kind.SNAPSHOT:
-                self._lack("")
-            if isinstance(task, DeltaJob):
-                self.pace.took(task.seconds)
-            with self._count_lock:
-                self.captured += task.kind is Kind.SNAPSHOT
-                self.deltas += task.kind is Kind.DELTA
-            self._backend.flush()  # progress: steps may come faster than this thread gets idle
-        elif isinstance(task, _SkippedStep):
-            self._backend.pass_over(task.step)
-        elif isinstance(task, _Reserve):
-            self._reserve(task)
-        elif isinstance(task, _NoDeltas):
-            self._backend.no_deltas(task.why, task.since)
-        elif isinstance(task, _CannotSave):
-            self._lack(task.why)
-        elif isinstance(task, threading.Event):
-            try:
-                self._backend.flush()
-            finally:
-                task.set()  # somebody waits for it
+    def _do(self, task: Task) -> None:
+        match task:
+            case CopyArtifact(artifact):
+                self._copy(artifact)
+            case FinishJob(job):
+                self._finish(job)
+            case PassOver(step):
+                self._backend.pass_over(step)
+            case ReserveSlots(snapshot_room, delta_room):
+                self._reserve(snapshot_room, delta_room)
+            case TellNoDeltas(why, since):
+                self._backend.no_deltas(why, since)
+            case TellCannotSave(why):
+                self._lack(why)
+            case Flush(done):
+                try:
+                    self._backend.flush()
+                finally:
+                    done.set()
+            case End():
+                pass
+            case _:
+                assert_never(task)
+
+    def _failed(self, task: Task, error: Exception) -> None:
+        """Say why, once per kind, and count the artifact that is lost by it."""
+        kind, message = type(error).__name__, repr(error)
+        if isinstance(error, Skipped):
+            kind, message = error.kind, str(error)
+        match task:
+            case CopyArtifact(artifact):
+                lost: Pending | None = artifact
+            case FinishJob(job):
+                lost = job.pending
+            case _:
+                lost = None
+        if lost is None or lost.cancelled or (isinstance(lost, Delta) and lost.only_measure):
+            self.warn(kind, message)
+            return
+        self.skip(lost, kind, message)
+        if kind == "NotCapturable" and isinstance(lost, Snapshot):
+            self._lack(message)
 
     def _copy(self, pending: Pending) -> None:
         job: Job
@@ -302,7 +297,19 @@ class Saver:
             job.copy()
         finally:
             pending.end()
-        self._unfinished.append(job)
+        self._unfinished.append(FinishJob(job))
+
+    def _finish(self, job: Job) -> None:
+        self._land(job)
+        job.finish()
+        if job.kind is Kind.SNAPSHOT:
+            self._lack("")
+        if isinstance(job, DeltaJob):
+            self.pace.took(job.seconds)
+        with self._count_lock:
+            self.captured += job.kind is Kind.SNAPSHOT
+            self.deltas += job.kind is Kind.DELTA
+        self._backend.flush()  # progress: steps may come faster than this thread gets idle
 
     def _land(self, job: Job) -> None:
         self._busy_since, self._landing = 0.0, True  # what a device takes is not the sidecar's time
@@ -316,14 +323,10 @@ class Saver:
             self._lacking = why
             self._backend.cannot_save(why)
 
-    def _reserve(self, wanted: _Reserve) -> None:
+    def _reserve(self, snapshot_room: int, delta_room: DeltaRoom) -> None:
         desk = self._desk
-        desk.snapshot_room = wanted.size
-        if wanted.delta_size is not None and wanted.delta_size >= 0:
-            desk.delta_room = wanted.delta_size
-        if wanted.delta_size != -1:
+        desk.snapshot_room = snapshot_room
+        if isinstance(delta_room, int):
+            desk.delta_room = delta_room
+        if delta_room is not UnknownRoom.KNOWN_SOON:
             self._backend.reserve(desk.snapshot_room, desk.delta_room)
-
-
-def _name(error: Exception) -> str:
-    return type(error).__name__

@@ -38,7 +38,6 @@ class SidecarBackend:
         self.attempt = int(os.environ.get(ENV_ATTEMPT, "0"))
         self._hello = Hello(role="rank", pid=os.getpid(), rank=rank, world_size=world_size, attempt=self.attempt)
         self.every = 0
-        self.elementwise = False
         self.numa = -1
         self.fenced = False
         """A newer attempt is on its way: nothing of this process is wanted any more."""
@@ -87,23 +86,20 @@ class SidecarBackend:
         version = self._welcome.restore_version
         if version is None:
             return None
-
-        snapshot, *deltas = self._welcome.restore_chain or (version,)
         return Offer(
             version,
             self._welcome.restore_path,
             self._welcome.restore_deltas,
             world_size=self._welcome.restore_world_size,
-            borrow=partial(self._borrow, snapshot, Kind.SNAPSHOT) if self._welcome.restore_world_size else None,
-            borrow_deltas=tuple((delta.step, partial(self._borrow, delta, Kind.DELTA)) for delta in deltas),
+            borrow=partial(self._borrow, version) if self._welcome.restore_world_size else None,
         )
 
-    def _borrow(self, version: Version, kind: Kind, rank: int, ranges: Ranges) -> str:
-        wanted = Request("borrow", step=version.step, kind=kind, rank=rank, ranges=tuple(ranges))
+    def _borrow(self, version: Version, rank: int, ranges: Ranges) -> str:
+        wanted = Request("borrow", step=version.step, rank=rank, ranges=tuple(ranges))
         try:
             return self._ask(wanted, BORROW_SECONDS)
         except Skipped as error:
-            raise RestoreError(f"the {kind.value} of {version} of rank {rank} cannot be had: {error}") from error
+            raise RestoreError(f"the snapshot of {version} of rank {rank} cannot be had: {error}") from error
 
     def restored(self, step: int) -> None:
         self._restored_step = step
@@ -206,7 +202,7 @@ class SidecarBackend:
         undecided = delta_size == 0 and self.delta is not DeltaMode.NONE and not self._no_deltas.message
         wanted = (size, None if undecided else delta_size)
         if self._reserved != wanted:
-            said = Request("reserve", bytes=size, delta_bytes=wanted[1], elementwise=self.elementwise, numa=self.numa)
+            said = Request("reserve", bytes=size, delta_bytes=wanted[1], numa=self.numa)
             self._ask(said, RESERVE_SECONDS)
             self._reserved = wanted
 

@@ -10,8 +10,7 @@ from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.slot import PIECES, PROOF
 from tiercheck.trainer import copying, proof
 from tiercheck.trainer.backend import Skipped
-from tiercheck.trainer.copying import Snapshot
-from tiercheck.trainer.crew import Crew
+from tiercheck.trainer.copying import Crew, Snapshot
 from tiercheck.trainer.desk import Cancelled, Desk
 from tiercheck.trainer.equality import REPLICAS, Looked
 from tiercheck.trainer.flight import Flight

@@ -113,17 +113,6 @@ def first_difference(places: Sequence[Place], tensors: Sequence[Tensor], wanted:
     return large[number - first_large] if number >= first_large else "a small tensor"
 
 
-def words(flat: Tensor) -> tuple[int, int]:
-    """The two sums over these bytes, as numbers of 64 bits. But for a `constant` they are linear in the words."""
-    columns, rows = _fold(flat).tolist()
-    return columns % 2**64, rows % 2**64
-
-
-def constant(size: int) -> int:
-    """What the length alone adds to the second sum of so many bytes."""
-    return -(-size // 8) * 8 * _ODD % 2**63
-
-
 def _bytes(tensor: Tensor) -> Tensor:
     if not tensor.numel():
         return _nothing(tensor.device)
@@ -144,7 +133,7 @@ def _fold(flat: Tensor) -> Tensor:
     rest = words[rows * _COLUMNS :]
     columns, many = _weights(_COLUMNS, flat.device), _weights(max(rows, 1), flat.device)
     tail = (rest * columns[: rest.numel()]).sum()
-    length = constant(flat.numel())
+    length = -(-flat.numel() // 8) * 8 * _ODD % 2**63
     by_column = (body.sum(0) * columns).sum() + tail
     by_row = (body.sum(1) * many[:rows]).sum() + 3 * tail + length
     return torch.stack([by_column, by_row])

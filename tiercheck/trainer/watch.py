@@ -8,18 +8,46 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from tiercheck.trainer.counters import Counters
-from tiercheck.trainer.leaves import PLAIN
+from tiercheck.trainer.leaves import PLAIN, read_each
 from tiercheck.trainer.samples import Sampler
 
 _NUMBERS = {bool, int, float}
 _CONTAINERS = {list, dict, deque}
+
+_version, _shard_version = attrgetter("_version"), attrgetter("_local_tensor._version")
+
+
+class Counters:
+    """torch's in-place counters of these tensors, with next to no Python for any of them: they are read several times in each step.
+
+    A sharded one has two: its own, and that of its shard, which somebody may have got hold of.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._sharded = [number for number, tensor in enumerate(tensors) if type(tensor) not in PLAIN]
+        self._shards = [tensors[number] for number in self._sharded]
+
+    def read(self) -> list[int]:
+        """Two readings are equal if nothing was written in place between them."""
+        try:
+            return read_each(_version, self._tensors) + read_each(_shard_version, self._shards)
+        except (AttributeError, RuntimeError):  # a subclass without a shard, or one made for inference
+            return [*map(_own, self._tensors), *map(_of_shard, self._shards)]
+
+    def moved(self, before: list[int], after: list[int]) -> set[int]:
+        """The tensors, by number, that were written between two readings."""
+        if before == after:
+            return set()
+        numbers = chain(range(len(self._tensors)), self._sharded)
+        return {number for number, old, new in zip(numbers, before, after, strict=True) if old != new}
 
 
 class Watch:
@@ -125,3 +153,12 @@ def _members(containers: Sequence[Any]) -> list[Any]:
 
 def _values(state: Any) -> Any:
     return state.values() if isinstance(state, dict) else (state,)
+
+
+def _own(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _of_shard(tensor: Tensor) -> int:
+    shard = getattr(tensor, "_local_tensor", None)
+    return 0 if shard is None else _own(shard)

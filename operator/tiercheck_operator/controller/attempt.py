@@ -22,7 +22,6 @@ from tiercheck_operator.controller.findings import Finding
 from tiercheck_operator.controller.inventories import (
     adopted_history,
     bad_everywhere,
-    elementwise,
     inventories,
     last_attempt,
     remote_inventory,
@@ -147,7 +146,6 @@ def _recovery_problem(
         target_step=spec.restore_step if first else None,
         bad=bad_everywhere(reports),
         groups=placed.groups,
-        elementwise=elementwise(reports),
     )
 
 
@@ -178,13 +176,7 @@ def _next_status(
     step = outcome.version.step if isinstance(outcome, Recover) else 0
     cause = Cause.parse(recovery.cause)
     before = situation.newest_step
-    replayed_from = outcome.snapshot if isinstance(outcome, Recover) and outcome.snapshot != outcome.version else None
-    accepted = history.after(
-        number,
-        step,
-        situation.size * situation.job.spec.procs_per_worker,
-        replayed_from.step if replayed_from is not None else 0,
-    )
+    accepted = history.after(number, step, situation.size * situation.job.spec.procs_per_worker)
     members = members_digest(situation.members)
     in_place = cause.in_place and members == status.members
     return replace(

@@ -132,7 +132,6 @@ def _sources(
         remote_inventory(spec, reports),
         bad=bad_everywhere(reports),
         groups=placement.groups if placement is not None else (),
-        elementwise=status.restored_snapshot is not None,
     )
     found = stock.sources(version, distance_between(obs, members))
     # With no source left for some rank, the places where it ought to be are still worth a try.

@@ -12,7 +12,6 @@ from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.inventories import (
     bad_everywhere,
-    elementwise,
     inventories,
     remote_inventory,
     reports_of,
@@ -113,7 +112,6 @@ def _leads_back(situation: Situation, size: int) -> bool:
         inventories(reports),
         remote,
         bad=bad_everywhere(reports),
-        elementwise=elementwise(reports),
     )
     return any(stock.farthest_tier(version) is not None for version in stock.versions)
 

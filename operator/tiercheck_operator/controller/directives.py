@@ -119,7 +119,6 @@ def build_directives(
                 version,
                 tuple(RankSources(rank, sources.get(rank, ())) for rank in (range(old) if old else ranks)),
                 world_size=old,
-                base=status.restored_snapshot if old else None,
             ),
             holders=tuple(Peer(keeper, hosts[keeper]) for keeper in holders.get(worker, ()) if keeper in hosts),
             hosted=tuple(Peer(other, hosts[other]) for other in hosted.get(worker, ()) if other in hosts),

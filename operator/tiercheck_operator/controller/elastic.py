@@ -21,11 +21,9 @@ from tiercheck_operator.controller.capacity import describe_homeless, is_overdue
 from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
 from tiercheck_operator.controller.findings import Finding, Findings
-from tiercheck_operator.controller.inventories import elementwise, reports_of
 from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.record import JobRecord, Recovery, SizeRecord, TierRecord, rfc3339
-from tiercheck_operator.controller.saving import EVERY_STEP
 from tiercheck_operator.controller.spares import Upkeep
 
 _FRESH_SECONDS = 2.0
@@ -149,23 +147,23 @@ def _room(situation: Situation) -> bool:
     return len(ready) - vacant >= situation.job.spec.workers - situation.size
 
 
-def _own_version(obs: Observation) -> bool:
-    """Whether something that these workers made is complete as it would be after a loss: growing does not throw away what they did."""
-    status, branches, placement = obs.job.status, obs.job.status.history.branches, obs.placement
+def _own_version(situation: Situation) -> bool:
+    """Whether something that these workers made is complete as it would be after a loss, and a snapshot of theirs, from which alone
+    more of them can start: growing does not throw away what they did."""
+    status, branches, placement = situation.job.status, situation.job.status.history.branches, situation.placement
     elsewhere = placement is not None and (bool(placement.groups) or any(placement.holders().values()))
     kept = status.tiers.get("peer" if elsewhere else "local")
-    return isinstance(kept, TierRecord) and bool(branches) and kept.step > branches[-1].base_step
+    pod = situation.members.get(0)
+    report = situation.report(pod) if pod is not None else None
+    snapshot = report.watermarks.snapshot if report is not None else None
+    if not branches or not isinstance(kept, TierRecord) or snapshot is None:
+        return False
+    return min(kept.step, snapshot.step) > branches[-1].base_step
 
 
 def _little_lost(situation: Situation) -> bool:
-    """Whether few steps would be trained again: each step is a delta that other ranks can replay, or a snapshot is fresh."""
+    """Whether few steps would be trained again, because a snapshot is fresh."""
     checkpoint = situation.job.status.checkpoint
-    if (
-        checkpoint is not None
-        and checkpoint.deltas == EVERY_STEP
-        and elementwise(reports_of(situation, situation.members))
-    ):
-        return True
     pod, pace = situation.members.get(0), situation.job.status.step_seconds
     report, known = (situation.report(pod), situation.reports.get(pod.uid)) if pod is not None else (None, None)
     if report is None or known is None or pace is None or report.watermarks.snapshot is None:

@@ -69,12 +69,6 @@ def bad_everywhere(reports: Iterable[Report]) -> frozenset[Artifact]:
     )
 
 
-def elementwise(reports: Iterable[Report]) -> bool:
-    """Whether deltas can be replayed on other ranks: some sidecar heard so from its trainers, and none the contrary."""
-    told = [report.elementwise for report in reports if report.elementwise is not None]
-    return bool(told) and all(told)
-
-
 def remote_inventory(spec: JobSpec, reports: Iterable[Report]) -> RemoteInventory:
     """What the sidecars see of the remote tier, taken together."""
     if spec.remote is None:

@@ -228,14 +228,6 @@ class JobRecord:
         return None if owner is None else Version(base, owner)
 
     @property
-    def restored_snapshot(self) -> Version | None:
-        """The snapshot that other ranks' deltas were replayed on to get there; None: there was no need to."""
-        branches = self.history.branches
-        step = branches[-1].snapshot_step if branches else 0
-        owner = self.history.owner(step) if step else None
-        return None if owner is None else Version(step, owner)
-
-    @property
     def resized_from(self) -> int:
         """How many ranks made that version, if not as many as the attempt has; 0: as many."""
         version = self.restored_version
@@ -279,10 +271,7 @@ def parse_record(raw: Mapping[str, Any]) -> JobRecord:
         sidecar_image=str(raw.get("sidecarImage") or ""),
         history=History(
             tuple(
-                Branch(
-                    int(e["attempt"]), int(e["baseStep"]), int(e.get("ranks") or 0), int(e.get("snapshotStep") or 0)
-                )
-                for e in raw.get("history") or []
+                Branch(int(e["attempt"]), int(e["baseStep"]), int(e.get("ranks") or 0)) for e in raw.get("history") or []
             )
         ),
         crashes=int(restarts.get("crash") or 0),
@@ -350,10 +339,7 @@ def render_record(record: JobRecord) -> dict[str, Any]:
         "members": record.members or None,
         "sidecarImage": record.sidecar_image or None,
         "history": [
-            _present({
-                "attempt": b.attempt, "baseStep": b.base_step, "ranks": b.ranks or None,
-                "snapshotStep": b.snapshot_step or None,
-            })
+            _present({"attempt": b.attempt, "baseStep": b.base_step, "ranks": b.ranks or None})
             for b in record.history.branches
         ] or None,
         "restarts": {

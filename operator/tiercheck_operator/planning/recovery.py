@@ -75,8 +75,6 @@ class RecoveryProblem:
     """Artifacts that are useless wherever they lie."""
     groups: Sequence[CodeGroup] = ()
     """The parity groups of the placement."""
-    elementwise: bool = False
-    """Whether deltas can be replayed on other ranks than those that took them."""
 
     @property
     def stock(self) -> ResizedStock:
@@ -89,7 +87,6 @@ class RecoveryProblem:
             self.remote,
             bad=self.bad,
             groups=self.groups,
-            elementwise=self.elementwise,
         )
 
 
@@ -103,8 +100,6 @@ class Recover:
     """Ranks by the farthest tier that their nearest chain needs; tiers without ranks are left out."""
     lost_steps: int
     reason: str
-    snapshot: Version | None = None
-    """If other ranks made the version: the snapshot from which every rank comes to it."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +152,6 @@ def decide_recovery(situation: RecoveryProblem) -> Decision:
     tier_counts = {tier: count for tier, count in counts.items() if count}
     return Recover(
         version=chosen,
-        snapshot=stock.snapshot_of(chosen) if stock.is_resized(chosen) else None,
         sources=sources,
         tier_counts=tier_counts,
         lost_steps=newest_step - chosen.step,
@@ -231,9 +225,7 @@ def _why(
 def _resized(chosen: Version, stock: ResizedStock, situation: RecoveryProblem) -> list[str]:
     if not stock.is_resized(chosen):
         return []
-    said = f"made by {stock.ranks_of(chosen)} ranks, from which {situation.ranks} read their parts"
-    links = chosen.step - stock.snapshot_of(chosen).step
-    return [f"{said} and replay {links} {'step' if links == 1 else 'steps'}" if links else said]
+    return [f"made by {stock.ranks_of(chosen)} ranks, from which {situation.ranks} read their parts"]
 
 
 def _incomplete(versions: Sequence[Version], stock: ResizedStock) -> list[str]:

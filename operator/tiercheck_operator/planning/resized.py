@@ -1,9 +1,8 @@
 """What a job can come back to whose attempts did not all have as many ranks: each version counts by the ranks that made it.
 
 Of another number of ranks a version is restored by resharding: every rank reads its part of what the old ones saved. For that nobody
-is at home: what lies at a worker is a copy kept there, whoever made it, and what nobody has may be rebuilt from parity. Deltas count
-if the optimizer is known to treat each element on its own, and then all ranks must start from the same snapshot: a rank that reads
-from two others cannot replay from two steps.
+is at home: what lies at a worker is a copy kept there, whoever made it, and what nobody has may be rebuilt from parity. Only snapshots
+count: deltas can be replayed by nobody but the ranks that took them.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from tiercheck.protocol.artifact import Artifact, Kind, Share
-from tiercheck.protocol.chain import chain_to
+from tiercheck.protocol.artifact import Artifact, Share
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import History, Version
 from tiercheck_operator.planning.code_group import CodeGroup
@@ -35,8 +33,7 @@ _BY_PARITY = 2**31
 class ResizedStock:
     """A `Stock` for each number of ranks that the history knows, behind the same questions.
 
-    `ranks` is what the job has now, and what branches count as of which it is not known. `elementwise`: whether deltas can be replayed on
-    other ranks than those that took them.
+    `ranks` is what the job has now, and what branches count as of which it is not known.
     """
 
     def __init__(
@@ -49,18 +46,16 @@ class ResizedStock:
         *,
         bad: Collection[Artifact] = (),
         groups: Iterable[CodeGroup] = (),
-        elementwise: bool = False,
     ) -> None:
         self._history, self._ranks = history, ranks
         others = {branch.ranks for branch in history.branches} - {0, ranks}
         own, stored = (inventories, remote) if not others else self._made_by(ranks, inventories, remote)
-        self._stocks: dict[int, Stock | _AlikeStock] = {
+        self._stocks: dict[int, Stock] = {
             ranks: Stock(ranks, ranks_per_worker, history, own, stored, bad=bad, groups=groups),
         }
         for count in sorted(others):
             found, stored = self._made_by(count, inventories, remote)
-            kept = [_all_copies(entry, elementwise) for entry in found]
-            self._stocks[count] = _AlikeStock(count, history, kept, stored, bad)
+            self._stocks[count] = _OldStock(count, history, list(map(_snapshots_as_copies, found)), stored, bad)
         self.versions = tuple(sorted(version for stock in self._stocks.values() for version in stock.versions))
         """Accepted versions of which anything is held, oldest first."""
 
@@ -92,12 +87,7 @@ class ResizedStock:
         """As of `Stock`, for each rank that made the version. Where resized, no order is nearest for all who read."""
         return self._of(version).sources(version, None if self.is_resized(version) else distance)
 
-    def snapshot_of(self, version: Version) -> Version:
-        """From which snapshot a resized version is reached by all ranks. Only if nobody lacks anything."""
-        stock = self._of(version)
-        return stock.snapshot_of(version) if isinstance(stock, _AlikeStock) else version
-
-    def _of(self, version: Version) -> Stock | _AlikeStock:
+    def _of(self, version: Version) -> Stock:
         return self._stocks[self.ranks_of(version)]
 
     def _made_by(
@@ -130,8 +120,8 @@ class ResizedStock:
         ], replace(remote, versions=frozenset(filter(ours, remote.versions)))
 
 
-class _AlikeStock:
-    """The questions of a `Stock` to ranks that must all take the same way: an artifact counts if there is one of it for every rank."""
+class _OldStock(Stock):
+    """Of ranks that are no more: copies of their snapshots at any worker, and what their parity gives."""
 
     def __init__(
         self,
@@ -141,94 +131,32 @@ class _AlikeStock:
         remote: RemoteInventory,
         bad: Collection[Artifact],
     ) -> None:
-        self._history = history
-        self._parity = OldParity.of(ranks, inventories)
-        inventories = [replace(entry, blocks={}) for entry in inventories]
-        inventories.append(Inventory(_BY_PARITY, hosted=self._parity.rebuildable()))
-        self._any = Stock(ranks, None, history, inventories, remote, bad=bad)
-        self.versions = self._any.versions
-        """As of `Stock`."""
-        spoiled = {(each.version, each.kind) for each in bad if 0 <= each.rank < ranks}
-        self._snapshots, self._deltas = (
-            {version for version in found if history.accepts(version) and (version, kind) not in spoiled}
-            for kind, found in zip(Kind, _of_all(ranks, inventories, remote), strict=True)
-        )
-        alike = [_only(entry, self._snapshots, self._deltas) for entry in inventories]
-        self._common = Stock(ranks, None, history, alike, remote, bad=bad)
-
-    def snapshot_of(self, version: Version) -> Version:
-        chain = chain_to(version, self._snapshots, self._deltas, self._history)
-        assert chain is not None
-        return chain.base
-
-    def farthest_tier(self, version: Version) -> Tier | None:
-        return self._common.farthest_tier(version)
-
-    def tier_of(self, rank: int, version: Version) -> Tier | None:
-        return self._common.tier_of(rank, version)
-
-    def lacking(self, version: Version) -> tuple[int, ...]:
-        lacking = self._common.lacking(version)
-        return lacking and (self._any.lacking(version) or lacking)
-
-    def gap(self, rank: int, version: Version) -> str:
-        if self._any.lacking(version):
-            return self._any.gap(rank, version)
-        return "has no snapshot that all others have too"
+        self._old_parity = OldParity.of(ranks, inventories)
+        copies = [replace(entry, blocks={}) for entry in inventories]
+        copies.append(Inventory(_BY_PARITY, hosted=self._old_parity.rebuildable()))
+        super().__init__(ranks, None, history, copies, remote, bad=bad)
 
     def sources(self, version: Version, distance: Distance | None = None) -> Sources | Missing:
-        found = self._common.sources(version, distance)
+        found = super().sources(version, distance)
         if isinstance(found, Missing):
-            return Missing(self.lacking(version))
-        chain = chain_to(version, self._snapshots, self._deltas, self._history)
-        assert chain is not None
-        links = [(Kind.SNAPSHOT, chain.base), *((Kind.DELTA, delta) for delta in chain.deltas)]
-        return {rank: tuple(self._places(rank, links, places)) for rank, places in found.items()}
+            return found
+        return {rank: tuple(self._with_groups(rank, version, places)) for rank, places in found.items()}
 
-    def _places(
-        self, rank: int, links: Sequence[tuple[Kind, Version]], places: Iterable[SourceChoice]
-    ) -> Iterator[SourceChoice]:
+    def _with_groups(self, rank: int, version: Version, places: Iterable[SourceChoice]) -> Iterator[SourceChoice]:
         for place in places:
             if place.worker == _BY_PARITY:
-                yield from (SourceChoice(Tier.PEER, group=group) for group in self._parity.sources(rank, links))
+                for group in self._old_parity.sources(rank, version):
+                    yield SourceChoice(Tier.PEER, group=group)
             else:
                 yield place
 
 
-def _of_all(
-    ranks: int, inventories: Sequence[Inventory], remote: RemoteInventory
-) -> tuple[frozenset[Version], frozenset[Version]]:
-    """Snapshots, and deltas, that exist of every rank."""
-    held: list[tuple[set[Version], set[Version]]] = [(set(remote.usable), set()) for _ in range(ranks)]
-    for inventory in inventories:
-        for rank, artifacts in inventory.hosted.items():
-            if 0 <= rank < ranks:
-                held[rank][0].update(artifacts.snapshots)
-                held[rank][1].update(artifacts.deltas)
-    snapshots, deltas = ([each[kind] for each in held] for kind in (0, 1))
-    return frozenset(set.intersection(*snapshots)), frozenset(set.intersection(*deltas))
-
-
-def _only(inventory: Inventory, snapshots: Collection[Version], deltas: Collection[Version]) -> Inventory:
-    hosted = {
-        rank: Artifacts(
-            frozenset(filter(snapshots.__contains__, held.snapshots)),
-            frozenset(filter(deltas.__contains__, held.deltas)),
-        )
-        for rank, held in inventory.hosted.items()
-    }
-    return Inventory(inventory.worker, {}, hosted)
-
-
-def _all_copies(inventory: Inventory, deltas: bool) -> Inventory:
-    """Of another number of ranks: all of them copies."""
+def _snapshots_as_copies(inventory: Inventory) -> Inventory:
+    """Of another number of ranks: nothing is at home, and no delta can be replayed."""
     hosted: dict[int, Artifacts] = {}
     for table in (inventory.own, inventory.hosted):
         for rank, held in table.items():
             before = hosted.get(rank, Artifacts())
-            hosted[rank] = Artifacts(
-                frozenset(before.snapshots) | frozenset(held.snapshots),
-                (frozenset(before.deltas) | frozenset(held.deltas)) if deltas else frozenset(),
-            )
-    blocks = {share: held if deltas else Artifacts(held.snapshots) for share, held in inventory.blocks.items()}
+            hosted[rank] = Artifacts(frozenset(before.snapshots) | frozenset(held.snapshots))
+    blocks = {share: Artifacts(held.snapshots) for share, held in inventory.blocks.items()}
     return Inventory(inventory.worker, {}, hosted, blocks)

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 from station import Job, Station
 
-from tiercheck.protocol.artifact import Artifact, Kind
+from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer, RankSources, Restore, Source, Tier
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.lending import Lender, RemotePart
@@ -72,7 +72,7 @@ def test_parts_of_a_lost_rank_are_added_up_and_only_those(make_job: MakeJob) -> 
     lender.close()
 
 
-def test_each_local_rank_of_two_lost_workers_and_their_deltas(make_job: MakeJob) -> None:
+def test_each_local_rank_of_two_lost_workers(make_job: MakeJob) -> None:
     job = make_job(data=3, parity=2, procs=2)
     job.begin()
     saved = job.protect(V, *SIZES)
@@ -108,5 +108,5 @@ def test_too_little_is_left_and_everything_that_is_missing_is_named(make_job: Ma
     with pytest.raises(SourceFailed, match=r"parity: .*; the remote tier: the job has no remote tier"):
         lender.lend(word, Artifact(1, V), ())
     with pytest.raises(SourceFailed, match="parity block 0 at worker 103"):
-        lender.lend(word, Artifact(1, Version(11, 1), Kind.DELTA), ())
+        lender.lend(word, Artifact(1, Version(11, 1)), ())
     lender.close()

@@ -1,0 +1,1 @@
+"""A saved state on its way back into a model and its optimizers."""

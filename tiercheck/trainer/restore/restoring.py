@@ -1,0 +1,241 @@
+"""Brings a rank to the version that the job continues from: finds it, loads its snapshot, replays the deltas after it.
+
+Ranks that have other shards than those that saved it put theirs together from the snapshots of all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.contents import DCP, FORMAT, IMPORT
+from tiercheck.protocol.names import ENV_RUN_DIR
+from tiercheck.protocol.slot import NotASlot
+from tiercheck.protocol.version import Version
+from tiercheck.trainer import user_state
+from tiercheck.trainer.backend import Backend, Offer, RestoreError, log
+from tiercheck.trainer.buffers import PASSING
+from tiercheck.trainer.capture import named_parameters_of
+from tiercheck.trainer.delta import StoredDelta
+from tiercheck.trainer.equality import REPLICAS, saved_whole, unequal
+from tiercheck.trainer.folder_backend import FolderBackend
+from tiercheck.trainer.leaves import NotCapturable
+from tiercheck.trainer.load import fits, load_all, more_groups
+from tiercheck.trainer.modes import put_back_modes
+from tiercheck.trainer.proof import first_difference
+from tiercheck.trainer.ranks import anywhere, everyones, rank_and_world
+from tiercheck.trainer.replay import Mismatch, Replay
+from tiercheck.trainer.resharding import Here, OtherRanks, load_resharded
+from tiercheck.trainer.sidecar_backend import SidecarBackend
+from tiercheck.trainer.slot_file import DELTA_ROOM, SlotReader
+from tiercheck.trainer.state.trained_state import TrainedState
+
+
+@dataclass(frozen=True)
+class Found:
+    """The version to continue from, found out before there is a model to load it into."""
+
+    backend: Backend
+    offer: Offer | None
+
+    @property
+    def step(self) -> int:
+        """0 is a fresh start."""
+        return 0 if self.offer is None else self.offer.version.step
+
+
+def find(folder: Path | str | None = None, keep: int = 2) -> Found:
+    """As the beginning of `Checkpointer.restore`. Collective outside a cluster. Raises RestoreError."""
+    backend = open_backend(folder, keep)
+    return Found(backend, backend.find())
+
+
+def open_backend(folder: Path | str | None, keep: int) -> Backend:
+    """The sidecar in a cluster, elsewhere a folder."""
+    rank, world_size = rank_and_world()
+    if run_dir := os.environ.get(ENV_RUN_DIR):
+        return SidecarBackend(Path(run_dir), rank, world_size)
+    return FolderBackend(Path(folder or "checkpoints"), rank, world_size, keep)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """How far a rank has come."""
+
+    step: int
+    content: dict[str, Any]
+    """The user blob of the newest slot."""
+    facts: dict[str, Any]
+    """What all slots so far tell of the state beside tensors."""
+    room: int
+    """Bytes of the longest delta, as far as known."""
+
+
+class Restoring:
+    """Of one restore, in the training thread."""
+
+    def __init__(self, trained: TrainedState, backend: Backend) -> None:
+        self._trained, self._backend = trained, backend
+
+    def load(self, offer: Offer) -> int:
+        """Bring back what is offered; the bytes that a delta needs, 0 if nobody knows. Raises RestoreError or DifferentState."""
+        writer = self._find_writer(offer)
+        if writer == DCP:
+            raise RestoreError(f"{offer.version} was saved by torch.distributed.checkpoint: load it with tiercheck.dcp")
+        room = 0
+        if self._is_of_other_mesh(offer, writer):
+            self._load_parts(offer, imported=writer == IMPORT)
+        else:
+            room = self._load_own(offer)
+        log.info("restored %s", offer.version)
+        return room
+
+    def _load_own(self, offer: Offer) -> int:
+        """What this very rank saved: its snapshot, then its deltas."""
+        trained = self._trained
+        loaded = self._load_snapshot(offer)
+        if offer.deltas:
+            loaded = self._replay(offer, loaded)
+        put_back_modes(trained.model, loaded.facts)
+        for name, module in trained.beside.items():
+            put_back_modes(module, loaded.facts.get("beside_modes", {}).get(name, {}))
+        trained.partitions.loaded()
+        user_state.put_back(trained.state, loaded.content)
+        return loaded.room
+
+    def _load_snapshot(self, offer: Offer) -> _Loaded:
+        trained = self._trained
+        slot, content = self._open(offer.path, offer.version if not offer.deltas else None, Kind.SNAPSHOT)
+        version, facts = slot.header.version, content["facts"]
+        if not trained.shares.whole:
+            self._refuse_unequal(version, everyones(slot.header.metadata.get(REPLICAS, "")))
+        load_all(trained.model, trained.optimizers, trained.shares, slot, facts, beside=trained.beside)
+        self._put_back_passing(slot, facts)
+        self._refuse_other_state(version, slot.proof())
+        return _Loaded(version.step, content, facts, int(slot.header.metadata.get(DELTA_ROOM, "0")))
+
+    def _replay(self, offer: Offer, loaded: _Loaded) -> _Loaded:
+        """From the snapshot to the version, delta by delta."""
+        replay = Replay(self._trained.model, self._trained.optimizers, self._trained.shares)
+        for path in offer.deltas:
+            step, last = loaded.step + 1, path == offer.deltas[-1]
+            slot, content = self._open(path, offer.version if last else None, Kind.DELTA)
+            if slot.header.version.step != step:
+                raise RestoreError(f"{path} holds {slot.header.version}, the chain needs step {step}")
+            try:
+                replay.apply(StoredDelta.read(slot), content["facts"])
+            except Mismatch as mismatch:
+                message = f"replaying step {step} did not give the state that it was taken from: {mismatch}"
+                self._backend.mismatch(step, message)
+                raise RestoreError(message) from mismatch
+            room = max(loaded.room, slot.header.size)
+            loaded = _Loaded(step, content, loaded.facts | content["facts"], room)
+        return loaded
+
+    def _load_parts(self, offer: Offer, *, imported: bool) -> None:
+        """What this rank holds now, out of the snapshots of all ranks that saved the version."""
+        assert offer.borrow is not None
+        trained = self._trained
+        if offer.deltas:
+            raise RestoreError(f"{offer.version} was saved on another mesh, on which its deltas cannot be replayed")
+        try:
+            others = OtherRanks(offer.world_size, offer.borrow)
+            trained.shares.whole = ""
+            self._refuse_unequal(
+                others.beginnings[0].header.version,
+                (slot.header.metadata.get(REPLICAS, "") for slot in others.beginnings),
+            )
+            here = Here(trained.model, trained.optimizers, trained.shares, trained.rank, trained.world_size)
+            content, proof = load_resharded(here, others, beside=trained.beside)
+            self._refuse_other_state(others.beginnings[0].header.version, proof)
+        except (OSError, NotASlot, KeyError, TypeError, NotCapturable) as error:
+            raise RestoreError(f"{offer.version} cannot be read: {error}") from error
+        trained.partitions.loaded()
+        # Who imported weights had nothing of the script's own to give.
+        state = {name: each for name, each in trained.state.items() if not imported or name in content["state"]}
+        user_state.put_back(state, content)
+
+    def _find_writer(self, offer: Offer) -> str:
+        """Who saved it (`contents.FORMAT`); empty: a Checkpointer. Raises RestoreError."""
+        path = offer.path or (offer.borrow(0, ()) if offer.borrow is not None else "")
+        try:
+            return SlotReader.open(path).header.metadata.get(FORMAT, "") if path else ""
+        except (OSError, NotASlot) as error:
+            raise RestoreError(f"{offer.version} cannot be read from {path}: {error}") from error
+
+    def _is_of_other_mesh(self, offer: Offer, writer: str) -> bool:
+        """Whether another number of ranks saved it, or ranks with other shards than these, or none: the same answer on each of them."""
+        if offer.borrow is None:
+            return False
+        if writer == IMPORT:
+            return True
+        shares = self._trained.shares
+        slot = SlotReader.open(offer.path) if offer.path else None
+        if slot is not None and saved_whole(slot.header.metadata.get(REPLICAS, "")):
+            shares.keep_whole(f"replicas differed when {slot.header.version} was saved")
+        entries = shares.own(self._trained.inventories.take())
+        return anywhere(slot is None or not (fits(slot, entries) and self._is_kept_here(slot)))
+
+    def _is_kept_here(self, slot: SlotReader) -> bool:
+        """Whether the slot's optimizers kept state for the same parameters: under ZeRO each rank has its own."""
+        optimizers = self._trained.optimizers
+        try:
+            saved = user_state.unpack(slot.user_blob())["facts"]["optimizers"]
+        except (KeyError, NotCapturable):
+            return True  # the load will say what is wrong with it
+        if len(saved) != len(optimizers):
+            return True
+        for optimizer, each in zip(optimizers, saved, strict=True):
+            here = [name for name, _ in named_parameters_of(optimizer, self._trained.model)]
+            there = list(each["states"])
+            if more_groups(optimizer, each):
+                there = there[: len(here)]
+            if {*here} != {*there}:
+                return False
+        return True
+
+    def _refuse_unequal(self, version: Version, written: Iterable[str]) -> None:
+        """Raises RestoreError if what would be put together is of replicas that did not hold the same."""
+        if unequal(written):
+            message = f"replicas held different bits when {version} was saved, so that it cannot be put together"
+            self._backend.mismatch(version.step, message, Kind.SNAPSHOT)
+            raise RestoreError(message)
+
+    def _refuse_other_state(self, version: Version, proof: Mapping[str, int]) -> None:
+        """Raises RestoreError if the live state is not the one that the snapshot was taken of. No `proof`: an old one had none."""
+        if not proof:
+            return
+        here = {entry.name: entry.tensor for entry in self._trained.inventories.take().entries}
+        proof = {name: checksum for name, checksum in proof.items() if name in here or not name.startswith(PASSING)}
+        if name := first_difference(list(proof), list(proof.values()), here):
+            message = f"after {version} was loaded, {name} is not what it was when it was saved"
+            self._backend.mismatch(version.step, message, Kind.SNAPSHOT)
+            raise RestoreError(message)
+
+    def _put_back_passing(self, slot: SlotReader, facts: Mapping[str, Any]) -> None:
+        passing = self._trained.inventories.passing
+        for name, value in slot.tensors().items():
+            if name.startswith(PASSING):
+                short = name.removeprefix(PASSING)
+                if not passing.put_back(short, value):
+                    passing.make(short, value)
+        for name in facts.get("cleared", ()):
+            passing.clear(name)
+
+    def _open(self, path: str, version: Version | None, kind: Kind) -> tuple[SlotReader, dict[str, Any]]:
+        """A slot and its user blob. Raises RestoreError if it is not what it should be."""
+        try:
+            slot = SlotReader.open(path)
+            content = user_state.unpack(slot.user_blob())
+        except (OSError, ValueError, KeyError, NotCapturable) as error:
+            raise RestoreError(f"{version or kind.value} cannot be read from {path}: {error}") from error
+        header = slot.header
+        if (header.rank, header.kind) != (self._trained.rank, kind) or (
+            version is not None and header.version != version
+        ):
+            raise RestoreError(f"{path} holds {header.version} of rank {header.rank}, a {header.kind.value}")
+        return slot, content

@@ -1,0 +1,1 @@
+"""A state on its way into slots."""

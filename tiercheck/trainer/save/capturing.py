@@ -1,0 +1,174 @@
+"""A snapshot as the training thread takes it at the end of a step: what it lists, what it copies at once, and why there is none.
+
+No failure here ends training: it is said once per kind, and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from tiercheck.trainer import user_state
+from tiercheck.trainer.accelerator import accelerator_of
+from tiercheck.trainer.capture import Inventory
+from tiercheck.trainer.copying import Snapshot
+from tiercheck.trainer.deltas import Deltas
+from tiercheck.trainer.layouts import DeltaRoom, UnknownRoom
+from tiercheck.trainer.leaves import PLAIN, Entry, NotCapturable
+from tiercheck.trainer.not_given import NotGiven
+from tiercheck.trainer.proof import Proof
+from tiercheck.trainer.samples import Sampler
+from tiercheck.trainer.saver import Saver
+from tiercheck.trainer.state.trained_state import TrainedState
+from tiercheck.trainer.unseen import FOREIGN, Unseen
+
+
+class Capturing:
+    """Of one Checkpointer."""
+
+    def __init__(self, trained: TrainedState, saver: Saver, deltas: Deltas) -> None:
+        self._trained, self._saver, self._deltas = trained, saver, deltas
+        self._sampler = Sampler()
+        self.unseen = Unseen(trained.optimizers)
+        self.not_given = NotGiven(trained.modules, trained.optimizers, trained.state.values(), saver.warn)
+        self._lost = ""
+        """Why no version holds all of the state, as `NotGiven` knows it."""
+        self._began_with: set[tuple[str, torch.Size, torch.dtype]] = set()
+        """What the model's tensors were when `restore` was called."""
+        self._began_training: list[list[str]] = []
+        """And what each optimizer trained."""
+        self._compared: object | None = None
+
+    def begin(self) -> int | None:
+        """Before there is anything to load: the NUMA node of the model's device, if it has one. Raises NotCapturable.
+
+        Keeps no tensor, or what an optimizer has by now would be there twice during the load.
+        """
+        inventory = self._trained.inventories.take()
+        self._began_with = _list_shapes(inventory.entries)
+        self._began_training = _list_trained(inventory)
+        user_state.unpack(user_state.pack(self._trained.state, inventory.facts))
+        device = accelerator_of(entry.tensor for entry in inventory.entries)
+        return None if device is None else device.numa_node()
+
+    def start(self, restored: int | None, room: int) -> None:
+        """Training begins. `restored`: the version's step, if there is one; `room`: bytes of its longest delta, 0 if nobody knows."""
+        deltas, beside = self._deltas, self._trained.beside
+        if beside and deltas.active:
+            deltas.give_up(f"the modules in state ({', '.join(sorted(beside))}) change outside of the optimizer")
+        deltas.started(restored, room)
+        if restored is not None:
+            # So that slots are made ready during the first steps. To reserve none would tell the job that this rank takes no deltas.
+            self.prepare(0 if not deltas.active else room or UnknownRoom.KNOWN_SOON)
+
+    def prepare(self, delta_room: DeltaRoom) -> None:
+        """Find out the size of a slot before the first snapshot is due, and have slots made (`Saver.reserve`)."""
+        try:
+            inventory = self._trained.inventories.take()
+            blob_bytes = len(user_state.pack(self._trained.state, inventory.facts))
+            self._saver.layouts.plan(self._trained.shares.own(inventory), blob_bytes, delta_room)
+        except NotCapturable as error:
+            self._saver.warn("NotCapturable", str(error))
+            self._saver.tell_cannot_save(str(error))
+        except Exception as error:  # invariant: no failure of ours stops training
+            self._saver.warn(type(error).__name__, repr(error))
+
+    def look_for_gaps(self) -> None:
+        """Find out whether something changes the state that no version tells of, and end what cannot be right then."""
+        before = self.unseen.found
+        try:
+            self.unseen.look()
+        except NotCapturable:
+            pass  # the inventory will say it better
+        except Exception as error:  # invariant: no failure of ours stops training
+            self._saver.warn(type(error).__name__, repr(error))
+        if self.unseen.found and not before:
+            self._deltas.give_up(self.unseen.found)
+        if self.unseen.found == FOREIGN != before:
+            self._saver.tell_cannot_save(FOREIGN)
+        before, self._lost = self._lost, self.not_given.lost()
+        if self._lost and not before:
+            self._deltas.give_up(self._lost)
+            self._saver.tell_cannot_save(self._lost)
+
+    def take(self, step: int, loss: float | None, poisoned: bool) -> Snapshot | None:
+        """The snapshot after `step`; None, counted as skipped, if it cannot be had. `poisoned`: the loss is not finite."""
+        if poisoned:
+            self._skip(step, "NotFinite", f"the loss is {loss}")
+            return None
+        try:
+            if self.unseen.found == FOREIGN:
+                raise NotCapturable(FOREIGN)
+            if self._lost:
+                raise NotCapturable(self._lost)
+            return self._capture(step)
+        except NotCapturable as error:
+            self._skip(step, "NotCapturable", str(error))
+            self._saver.tell_cannot_save(str(error))
+            return None
+        except Exception as error:  # invariant: no failure of ours stops training
+            self._skip(step, type(error).__name__, repr(error))
+            self._saver.tell_cannot_save(repr(error))
+            return None
+
+    def _capture(self, step: int) -> Snapshot:
+        """List the state; copy at once what changes before the next update (buffers, the user blob)."""
+        inventory, state = self._trained.inventories.take(), self._trained.state
+        blob = user_state.Packed(state, inventory.facts, inventory.fixed)
+        self._compare(inventory)
+        if name := user_state.borrowed(state, [entry.tensor for entry in inventory.entries]):
+            self._saver.warn(
+                "Shared",
+                f"state[{name!r}] holds tensors of the model or its optimizers: what comes back there will be copies of its own",
+            )
+        stored = self._trained.shares.own(inventory)
+        proof = Proof.take(self._sampler, inventory.entries, stored)
+        entries = [self._at_once(entry) for entry in stored]
+        device = accelerator_of(entry.tensor for entry in entries)
+        ready = None if device is None else device.final()
+        return Snapshot(step=step, entries=entries, blob=blob, proof=proof, device=device, ready=ready)
+
+    def _compare(self, inventory: Inventory) -> None:
+        """Warn of a model that a new start of the script would not have."""
+        if inventory.alike is not None and inventory.alike is self._compared:
+            return
+        self._compared = inventory.alike
+        if not self._began_with:
+            return
+        other = [name for name, *_ in self._began_with ^ _list_shapes(inventory.entries)]
+        for index, (began, now) in enumerate(zip(self._began_training, _list_trained(inventory), strict=True)):
+            if now[: len(began)] != began:  # those that were added come back by themselves
+                other.append(f"what optimizer {index} trains")
+        if other:
+            self._saver.warn(
+                "Changed",
+                f"{min(other)} is not what it was when `restore` was called: this can only be restored by a script that "
+                "has changed its model likewise before `restore`",
+            )
+        for name, parameter in self._trained.model.named_parameters():
+            if type(parameter) in PLAIN and any(isinstance(each, torch.Tensor) for each in vars(parameter).values()):
+                self._saver.warn(
+                    "Attribute", f"a tensor that is kept as an attribute of the parameter {name} is in no version"
+                )
+
+    def _at_once(self, entry: Entry) -> Entry:
+        if entry.lazy and entry.name not in self._saver.mutating:
+            return entry
+        return entry._replace(tensor=entry.tensor.clone(), lazy=False)
+
+    def _skip(self, step: int, kind: str, message: str) -> None:
+        self._saver.skip_snapshot(step, kind, message)
+        self._saver.tell_skipped(step)
+
+
+def _list_trained(inventory: Inventory) -> list[list[str]]:
+    """Of each optimizer its class, and the names of its parameters."""
+    return [[saved["class"], *saved["states"]] for saved in inventory.facts["optimizers"]]
+
+
+def _list_shapes(entries: Iterable[Entry]) -> set[tuple[str, torch.Size, torch.dtype]]:
+    """What must be the same where the model is restored."""
+    return {
+        (entry.name, entry.tensor.shape, entry.tensor.dtype) for entry in entries if entry.name.startswith("model/")
+    }

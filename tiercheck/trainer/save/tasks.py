@@ -1,0 +1,79 @@
+"""What the saver's thread is told to do, by the training thread or by itself."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from tiercheck.trainer.copying import Pending
+from tiercheck.trainer.desk import Job
+from tiercheck.trainer.layouts import DeltaRoom
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """Artifacts of one step. A device is given all of them before any is waited for."""
+
+    artifacts: tuple[Pending, ...]
+
+
+@dataclass(frozen=True)
+class CopyArtifact:
+    """One of them: urgent, because the next update waits for it."""
+
+    artifact: Pending
+
+
+@dataclass(frozen=True)
+class FinishJob:
+    """The rest of what was copied: hand it over."""
+
+    job: Job
+
+
+@dataclass(frozen=True)
+class PassOver:
+    """The snapshot after `step` will never come."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class ReserveSlots:
+    """Slots of these bytes will be needed."""
+
+    snapshot: int
+    delta: DeltaRoom
+
+
+@dataclass(frozen=True)
+class TellNoDeltas:
+    """As `Backend.no_deltas`."""
+
+    why: str
+    since: int
+
+
+@dataclass(frozen=True)
+class TellCannotSave:
+    """As `Backend.cannot_save`."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Flush:
+    """Deliver what progress is owed, then set `done`: somebody waits for it."""
+
+    done: threading.Event
+
+
+@dataclass(frozen=True)
+class End:
+    """Nothing comes any more."""
+
+
+Message = PassOver | ReserveSlots | TellNoDeltas | TellCannotSave | Flush | End
+"""What can wait until everything that was copied is handed over."""
+Task = CopyArtifact | FinishJob | Message
+"""What the thread does at one go."""

@@ -1,0 +1,1 @@
+"""The state of a training script, as saving and restoring mean it."""

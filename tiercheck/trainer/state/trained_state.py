@@ -1,0 +1,52 @@
+"""What a script gave a Checkpointer to keep: the model, its optimizers, and what else the next step depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from tiercheck.trainer import user_state
+from tiercheck.trainer.accelerator import accelerator_of
+from tiercheck.trainer.inventories import Inventories
+from tiercheck.trainer.kept import refuse_inner
+from tiercheck.trainer.live import is_final, refuse_fsdp1
+from tiercheck.trainer.partitioned import Partitions
+from tiercheck.trainer.ranks import rank_and_world
+from tiercheck.trainer.replicas import Shares
+from tiercheck.trainer.wrapped import Wrapped, unwrapped
+
+
+class TrainedState:
+    """Of one rank. Saving and restoring mean the same by it."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state: user_state.State | None
+    ) -> None:
+        """As `Checkpointer` is given them. Raises NotCapturable and TypeError if they can never be saved."""
+        wrapped = Wrapped.look(model)
+        self.model = wrapped.model
+        refuse_fsdp1(self.model)
+        listed = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+        self.partitions = Partitions([unwrapped(each) for each in listed])
+        self.optimizers = self.partitions.inner
+        refuse_inner(self.optimizers)
+        given = state or {}
+        self.beside = {name: Wrapped.look(each).model for name, each in given.items() if isinstance(each, nn.Module)}
+        """Modules in the script's `state`: their tensors are stored like the model's."""
+        self.state: user_state.State = {name: each for name, each in given.items() if name not in self.beside}
+        """The rest of it."""
+        self.rank, self.world_size = rank_and_world()
+        self.inventories = Inventories(self.model, self.optimizers, self.beside)
+        self.shares = Shares(wrapped, self.partitions)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All whose tensors are stored."""
+        return [self.model, *self.beside.values()]
+
+    def check(self) -> None:
+        """Raises NotCapturable if it cannot be saved, as far as that can be seen: better now than after an hour."""
+        if all(map(is_final, self.modules)):
+            accelerator_of(entry.tensor for entry in self.inventories.take().entries)
