@@ -1,0 +1,164 @@
+"""Reads and writes frozen dataclasses as the API spells them: each field is named once, where it is declared.
+
+A field stands at its own name in camelCase, unless its type says `Annotated[..., At("elsewhere.inTheObject")]`. What has
+its default is not written. msgspec could do it for Structs only, which `dataclasses.replace` and the checks of its
+arguments do not know; and two threads that first use a class of its at once can end the process.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import cast as typed
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class At:
+    """Names from the outermost object on, with dots between; empty: the object that the class itself is read from."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class As:
+    """How the API has a value: `read` makes ours of it, `write` makes its own of ours. None: as the type says."""
+
+    read: Callable[[Any], Any] | None = None
+    write: Callable[[Any], Any] | None = None
+
+
+ALWAYS = object()
+"""Of a field that is written at its default too."""
+OURS = object()
+"""Of a field that the object does not have."""
+
+
+class _Field(NamedTuple):
+    name: str
+    path: tuple[str, ...]
+    read: Callable[[Any], Any]
+    write: Callable[[Any], Any]
+    required: bool
+    zero: Any
+    """Of a required field, what a lenient reader takes in its place."""
+    unwritten: Any
+    """The value at which it is left out."""
+
+
+def read_as(kind: type[T], raw: Mapping[str, Any], *, lenient: bool = False) -> T:
+    """What the object says; what it lacks has its default, and if there is none, with `lenient`, is empty or 0.
+
+    Null, empty text, empty lists and empty objects say nothing. Raises KeyError on what is missing, and anything at all on
+    what makes no sense.
+    """
+    values = {}
+    for field in _fields_of(kind, lenient):
+        found: Any = raw
+        for name in field.path:
+            found = (found or {}).get(name)
+        if _says_something(found):
+            values[field.name] = field.read(found)
+        elif field.required:
+            if not lenient:
+                raise KeyError(".".join(field.path))
+            values[field.name] = field.zero
+    return kind(**values)
+
+
+def spell(value: Any) -> Any:
+    """The object of a dataclass, and lists and objects of what holds some. Absent values are left out."""
+    if isinstance(value, Mapping):
+        return {name: spell(inner) for name, inner in value.items()}
+    if isinstance(value, tuple):
+        return [spell(inner) for inner in value]
+    if not is_dataclass(value):
+        return value
+    raw: dict[str, Any] = {}
+    for field in _fields_of(type(value), False):
+        inner = getattr(value, field.name)
+        if inner is None or inner == field.unwritten:
+            continue
+        written = field.write(inner)
+        if written != {}:
+            for name in reversed(field.path):
+                written = {name: written}
+            _add(raw, written)
+    return raw
+
+
+def _add(raw: dict[str, Any], more: dict[str, Any]) -> None:
+    for name, value in more.items():
+        if isinstance(value, dict) and name in raw:
+            _add(raw[name], value)
+        else:
+            raw[name] = value
+
+
+def _says_something(found: Any) -> bool:
+    return bool(found) or isinstance(found, (int, float))
+
+
+@cache
+def _fields_of(kind: type, lenient: bool) -> tuple[_Field, ...]:
+    hints = get_type_hints(kind, include_extras=True)
+    found = []
+    for field in fields(kind):
+        plain, marks = _unwrapped(hints[field.name])
+        if OURS in marks:
+            continue
+        path = next((mark.path for mark in marks if isinstance(mark, At)), _in_camel_case(field.name))
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        found.append(
+            _Field(
+                field.name,
+                tuple(path.split(".")) if path else (),
+                _reader(hints[field.name], lenient),
+                next((mark.write for mark in marks if isinstance(mark, As) and mark.write), spell),
+                required=default is MISSING,
+                zero=(get_origin(plain) or plain)()
+                if plain in (str, int, float, bool) or get_origin(plain) is tuple
+                else None,
+                unwritten=MISSING if ALWAYS in marks else default,
+            )
+        )
+    return tuple(found)
+
+
+def _reader(hint: Any, lenient: bool) -> Callable[[Any], Any]:
+    plain, marks = _unwrapped(hint)
+    for mark in marks:
+        if isinstance(mark, As) and mark.read:
+            return mark.read
+    origin, inside = get_origin(plain), get_args(plain)
+    if origin in (tuple, frozenset):
+        each = _reader(inside[0], lenient)
+        return lambda raw: origin(map(each, raw))
+    if origin is Mapping and inside[1] is not Any:
+        value = _reader(inside[1], lenient)
+        return lambda raw: {str(name): value(inner) for name, inner in raw.items() if _says_something(inner)}
+    if is_dataclass(plain):
+        return lambda raw: read_as(typed("type[Any]", plain), raw, lenient=lenient)
+    return typed("Callable[[Any], Any]", plain) if isinstance(plain, type) else lambda raw: raw
+
+
+def _unwrapped(hint: Any) -> tuple[Any, list[Any]]:
+    """The type without its marks and without None, and the marks."""
+    marks: list[Any] = []
+    while True:
+        if get_origin(hint) is Annotated:
+            marks += hint.__metadata__
+            hint = hint.__origin__
+        elif get_origin(hint) in (Union, types.UnionType):
+            hint = next(each for each in get_args(hint) if each is not type(None))
+        else:
+            return hint, marks
+
+
+def _in_camel_case(name: str) -> str:
+    first, *others = name.split("_")
+    return first + "".join(map(str.title, others))
