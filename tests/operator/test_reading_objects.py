@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tiercheck.protocol.directive import HealthCheck
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.failure_spec import ExitCodes, FailureRule, HangSpec, RuleAction
 from tiercheck_operator.controller.loop import merge_patch
 from tiercheck_operator.controller.observation import ContainerState, ContainerView
 from tiercheck_operator.controller.parsing import parse_job, parse_node, parse_pod
@@ -34,6 +33,7 @@ from tiercheck_operator.controller.record import (
     render_record,
     rfc3339,
 )
+from tiercheck_operator.model.spec import ExitCodes, FailureRule, HangSpec, RuleAction
 
 LABELS = {"tiercheck.io/worker": "3", "tiercheck.io/job-uid": "u", "tiercheck.io/incarnation": "2"}
 

@@ -59,7 +59,6 @@ from tiercheck_operator.controller.decide import decide
 from tiercheck_operator.controller.membership import left_nodes
 from tiercheck_operator.controller.observation import (
     HostSign,
-    JobSpec,
     JobView,
     NodeView,
     Observation,
@@ -71,6 +70,7 @@ from tiercheck_operator.controller.observation import (
 from tiercheck_operator.controller.record import JobRecord, parse_record, render_record
 from tiercheck_operator.controller.sidecar_image import pinned
 from tiercheck_operator.controller.suspicion import doubted_nodes
+from tiercheck_operator.model.spec import JobSpec
 from tiercheck_operator.planning.suspect_nodes import SuspectNodes
 
 TEMPLATE = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["python", "train.py"]}]}}

@@ -7,30 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck.protocol.report import SPARE
-from tiercheck_operator.controller.failure_spec import (
-    DEFAULT_RESET_SECONDS,
-    parse_hang,
-    parse_health_check,
-    parse_rules,
-)
 from tiercheck_operator.controller.node_signs import NO_SETTINGS, NodeSigns
 from tiercheck_operator.controller.observation import (
     ANNOTATION_AVOIDED,
     ANNOTATION_GIVEN_UP,
-    Attach,
     ContainerState,
     ContainerView,
-    JobSpec,
     JobView,
     NodeView,
     PodView,
 )
 from tiercheck_operator.controller.record import parse_record, parse_time
 from tiercheck_operator.manifests.queueing import handed_on
-from tiercheck_operator.planning.quantity import parse_duration, parse_quantity
+from tiercheck_operator.model.spec import read_spec
 
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 _LOST_TAINTS = {"node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", _OUT_OF_SERVICE}
@@ -50,7 +41,7 @@ def parse_job(raw: Mapping[str, Any]) -> JobView:
         generation=int(metadata.get("generation") or 0),
         resource_version=str(metadata.get("resourceVersion") or ""),
         deleting=bool(metadata.get("deletionTimestamp")),
-        spec=_spec(raw["spec"]),
+        spec=read_spec(raw["spec"]),
         status=parse_record(raw.get("status") or {}),
         queue_labels=handed_on(metadata.get("labels")),
         queue_annotations=handed_on(metadata.get("annotations")),
@@ -63,102 +54,8 @@ def identity_of(raw: Mapping[str, Any]) -> str:
     return str(owner.get("uid") or raw["metadata"]["uid"])
 
 
-def _spec(raw: Mapping[str, Any]) -> JobSpec:
-    tiers = raw.get("tiers") or {}
-    local, peer, remote = (tiers.get(name) or {} for name in ("local", "peer", "remote"))
-    spread = peer.get("spread") or {}
-    topology = raw.get("topology") or {}
-    levels = topology.get("levels")
-    checkpoint = raw.get("checkpoint") or {}
-    parity, policy = peer.get("parity"), raw.get("failurePolicy") or {}
-    copies = 0 if parity else _or(peer.get("copies"), 1 if int(raw["workers"]) > 1 else 0)
-    wanted = (raw.get("restore") or {}).get("from")
-    ttl = raw.get("ttlSecondsAfterFinished")
-    return JobSpec(
-        workers=int(raw["workers"]),
-        procs_per_worker=int(raw.get("procsPerWorker") or 1),
-        suspend=bool(raw.get("suspend")),
-        managed_by=str(raw.get("managedBy") or names.CONTROLLER),
-        template=raw.get("template") or {},
-        attach=_attach(raw.get("attach")),
-        topology_preset=topology.get("preset"),
-        topology_levels=tuple(levels) if levels else None,
-        kueue_topology=topology.get("kueueTopology"),
-        size_limit=str(local.get("sizeLimit") or "8Gi"),
-        copies=int(copies),
-        spread_level=spread.get("level"),
-        spread_required=spread.get("mode") == "Required",
-        snapshot_every=_int((checkpoint.get("snapshot") or {}).get("everySteps")),
-        remote=remote if remote.get("s3") or remote.get("directory") else None,
-        restore_step=int(wanted["step"]) if isinstance(wanted, Mapping) and wanted.get("step") is not None else None,
-        max_restarts=int(_or(policy.get("maxRestarts"), 10)),
-        rules=parse_rules(policy.get("rules")),
-        reset_seconds=float(_or(policy.get("resetAfterSeconds"), DEFAULT_RESET_SECONDS)),
-        hang=parse_hang(policy.get("hang")),
-        health_check=parse_health_check(policy.get("healthCheck")),
-        active_deadline=_float(raw.get("activeDeadlineSeconds")),
-        ttl_seconds=None if ttl is None else float(ttl),
-        gang=(raw.get("gang") or {}).get("scheduler"),
-        gang_queue=str((raw.get("gang") or {}).get("queue") or ""),
-        eviction_hold=_eviction_hold(raw.get("disruptionBudget") or {}),
-        spares=int(raw.get("spares") or 0),
-        min_workers=_int((raw.get("elastic") or {}).get("minWorkers")),
-        capacity_timeout=_float(policy.get("capacityTimeoutSeconds")),
-        restore_stall=float(_or(policy.get("restoreStallSeconds"), JobSpec.restore_stall)),
-        node_memory=local.get("medium") == "NodeMemory",
-        sidecar_resources=_resources((raw.get("sidecar") or {}).get("resources") or {}),
-        parity=(int(parity["data"]), int(parity["parity"])) if parity else None,
-        peer_bandwidth=_bytes(peer.get("bandwidth")),
-        peer_encrypted=peer.get("encryption") == "Required",
-        delta=DeltaMode((checkpoint.get("delta") or {}).get("mode") or DeltaMode.AUTO),
-        sanity_gate=checkpoint.get("sanityGate") != "Off",
-        verify_all=checkpoint.get("verify") == "Full",
-        state_size=_bytes(checkpoint.get("stateSize")),
-        rollback_after=_int(policy.get("rollbackAfterNonFinite")),
-        rehearse_every=_rehearse_every((raw.get("restore") or {}).get("rehearseEvery")),
-    )
-
-
-def _eviction_hold(raw: Mapping[str, Any]) -> float | None:
-    return None if raw.get("mode") == "Off" else float(_or(raw.get("holdSeconds"), JobSpec.eviction_hold))
-
-
-def _rehearse_every(text: str | None) -> float | None:
-    if text is None:
-        return JobSpec.rehearse_every
-    return None if text in ("Off", "0") else parse_duration(text)
-
-
-def _attach(raw: Mapping[str, Any] | None) -> Attach | None:
-    if not raw:
-        return None
-    owner = raw["owner"]
-    return Attach(owner["apiVersion"], owner["kind"], owner["name"], owner["uid"], raw["container"])
-
-
-def _resources(raw: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """YAML gives whole cores as numbers. Raises ValueError."""
-    given = {kind: {name: str(text) for name, text in (raw.get(kind) or {}).items()} for kind in ("requests", "limits")}
-    for quantities in given.values():
-        for text in quantities.values():
-            parse_quantity(text)
-    return {kind: quantities for kind, quantities in given.items() if quantities}
-
-
 def _int(value: Any) -> int | None:
     return None if value is None else int(value)
-
-
-def _float(value: Any) -> float | None:
-    return None if value is None else float(value)
-
-
-def _bytes(value: Any) -> int | None:
-    return None if value is None else parse_quantity(value)
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
 
 
 def parse_pod(raw: Mapping[str, Any]) -> PodView | None:

@@ -16,6 +16,8 @@ from typing import cast as typed
 
 T = TypeVar("T")
 
+_EMPTY = (str, int, float, bool, tuple)
+
 
 @dataclass(frozen=True)
 class At:
@@ -57,11 +59,11 @@ def read_as(kind: type[T], raw: Mapping[str, Any], *, lenient: bool = False) -> 
     what makes no sense.
     """
     values = {}
-    for field in _fields_of(kind, lenient):
+    for field in _fields_of(typed("Any", kind), lenient):
         found: Any = raw
         for name in field.path:
             found = (found or {}).get(name)
-        if _says_something(found):
+        if found or isinstance(found, (int, float)) or (found is not None and field.required and not lenient):
             values[field.name] = field.read(found)
         elif field.required:
             if not lenient:
@@ -79,7 +81,7 @@ def spell(value: Any) -> Any:
     if not is_dataclass(value):
         return value
     raw: dict[str, Any] = {}
-    for field in _fields_of(type(value), False):
+    for field in _fields_of(typed("Any", type(value)), False):
         inner = getattr(value, field.name)
         if inner is None or inner == field.unwritten:
             continue
@@ -99,10 +101,6 @@ def _add(raw: dict[str, Any], more: dict[str, Any]) -> None:
             raw[name] = value
 
 
-def _says_something(found: Any) -> bool:
-    return bool(found) or isinstance(found, (int, float))
-
-
 @cache
 def _fields_of(kind: type, lenient: bool) -> tuple[_Field, ...]:
     hints = get_type_hints(kind, include_extras=True)
@@ -120,9 +118,7 @@ def _fields_of(kind: type, lenient: bool) -> tuple[_Field, ...]:
                 _reader(hints[field.name], lenient),
                 next((mark.write for mark in marks if isinstance(mark, As) and mark.write), spell),
                 required=default is MISSING,
-                zero=(get_origin(plain) or plain)()
-                if plain in (str, int, float, bool) or get_origin(plain) is tuple
-                else None,
+                zero=(get_origin(plain) or plain)() if (get_origin(plain) or plain) in _EMPTY else None,
                 unwritten=MISSING if ALWAYS in marks else default,
             )
         )
@@ -140,7 +136,7 @@ def _reader(hint: Any, lenient: bool) -> Callable[[Any], Any]:
         return lambda raw: origin(map(each, raw))
     if origin is Mapping and inside[1] is not Any:
         value = _reader(inside[1], lenient)
-        return lambda raw: {str(name): value(inner) for name, inner in raw.items() if _says_something(inner)}
+        return lambda raw: {str(name): value(inner) for name, inner in raw.items() if inner not in (None, {})}
     if is_dataclass(plain):
         return lambda raw: read_as(typed("type[Any]", plain), raw, lenient=lenient)
     return typed("Callable[[Any], Any]", plain) if isinstance(plain, type) else lambda raw: raw
