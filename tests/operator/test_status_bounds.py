@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from world_in_memory import START, World
 
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.bounds import LIMIT, bounded, share, size
 from tiercheck_operator.controller.record import (
     CheckpointRecord,
@@ -30,6 +29,7 @@ from tiercheck_operator.controller.record import (
     rfc3339,
 )
 from tiercheck_operator.controller.recovery_history import remembered
+from tiercheck_operator.model import conditions
 
 TYPES = [
     conditions.PLACED, conditions.PROTECTED, conditions.RESTORING, conditions.RUNNING, conditions.SUSPENDED,

@@ -238,8 +238,8 @@ def _silent_means_dead() -> list[Patch]:
     real = membership.doubts
 
     def hasty(obs: Any) -> Any:
-        from tiercheck_operator.controller.causes import Cause
         from tiercheck_operator.controller.suspicion import Doubt
+        from tiercheck_operator.model.causes import Cause
 
         found = dict(real(obs))
         for pod in obs.pods:
@@ -258,7 +258,7 @@ def _restart_for_nothing() -> list[Patch]:
         found = real(obs, members)
         step = obs.job.status.step or 0
         if found is None and step and step % 17 == 0:
-            from tiercheck_operator.controller.causes import Cause
+            from tiercheck_operator.model.causes import Cause
 
             return trigger.Trigger(
                 Cause.TRAINER_FAILED if hasattr(Cause, "TRAINER_FAILED") else Cause.HUNG, "no reason", obs.now

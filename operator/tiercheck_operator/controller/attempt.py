@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import History
-from tiercheck_operator.controller import conditions, failed_starts
+from tiercheck_operator.controller import failed_starts
 from tiercheck_operator.controller.adoption import adopted_history, last_attempt, with_ranks
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
 from tiercheck_operator.controller.failure_policy import GivenUp, budget_spent, hopeless, ruled_out
 from tiercheck_operator.controller.failure_rules import Verdict, judge
@@ -38,6 +37,8 @@ from tiercheck_operator.controller.readiness import (
 )
 from tiercheck_operator.controller.record import FailedStartRecord, HangRecord, JobRecord, Recovery
 from tiercheck_operator.controller.status import Finding
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.planning.inventory import RemoteInventory
 from tiercheck_operator.planning.recovery import Decision as Outcome
 from tiercheck_operator.planning.recovery import Recover, Refuse, Situation, StartFresh, Wait, decide_recovery

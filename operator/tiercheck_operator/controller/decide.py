@@ -12,7 +12,7 @@ from dataclasses import replace
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Report
-from tiercheck_operator.controller import conditions, lost_nodes
+from tiercheck_operator.controller import lost_nodes
 from tiercheck_operator.controller.actions import Action, Decision, EnsureCredentials, EnsureService, SavePlacement
 from tiercheck_operator.controller.attached import started_again, without_ended
 from tiercheck_operator.controller.attempt import Begun, begin_attempt
@@ -51,6 +51,7 @@ from tiercheck_operator.controller.trigger import find_trigger, update_recovery
 from tiercheck_operator.manifests.pod import unbuildable, unlike_a_pod
 from tiercheck_operator.manifests.resources import resources_problem
 from tiercheck_operator.manifests.template import deadline_problem, pod_problem, template_problem
+from tiercheck_operator.model import conditions
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 _PASSING = (conditions.NO_ROOM_TO_MOVE, conditions.MOVING, conditions.NODE_NOT_READY)

@@ -16,10 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.barrier import attempt_reports
 from tiercheck_operator.controller.capacity import overdue, possible_size, told
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
 from tiercheck_operator.controller.identities import reports_of
 from tiercheck_operator.controller.inventories import elementwise
@@ -30,6 +28,8 @@ from tiercheck_operator.controller.saving import EVERY_STEP
 from tiercheck_operator.controller.spares import Upkeep, find_spares
 from tiercheck_operator.controller.status import Finding, Findings
 from tiercheck_operator.controller.suspend import resumed
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.causes import Cause
 
 _FRESH_SECONDS = 2.0
 """Of training, by which a snapshot may be old when the job grows; or a quarter of the steps between snapshots, if that is more."""

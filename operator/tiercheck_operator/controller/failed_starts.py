@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tiercheck.protocol.report import Report
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.exits import facts_of_exit, oom_killed, sole_origin
 from tiercheck_operator.controller.failure_rules import first_match
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.record import FailedStartRecord, Recovery
+from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.spec import RuleAction
 
 _TIMES = 2

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.observation import NodeView, Observation
 from tiercheck_operator.controller.record import Facts, Recovery
+from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.spec import FailureRule, RuleAction
 
 _KEPT = 16

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tiercheck.protocol.directive import Phase
-from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.actions import Action, Decision, DeleteJob, DeletePod, RemoveBudget
 from tiercheck_operator.controller.attached import exit_code
 from tiercheck_operator.controller.barrier import pushes
@@ -12,6 +11,7 @@ from tiercheck_operator.controller.lost_nodes import out_of_reach
 from tiercheck_operator.controller.membership import removal
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.record import JobRecord, parse_time
+from tiercheck_operator.model import conditions
 
 
 def finished(status: JobRecord) -> bool:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tiercheck_operator.controller.actions import Action, CreatePod, DeletePod
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
 from tiercheck_operator.controller.forgotten import forgotten
 from tiercheck_operator.controller.leaving import Departure, assign
@@ -21,6 +20,7 @@ from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.signs_of_life import was_up
 from tiercheck_operator.controller.suspicion import Doubt, doubts
 from tiercheck_operator.manifests.owned import pod_name
+from tiercheck_operator.model.causes import Cause
 
 _DISRUPTIONS = {
     "Evicted", "Terminated", "NodeShutdown", "Preempting", "TerminationByKubelet", "EvictionByEvictionAPI",

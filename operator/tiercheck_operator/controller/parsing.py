@@ -9,7 +9,6 @@ from typing import Any
 from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck.protocol.report import SPARE
-from tiercheck_operator.controller.node_signs import NO_SETTINGS, NodeSigns
 from tiercheck_operator.controller.observation import (
     ANNOTATION_AVOIDED,
     ANNOTATION_GIVEN_UP,
@@ -20,7 +19,8 @@ from tiercheck_operator.controller.observation import (
     PodView,
 )
 from tiercheck_operator.controller.record import parse_record, parse_time
-from tiercheck_operator.manifests.queueing import handed_on
+from tiercheck_operator.model.kueue_labels import handed_on
+from tiercheck_operator.model.node_signs import NO_SETTINGS, NodeSigns
 from tiercheck_operator.model.spec import read_spec
 
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.actions import Action, CreateSpare, Promote
 from tiercheck_operator.controller.membership import (
     Membership,
@@ -24,6 +23,7 @@ from tiercheck_operator.controller.membership import (
 from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.record import SparesRecord
 from tiercheck_operator.controller.signs_of_life import restart_due, silence, was_up
+from tiercheck_operator.model import conditions
 from tiercheck_operator.planning.takeover import choose_spare
 from tiercheck_operator.planning.topology import HOST, Topology, levels_from_spec, spread_level
 

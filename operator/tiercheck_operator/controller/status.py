@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import Version
-from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.budget import Budget, wanted_budget
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.full_size import size_standing
 from tiercheck_operator.controller.kept_copies import as_it_is
 from tiercheck_operator.controller.last_words import last_words
@@ -24,6 +22,8 @@ from tiercheck_operator.controller.stalled import restored_bytes
 from tiercheck_operator.controller.suspend import resumed
 from tiercheck_operator.manifests.node_memory import forbidden
 from tiercheck_operator.manifests.resources import limits_advice
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.causes import Cause
 
 
 @dataclass(frozen=True)
