@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tiercheck.protocol import names
-from tiercheck_operator.controller.record import (
+from tiercheck_operator.model.status import (
     CheckpointRecord,
     Facts,
     FailedStartRecord,

@@ -16,7 +16,7 @@ from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Quarantined, TrainerState
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.controller.actions import Promote
-from tiercheck_operator.controller.record import Condition, SizeRecord, parse_record, render_record
+from tiercheck_operator.model.status import Condition, SizeRecord, parse_record, render_record
 
 TIMEOUT = 30.0
 RACK = "topology.kubernetes.io/rack"

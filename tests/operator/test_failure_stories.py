@@ -11,12 +11,12 @@ from world_in_memory import REMOTE, World, make_spec
 
 from tiercheck.protocol.report import RankFailure, TrainerState
 from tiercheck_operator.controller.failure_rules import first_match
-from tiercheck_operator.controller.observation import ContainerView
-from tiercheck_operator.controller.record import Facts, Recovery
 from tiercheck_operator.controller.trigger import update_recovery
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import ContainerView
 from tiercheck_operator.model.spec import ExitCodes, FailureRule, HangSpec, RuleAction
 from tiercheck_operator.model.spelling import read_as
+from tiercheck_operator.model.status import Facts, Recovery
 
 
 def running_world(**changes: object) -> World:

@@ -14,9 +14,10 @@ from tiercheck.protocol.directive import HealthCheck
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.loop import merge_patch
-from tiercheck_operator.controller.observation import ContainerState, ContainerView
-from tiercheck_operator.controller.parsing import parse_job, parse_node, parse_pod
-from tiercheck_operator.controller.record import (
+from tiercheck_operator.model.observed import ContainerState, ContainerView
+from tiercheck_operator.model.parsing import parse_job, parse_node, parse_pod
+from tiercheck_operator.model.spec import ExitCodes, FailureRule, HangSpec, RuleAction
+from tiercheck_operator.model.status import (
     CheckpointRecord,
     Condition,
     Facts,
@@ -33,7 +34,6 @@ from tiercheck_operator.controller.record import (
     render_record,
     rfc3339,
 )
-from tiercheck_operator.model.spec import ExitCodes, FailureRule, HangSpec, RuleAction
 
 LABELS = {"tiercheck.io/worker": "3", "tiercheck.io/job-uid": "u", "tiercheck.io/incarnation": "2"}
 

@@ -12,7 +12,7 @@ from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Problem
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.actions import DeletePod, Push
-from tiercheck_operator.controller.record import JobRecord
+from tiercheck_operator.model.status import JobRecord
 
 
 def running_world(**changes: object) -> World:

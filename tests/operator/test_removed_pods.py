@@ -17,10 +17,10 @@ from tiercheck_operator.controller.actions import DeletePod
 from tiercheck_operator.controller.belongings import Belongings
 from tiercheck_operator.controller.execute import Executor
 from tiercheck_operator.controller.loop import JobLoop
-from tiercheck_operator.controller.observation import PodView
-from tiercheck_operator.controller.parsing import parse_pod
 from tiercheck_operator.event_posting import EventPoster
 from tiercheck_operator.kube import ApiFailure, Kube
+from tiercheck_operator.model.observed import PodView
+from tiercheck_operator.model.parsing import parse_pod
 
 JOB = World().job
 SILENT = DeletePod(

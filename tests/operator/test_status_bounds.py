@@ -11,7 +11,9 @@ from world_in_memory import START, World
 
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.controller.bounds import LIMIT, bounded, share, size
-from tiercheck_operator.controller.record import (
+from tiercheck_operator.controller.recovery_history import remembered
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.status import (
     CheckpointRecord,
     Condition,
     Facts,
@@ -28,8 +30,6 @@ from tiercheck_operator.controller.record import (
     render_record,
     rfc3339,
 )
-from tiercheck_operator.controller.recovery_history import remembered
-from tiercheck_operator.model import conditions
 
 TYPES = [
     conditions.PLACED, conditions.PROTECTED, conditions.RESTORING, conditions.RUNNING, conditions.SUSPENDED,

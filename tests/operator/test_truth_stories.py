@@ -13,7 +13,7 @@ from tests.examples import examples
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.actions import Push
 from tiercheck_operator.controller.decide import decide
-from tiercheck_operator.controller.record import Recovery
+from tiercheck_operator.model.status import Recovery
 
 
 def training(**changes: object) -> World:

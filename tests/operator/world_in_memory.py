@@ -57,7 +57,9 @@ from tiercheck_operator.controller.actions import (
 )
 from tiercheck_operator.controller.decide import decide
 from tiercheck_operator.controller.membership import left_nodes
-from tiercheck_operator.controller.observation import (
+from tiercheck_operator.controller.sidecar_image import pinned
+from tiercheck_operator.controller.suspicion import doubted_nodes
+from tiercheck_operator.model.observed import (
     HostSign,
     JobView,
     NodeView,
@@ -67,10 +69,8 @@ from tiercheck_operator.controller.observation import (
     SavedPlacement,
     WorkerReport,
 )
-from tiercheck_operator.controller.record import JobRecord, parse_record, render_record
-from tiercheck_operator.controller.sidecar_image import pinned
-from tiercheck_operator.controller.suspicion import doubted_nodes
 from tiercheck_operator.model.spec import JobSpec
+from tiercheck_operator.model.status import JobRecord, parse_record, render_record
 from tiercheck_operator.planning.suspect_nodes import SuspectNodes
 
 TEMPLATE = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["python", "train.py"]}]}}

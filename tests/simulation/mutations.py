@@ -19,7 +19,8 @@ from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.chain import Chain
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.version import History, Version
-from tiercheck_operator.controller import attempt, barrier, decide, membership, parsing, status, trigger
+from tiercheck_operator.controller import attempt, barrier, decide, membership, status, trigger
+from tiercheck_operator.model import parsing
 from tiercheck_operator.planning import recovery
 from tiercheck_sidecar import (
     coordinator,

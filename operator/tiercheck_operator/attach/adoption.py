@@ -11,9 +11,9 @@ from tiercheck_operator.attach.admission import POLICIES
 from tiercheck_operator.attach.injection import Attachment, attached_job
 from tiercheck_operator.attach.left_out import NOT_ATTACHED
 from tiercheck_operator.attach.owners import Unattachable
-from tiercheck_operator.controller.observation import PodView
 from tiercheck_operator.event_posting import ObjectEvents
 from tiercheck_operator.kube import JOBS, ApiFailure, Kube
+from tiercheck_operator.model.observed import PodView
 
 log = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ from typing import Any
 from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck_operator.attach.owners import Owner, Seat, Unattachable
-from tiercheck_operator.controller.observation import JobView
-from tiercheck_operator.controller.parsing import LONGEST_ATTACHMENT, parse_job
 from tiercheck_operator.manifests.host_network import worker_ports
 from tiercheck_operator.manifests.node_memory import NodeMemory
 from tiercheck_operator.manifests.pod import equip
 from tiercheck_operator.manifests.pulling import with_pull_settings
 from tiercheck_operator.manifests.resources import resources_problem
 from tiercheck_operator.manifests.template import pod_problem
+from tiercheck_operator.model.observed import JobView
+from tiercheck_operator.model.parsing import LONGEST_ATTACHMENT, parse_job
 
 _KNOWN_CONTAINERS = (names.TRAINER_CONTAINER, "pytorch", "node")
 """Where the command is if nothing is said: as in a TierCheckJob, in a PyTorchJob, in a TrainJob's runtimes."""

@@ -24,7 +24,6 @@ from tiercheck_operator.controller.inventories import (
 from tiercheck_operator.controller.kept_copies import found_again
 from tiercheck_operator.controller.membership import Membership
 from tiercheck_operator.controller.memory import largest_share, too_small
-from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.placing import Placed, Unplaceable, place_members
 from tiercheck_operator.controller.reached import newest_step
 from tiercheck_operator.controller.readiness import (
@@ -35,10 +34,11 @@ from tiercheck_operator.controller.readiness import (
     waiting_for_pods,
     waiting_for_sidecars,
 )
-from tiercheck_operator.controller.record import FailedStartRecord, HangRecord, JobRecord, Recovery
 from tiercheck_operator.controller.status import Finding
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import FailedStartRecord, HangRecord, JobRecord, Recovery
 from tiercheck_operator.planning.inventory import RemoteInventory
 from tiercheck_operator.planning.recovery import Decision as Outcome
 from tiercheck_operator.planning.recovery import Recover, Refuse, Situation, StartFresh, Wait, decide_recovery

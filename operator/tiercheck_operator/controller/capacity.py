@@ -12,10 +12,10 @@ from tiercheck_operator.controller.adoption import with_ranks
 from tiercheck_operator.controller.identities import reports_of
 from tiercheck_operator.controller.inventories import bad_everywhere, elementwise, inventories, remote_inventory
 from tiercheck_operator.controller.membership import Membership
-from tiercheck_operator.controller.observation import Observation, PodView
-from tiercheck_operator.controller.record import rfc3339
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import rfc3339
 from tiercheck_operator.planning.resized import ResizedStock
 
 

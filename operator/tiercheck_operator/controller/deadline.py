@@ -6,11 +6,11 @@ does to a job is not held against it.
 
 from __future__ import annotations
 
-from tiercheck_operator.controller.observation import Observation
-from tiercheck_operator.controller.record import parse_time
 from tiercheck_operator.controller.status import Finding
 from tiercheck_operator.controller.suspend import resumed
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import parse_time
 
 
 def deadline_passed(obs: Observation) -> tuple[Finding | None, float | None]:

@@ -36,10 +36,8 @@ from tiercheck_operator.controller.kept_copies import all_copied, found_again, r
 from tiercheck_operator.controller.leaving import told
 from tiercheck_operator.controller.membership import Membership, find_members, replacements
 from tiercheck_operator.controller.memory import equal_share, too_small
-from tiercheck_operator.controller.observation import JobView, Observation, PodView
 from tiercheck_operator.controller.placing import Unplaceable, describe_members, place_members
 from tiercheck_operator.controller.readiness import waiting_for_pods
-from tiercheck_operator.controller.record import JobRecord
 from tiercheck_operator.controller.replanning import replan
 from tiercheck_operator.controller.restart_count import forgiven
 from tiercheck_operator.controller.spares import keep_spares
@@ -52,6 +50,8 @@ from tiercheck_operator.manifests.pod import unbuildable, unlike_a_pod
 from tiercheck_operator.manifests.resources import resources_problem
 from tiercheck_operator.manifests.template import deadline_problem, pod_problem, template_problem
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.observed import JobView, Observation, PodView
+from tiercheck_operator.model.status import JobRecord
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 _PASSING = (conditions.NO_ROOM_TO_MOVE, conditions.MOVING, conditions.NODE_NOT_READY)

@@ -22,9 +22,9 @@ from tiercheck.protocol.directive import (
     Tier,
 )
 from tiercheck_operator.controller.inventories import parity_group
-from tiercheck_operator.controller.observation import Observation, PodView
-from tiercheck_operator.controller.record import JobRecord
+from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.spec import HangSpec, JobSpec
+from tiercheck_operator.model.status import JobRecord
 from tiercheck_operator.planning.quantity import parse_duration, parse_quantity
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 

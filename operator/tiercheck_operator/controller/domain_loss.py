@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiercheck_operator.controller.membership import Loss, Membership
-from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.planning.topology import Level, Topology, levels_from_spec
 
 _OF_NODES = (Cause.NODE_LOST, Cause.NODE_SILENT, Cause.SIDECAR_SILENT)

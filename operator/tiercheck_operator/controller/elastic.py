@@ -22,14 +22,14 @@ from tiercheck_operator.controller.directives import members_digest
 from tiercheck_operator.controller.identities import reports_of
 from tiercheck_operator.controller.inventories import elementwise
 from tiercheck_operator.controller.membership import Membership, find_members
-from tiercheck_operator.controller.observation import Observation
-from tiercheck_operator.controller.record import JobRecord, Recovery, SizeRecord, TierRecord
 from tiercheck_operator.controller.saving import EVERY_STEP
 from tiercheck_operator.controller.spares import Upkeep, find_spares
 from tiercheck_operator.controller.status import Finding, Findings
 from tiercheck_operator.controller.suspend import resumed
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import JobRecord, Recovery, SizeRecord, TierRecord
 
 _FRESH_SECONDS = 2.0
 """Of training, by which a snapshot may be old when the job grows; or a quarter of the steps between snapshots, if that is more."""

@@ -34,10 +34,10 @@ from tiercheck_operator.controller.actions import (
     SavePlacement,
 )
 from tiercheck_operator.controller.belongings import Belongings
-from tiercheck_operator.controller.observation import ANNOTATION_GIVEN_UP, JobView
 from tiercheck_operator.kube import CORE, JOBS, ApiFailure, Kube
 from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
 from tiercheck_operator.manifests.pulling import with_pull_settings
+from tiercheck_operator.model.observed import ANNOTATION_GIVEN_UP, JobView
 from tiercheck_operator.sidecars import JobSidecars, SidecarError
 
 log = logging.getLogger(__name__)

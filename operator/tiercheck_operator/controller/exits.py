@@ -7,10 +7,10 @@ from enum import IntEnum
 
 from tiercheck.protocol.reasons import COLLECTIVE_FAILED, CONTAINER_RESTARTED, GPU_FAULT, OOM_KILLED, VANISHED
 from tiercheck.protocol.report import Report, TrainerReport
-from tiercheck_operator.controller.observation import Observation, PodView
-from tiercheck_operator.controller.record import Facts
 from tiercheck_operator.controller.suspicion import trainer_failed
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import Facts
 
 _SIGKILL, _SIGTERM = 137, 143
 _ECHOES = {1, 134, _SIGTERM}

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from tiercheck.protocol.report import Report
 from tiercheck_operator.controller.exits import facts_of_exit, oom_killed, sole_origin
 from tiercheck_operator.controller.failure_rules import first_match
-from tiercheck_operator.controller.observation import Observation, PodView
-from tiercheck_operator.controller.record import FailedStartRecord, Recovery
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.spec import RuleAction
+from tiercheck_operator.model.status import FailedStartRecord, Recovery
 
 _TIMES = 2
 """Failed starts in a row of the same worker on the same node after which it moves."""

@@ -8,10 +8,10 @@ from tiercheck.protocol import reasons
 from tiercheck_operator.controller.exits import describe_exit, failed_trainers
 from tiercheck_operator.controller.failure_rules import Verdict
 from tiercheck_operator.controller.membership import Membership
-from tiercheck_operator.controller.observation import Observation
-from tiercheck_operator.controller.record import Recovery
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.spec import RuleAction
+from tiercheck_operator.model.status import Recovery
 
 _HOPELESS = {
     reasons.TORCH_MISSING: (

@@ -9,9 +9,9 @@ from tiercheck_operator.controller.barrier import pushes
 from tiercheck_operator.controller.identities import known_as
 from tiercheck_operator.controller.lost_nodes import out_of_reach
 from tiercheck_operator.controller.membership import removal
-from tiercheck_operator.controller.observation import Observation, PodView
-from tiercheck_operator.controller.record import JobRecord, parse_time
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import JobRecord, parse_time
 
 
 def finished(status: JobRecord) -> bool:

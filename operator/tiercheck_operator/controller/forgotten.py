@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller.observation import ContainerState, Observation, PodView
+from tiercheck_operator.model.observed import ContainerState, Observation, PodView
 
 _FAULTY = re.compile(r"v?1\.35\.[0-3](?!\d)")
 _FAULTY_LIMIT = 60.0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiercheck_operator.controller.observation import Observation
-from tiercheck_operator.controller.record import JobRecord, rfc3339
 from tiercheck_operator.controller.spares import find_spares
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import JobRecord, rfc3339
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ reference, so nothing has to be made good afterwards.
 from __future__ import annotations
 
 from tiercheck_operator.controller.actions import Action, EnsureGang, RemoveGang
-from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.status import Finding
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.observed import Observation
 
 
 def gang_missing(obs: Observation) -> Finding | None:

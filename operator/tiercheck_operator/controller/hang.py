@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tiercheck.protocol.report import Report, TrainerState
-from tiercheck_operator.controller.observation import Observation, PodView
-from tiercheck_operator.controller.record import HangRecord, JobRecord
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import HangRecord, JobRecord
 
 _TIMES = 2
 """Hangs in a row behind the same worker on the same node after which it moves."""

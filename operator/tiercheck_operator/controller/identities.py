@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from tiercheck.protocol.report import Quarantined, Report
-from tiercheck_operator.controller.observation import Observation, PodView
+from tiercheck_operator.model.observed import Observation, PodView
 
 
 def reports_of(obs: Observation, members: Mapping[int, PodView]) -> list[Report]:

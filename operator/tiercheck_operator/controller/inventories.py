@@ -9,7 +9,7 @@ from tiercheck.protocol.artifact import Artifact, Kind, Share
 from tiercheck.protocol.directive import ParityGroup, Peer, Source, Tier
 from tiercheck.protocol.report import Holding, Report
 from tiercheck.protocol.version import Version
-from tiercheck_operator.controller.observation import PodView
+from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.spec import JobSpec
 from tiercheck_operator.planning.code_group import CodeGroup, OldGroup
 from tiercheck_operator.planning.inventory import Artifacts, Inventory, RemoteInventory, SourceChoice

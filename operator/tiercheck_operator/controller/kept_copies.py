@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from tiercheck.protocol.report import Report
 from tiercheck_operator.controller.actions import Push
-from tiercheck_operator.controller.observation import PodView
-from tiercheck_operator.controller.record import JobRecord, PlacementRecord
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import PodView
+from tiercheck_operator.model.status import JobRecord, PlacementRecord
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 

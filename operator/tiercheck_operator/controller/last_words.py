@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import Version
-from tiercheck_operator.controller.observation import Observation
-from tiercheck_operator.controller.record import JobRecord, TierRecord, rfc3339
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import JobRecord, TierRecord, rfc3339
 
 
 def last_words(obs: Observation, record: JobRecord) -> JobRecord:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.observed import Observation, PodView
 
 _TOGETHER = 60.0
 """Seconds that a new pod may take to come up before others that are ready no longer wait for it."""

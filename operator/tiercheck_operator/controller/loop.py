@@ -25,9 +25,6 @@ from tiercheck_operator.controller.discretion import discreet
 from tiercheck_operator.controller.execute import Executor
 from tiercheck_operator.controller.finish import finished
 from tiercheck_operator.controller.membership import left_nodes
-from tiercheck_operator.controller.observation import JobView, NodeView, Observation, PodView, WorkerReport
-from tiercheck_operator.controller.parsing import parse_job
-from tiercheck_operator.controller.record import render_record
 from tiercheck_operator.controller.sidecar_ends import away
 from tiercheck_operator.controller.sidecar_image import pinned
 from tiercheck_operator.controller.suspicion import doubted_nodes
@@ -35,6 +32,9 @@ from tiercheck_operator.controller.topology_source import TopologySource
 from tiercheck_operator.event_posting import EventPoster, ObjectEvents
 from tiercheck_operator.kube import JOBS, ApiFailure, Kube
 from tiercheck_operator.metrics import Metrics
+from tiercheck_operator.model.observed import JobView, NodeView, Observation, PodView, WorkerReport
+from tiercheck_operator.model.parsing import parse_job
+from tiercheck_operator.model.status import render_record
 from tiercheck_operator.planning.suspect_nodes import SuspectNodes
 from tiercheck_operator.sidecars import JobSidecars
 

@@ -16,11 +16,11 @@ from tiercheck_operator.controller.forgotten import forgotten
 from tiercheck_operator.controller.leaving import Departure, assign
 from tiercheck_operator.controller.lost_nodes import out_of_reach, why_lost
 from tiercheck_operator.controller.moving import Move, find_moves
-from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.signs_of_life import was_up
 from tiercheck_operator.controller.suspicion import Doubt, doubts
 from tiercheck_operator.manifests.owned import pod_name
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
 
 _DISRUPTIONS = {
     "Evicted", "Terminated", "NodeShutdown", "Preempting", "TerminationByKubelet", "EvictionByEvictionAPI",

@@ -14,10 +14,10 @@ from tiercheck.protocol.report import Report, RestoreState
 from tiercheck_operator.controller.exits import describe_exit
 from tiercheck_operator.controller.failed_starts import fails_again
 from tiercheck_operator.controller.hang import held_up_again
-from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.stalled import why_stalled
 from tiercheck_operator.controller.suspicion import trainer_failed
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
 
 _HAND_OVER = 600.0
 """Seconds that a pod in which no attempt can begin may take at most to bring its holders what they lack."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tiercheck_operator.controller.membership import Membership
-from tiercheck_operator.controller.observation import Observation, PodView
-from tiercheck_operator.controller.record import PlacementRecord
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import PlacementRecord
 from tiercheck_operator.planning.code_group import CodeGroup
 from tiercheck_operator.planning.inventory import Distance
 from tiercheck_operator.planning.parity import ParityPolicy, describe_parity, place_parity

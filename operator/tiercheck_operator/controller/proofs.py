@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Report
-from tiercheck_operator.controller.observation import Observation
-from tiercheck_operator.controller.record import JobRecord, ProofRecord, rfc3339
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import JobRecord, ProofRecord, rfc3339
 
 
 def newest_proofs(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> Mapping[str, ProofRecord]:

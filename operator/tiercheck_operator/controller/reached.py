@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiercheck_operator.controller.observation import Observation
+from tiercheck_operator.model.observed import Observation
 
 
 def newest_step(obs: Observation) -> int:

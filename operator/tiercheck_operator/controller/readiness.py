@@ -13,10 +13,10 @@ from tiercheck_operator.controller.actions import Probe
 from tiercheck_operator.controller.capacity import shortage
 from tiercheck_operator.controller.failed_starts import crash_pause
 from tiercheck_operator.controller.membership import Membership
-from tiercheck_operator.controller.observation import Observation, PodView
-from tiercheck_operator.controller.record import Recovery
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import Recovery
 
 _FRESH, _FRESH_PER_WORKER = 1.0, 0.005
 """Seconds that an answer is good for; more for many workers, because to ask them all takes its time."""

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from tiercheck.protocol.report import Report
-from tiercheck_operator.controller.observation import Observation
-from tiercheck_operator.controller.record import JobRecord
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import JobRecord
 
 
 def forgiven(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> tuple[JobRecord, float | None]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.sizing import auto_cadence
-from tiercheck_operator.controller.observation import Observation
-from tiercheck_operator.controller.record import CheckpointRecord, JobRecord
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import CheckpointRecord, JobRecord
 
 EVERY_STEP = "EveryStep"
 OFF = "Off"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tiercheck_operator.controller.observation import PodView
-from tiercheck_operator.controller.record import JobRecord
+from tiercheck_operator.model.observed import PodView
+from tiercheck_operator.model.status import JobRecord
 
 
 def pinned(status: JobRecord, pods: Iterable[PodView], configured: str) -> str:

@@ -20,10 +20,10 @@ from tiercheck_operator.controller.membership import (
     shunned,
     stuck,
 )
-from tiercheck_operator.controller.observation import Observation, PodView
-from tiercheck_operator.controller.record import SparesRecord
 from tiercheck_operator.controller.signs_of_life import restart_due, silence, was_up
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import SparesRecord
 from tiercheck_operator.planning.takeover import choose_spare
 from tiercheck_operator.planning.topology import HOST, Topology, levels_from_spec, spread_level
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tiercheck.protocol.report import Report, RestoreState
-from tiercheck_operator.controller.observation import Observation
-from tiercheck_operator.controller.record import JobRecord, Recovery
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import JobRecord, Recovery
 
 _PATIENCE = 2.0
 """Times `restoreStallSeconds` that a restore may stand still before its worker moves: what may pass in the sidecar passes before."""

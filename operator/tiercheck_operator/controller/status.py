@@ -12,9 +12,7 @@ from tiercheck_operator.controller.full_size import size_standing
 from tiercheck_operator.controller.kept_copies import as_it_is
 from tiercheck_operator.controller.last_words import last_words
 from tiercheck_operator.controller.memory import equal_share, forecast, largest_share, measured
-from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.proofs import newest_proofs
-from tiercheck_operator.controller.record import Condition, JobRecord, MemoryRecord, TierRecord, rfc3339
 from tiercheck_operator.controller.saving import EVERY_STEP, TURNED_OFF, saved
 from tiercheck_operator.controller.sidecar_ends import sidecar_away, sidecar_ended
 from tiercheck_operator.controller.spares import SparesStanding, spares_standing
@@ -24,6 +22,8 @@ from tiercheck_operator.manifests.node_memory import forbidden
 from tiercheck_operator.manifests.resources import limits_advice
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import Condition, JobRecord, MemoryRecord, TierRecord, rfc3339
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from tiercheck_operator.controller.barrier import pushes
 from tiercheck_operator.controller.finish import finishing_time, has_settled
 from tiercheck_operator.controller.identities import known_as
 from tiercheck_operator.controller.membership import removal
-from tiercheck_operator.controller.observation import Observation
-from tiercheck_operator.controller.record import JobRecord, Recovery
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import JobRecord, Recovery
 
 
 def suspend(obs: Observation) -> tuple[JobRecord, list[Action], list[Action]]:

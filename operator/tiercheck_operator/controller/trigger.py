@@ -13,10 +13,10 @@ from tiercheck_operator.controller.exits import cause_of_exit, describe_exit, fa
 from tiercheck_operator.controller.failure_rules import merged
 from tiercheck_operator.controller.hang import find_hang
 from tiercheck_operator.controller.membership import Loss, Membership
-from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.reached import newest_step
-from tiercheck_operator.controller.record import NO_FACTS, Facts, Recovery
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import NO_FACTS, Facts, Recovery
 
 _REMEMBERED = 16
 """Failed restores, and workers that moved for one, kept in the status."""

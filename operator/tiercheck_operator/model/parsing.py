@@ -9,7 +9,9 @@ from typing import Any
 from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck.protocol.report import SPARE
-from tiercheck_operator.controller.observation import (
+from tiercheck_operator.model.kueue_labels import handed_on
+from tiercheck_operator.model.node_signs import NO_SETTINGS, NodeSigns
+from tiercheck_operator.model.observed import (
     ANNOTATION_AVOIDED,
     ANNOTATION_GIVEN_UP,
     ContainerState,
@@ -18,10 +20,8 @@ from tiercheck_operator.controller.observation import (
     NodeView,
     PodView,
 )
-from tiercheck_operator.controller.record import parse_record, parse_time
-from tiercheck_operator.model.kueue_labels import handed_on
-from tiercheck_operator.model.node_signs import NO_SETTINGS, NodeSigns
 from tiercheck_operator.model.spec import read_spec
+from tiercheck_operator.model.status import parse_record, parse_time
 
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 _LOST_TAINTS = {"node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", _OUT_OF_SERVICE}

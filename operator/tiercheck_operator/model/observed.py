@@ -12,8 +12,8 @@ from functools import cached_property
 
 from tiercheck.protocol.address import join_address
 from tiercheck.protocol.report import SPARE, Report
-from tiercheck_operator.controller.record import JobRecord
 from tiercheck_operator.model.spec import JobSpec
+from tiercheck_operator.model.status import JobRecord
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 ANNOTATION_AVOIDED = "tiercheck.io/avoided-nodes"
