@@ -12,8 +12,8 @@ from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck.redaction import redacted
-from tiercheck_operator.controller.actions import DeletePod, Notice
 from tiercheck_operator.kube import CORE, ApiFailure, Kube
+from tiercheck_operator.model.actions import DeletePod, Notice
 from tiercheck_operator.model.observed import JobView
 from tiercheck_operator.model.status import rfc3339
 

@@ -12,7 +12,7 @@ from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Problem
 from tiercheck.protocol.version import Version
-from tiercheck_operator.controller.actions import Push
+from tiercheck_operator.model.actions import Push
 from tiercheck_operator.model.status import Condition, render_record
 
 

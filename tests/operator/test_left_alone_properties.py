@@ -14,8 +14,8 @@ from world_in_memory import World, make_spec
 
 from tests.examples import examples
 from tiercheck.protocol.report import Break, Unreachable
-from tiercheck_operator.controller.actions import DeletePod
 from tiercheck_operator.controller.decide import decide
+from tiercheck_operator.model.actions import DeletePod
 from tiercheck_operator.model.observed import ContainerView, HostSign, NodeView, Observation, WorkerReport
 
 WORKERS = 4

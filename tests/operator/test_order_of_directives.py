@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from world_in_memory import World
 
-from tiercheck_operator.controller.actions import Push
+from tiercheck_operator.model.actions import Push
 from tiercheck_operator.model.observed import Observation
 
 

@@ -9,7 +9,7 @@ from world_in_memory import REMOTE, World, make_spec
 
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import SPARE
-from tiercheck_operator.controller.actions import CreatePod, Promote
+from tiercheck_operator.model.actions import CreatePod, Promote
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.status import SparesRecord
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from world_in_memory import START, World
 
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_operator.controller.bounds import LIMIT, bounded, share, size
 from tiercheck_operator.controller.recovery_history import remembered
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.limits import LIMIT, bounded, share, size
 from tiercheck_operator.model.status import (
     CheckpointRecord,
     Condition,

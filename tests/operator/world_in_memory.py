@@ -38,7 +38,11 @@ from tiercheck.protocol.report import (
     Watermarks,
 )
 from tiercheck.protocol.version import Version
-from tiercheck_operator.controller.actions import (
+from tiercheck_operator.controller.decide import decide
+from tiercheck_operator.controller.membership import left_nodes
+from tiercheck_operator.controller.sidecar_image import pinned
+from tiercheck_operator.controller.suspicion import doubted_nodes
+from tiercheck_operator.model.actions import (
     Action,
     CreatePod,
     CreateSpare,
@@ -55,10 +59,6 @@ from tiercheck_operator.controller.actions import (
     RemoveGang,
     SavePlacement,
 )
-from tiercheck_operator.controller.decide import decide
-from tiercheck_operator.controller.membership import left_nodes
-from tiercheck_operator.controller.sidecar_image import pinned
-from tiercheck_operator.controller.suspicion import doubted_nodes
 from tiercheck_operator.model.observed import (
     HostSign,
     JobView,

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller.actions import Action, DeletePod
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Action, DeletePod
 from tiercheck_operator.model.observed import Observation
 
 _UNKNOWN_FAILURE = 1

@@ -34,9 +34,9 @@ from tiercheck_operator.controller.readiness import (
     waiting_for_pods,
     waiting_for_sidecars,
 )
-from tiercheck_operator.controller.status import Finding
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.findings import Finding
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import FailedStartRecord, HangRecord, JobRecord, Recovery
 from tiercheck_operator.planning.inventory import RemoteInventory

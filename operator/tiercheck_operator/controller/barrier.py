@@ -11,12 +11,12 @@ from typing import Any
 
 from tiercheck.protocol.directive import Phase, Source, Tier
 from tiercheck.protocol.report import Report, RestoreState, TrainerState
-from tiercheck_operator.controller.actions import Push
 from tiercheck_operator.controller.directives import build_directives, settled_sources
 from tiercheck_operator.controller.identities import reports_of
 from tiercheck_operator.controller.inventories import bad_everywhere, inventories, remote_inventory, to_sources
 from tiercheck_operator.controller.placing import distance_between
 from tiercheck_operator.controller.recovery_history import remembered
+from tiercheck_operator.model.actions import Push
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.status import JobRecord, Recovery, rfc3339

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiercheck_operator.controller.actions import Action, EnsureBudget, RemoveBudget
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Action, EnsureBudget, RemoveBudget
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import JobRecord, parse_time, rfc3339
 

@@ -6,9 +6,9 @@ does to a job is not held against it.
 
 from __future__ import annotations
 
-from tiercheck_operator.controller.status import Finding
 from tiercheck_operator.controller.suspend import resumed
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.findings import Finding
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import parse_time
 

@@ -13,7 +13,6 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Report
 from tiercheck_operator.controller import lost_nodes
-from tiercheck_operator.controller.actions import Action, Decision, EnsureCredentials, EnsureService, SavePlacement
 from tiercheck_operator.controller.attached import started_again, without_ended
 from tiercheck_operator.controller.attempt import Begun, begin_attempt
 from tiercheck_operator.controller.barrier import (
@@ -24,7 +23,6 @@ from tiercheck_operator.controller.barrier import (
     waits_for_trainers,
     wanted_phase,
 )
-from tiercheck_operator.controller.bounds import bounded
 from tiercheck_operator.controller.budget import budget_actions
 from tiercheck_operator.controller.deadline import deadline_passed
 from tiercheck_operator.controller.elastic import growth_wake, in_size, resize
@@ -42,7 +40,7 @@ from tiercheck_operator.controller.replanning import replan
 from tiercheck_operator.controller.restart_count import forgiven
 from tiercheck_operator.controller.spares import keep_spares
 from tiercheck_operator.controller.stalled import standing_still
-from tiercheck_operator.controller.status import Finding, Findings, derive_status, finally_told, with_refusal
+from tiercheck_operator.controller.status import derive_status, finally_told, with_refusal
 from tiercheck_operator.controller.suspend import resumed, still_ending, suspend
 from tiercheck_operator.controller.suspicion import checks, next_look
 from tiercheck_operator.controller.trigger import find_trigger, update_recovery
@@ -50,6 +48,9 @@ from tiercheck_operator.manifests.pod import unbuildable, unlike_a_pod
 from tiercheck_operator.manifests.resources import resources_problem
 from tiercheck_operator.manifests.template import deadline_problem, pod_problem, template_problem
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Action, Decision, EnsureCredentials, EnsureService, SavePlacement
+from tiercheck_operator.model.findings import Finding, Findings
+from tiercheck_operator.model.limits import bounded
 from tiercheck_operator.model.observed import JobView, Observation, PodView
 from tiercheck_operator.model.status import JobRecord
 from tiercheck_operator.planning.saved_placement import SavedPlacement

@@ -24,10 +24,10 @@ from tiercheck_operator.controller.inventories import elementwise
 from tiercheck_operator.controller.membership import Membership, find_members
 from tiercheck_operator.controller.saving import EVERY_STEP
 from tiercheck_operator.controller.spares import Upkeep, find_spares
-from tiercheck_operator.controller.status import Finding, Findings
 from tiercheck_operator.controller.suspend import resumed
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.findings import Finding, Findings
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import JobRecord, Recovery, SizeRecord, TierRecord
 

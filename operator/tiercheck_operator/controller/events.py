@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tiercheck_operator.controller.actions import Notice
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Notice
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.status import Condition, JobRecord, Recovery
 

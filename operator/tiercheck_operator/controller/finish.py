@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from tiercheck.protocol.directive import Phase
-from tiercheck_operator.controller.actions import Action, Decision, DeleteJob, DeletePod, RemoveBudget
 from tiercheck_operator.controller.attached import exit_code
 from tiercheck_operator.controller.barrier import pushes
 from tiercheck_operator.controller.identities import known_as
 from tiercheck_operator.controller.lost_nodes import out_of_reach
 from tiercheck_operator.controller.membership import removal
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Action, Decision, DeleteJob, DeletePod, RemoveBudget
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.status import JobRecord, parse_time
 

@@ -6,9 +6,9 @@ reference, so nothing has to be made good afterwards.
 
 from __future__ import annotations
 
-from tiercheck_operator.controller.actions import Action, EnsureGang, RemoveGang
-from tiercheck_operator.controller.status import Finding
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Action, EnsureGang, RemoveGang
+from tiercheck_operator.model.findings import Finding
 from tiercheck_operator.model.observed import Observation
 
 

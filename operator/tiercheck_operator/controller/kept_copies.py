@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from tiercheck.protocol.report import Report
-from tiercheck_operator.controller.actions import Push
+from tiercheck_operator.model.actions import Push
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.status import JobRecord, PlacementRecord

@@ -18,7 +18,6 @@ from tiercheck.failpoints import failpoint
 from tiercheck.protocol import names
 from tiercheck_operator.cluster_identity import ClusterIdentity
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.actions import Decision
 from tiercheck_operator.controller.belongings import Belongings
 from tiercheck_operator.controller.decide import decide, refused
 from tiercheck_operator.controller.discretion import discreet
@@ -32,6 +31,7 @@ from tiercheck_operator.controller.topology_source import TopologySource
 from tiercheck_operator.event_posting import EventPoster, ObjectEvents
 from tiercheck_operator.kube import JOBS, ApiFailure, Kube
 from tiercheck_operator.metrics import Metrics
+from tiercheck_operator.model.actions import Decision
 from tiercheck_operator.model.observed import JobView, NodeView, Observation, PodView, WorkerReport
 from tiercheck_operator.model.parsing import parse_job
 from tiercheck_operator.model.status import render_record

@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from tiercheck_operator.controller.actions import Action, CreatePod, DeletePod
 from tiercheck_operator.controller.directives import members_digest
 from tiercheck_operator.controller.forgotten import forgotten
 from tiercheck_operator.controller.leaving import Departure, assign
@@ -19,6 +18,7 @@ from tiercheck_operator.controller.moving import Move, find_moves
 from tiercheck_operator.controller.signs_of_life import was_up
 from tiercheck_operator.controller.suspicion import Doubt, doubts
 from tiercheck_operator.manifests.owned import pod_name
+from tiercheck_operator.model.actions import Action, CreatePod, DeletePod
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.observed import Observation, PodView
 

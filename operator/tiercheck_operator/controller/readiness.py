@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.sizing import LONGEST_CADENCE
 from tiercheck.protocol.version import Version
-from tiercheck_operator.controller.actions import Probe
 from tiercheck_operator.controller.capacity import shortage
 from tiercheck_operator.controller.failed_starts import crash_pause
 from tiercheck_operator.controller.membership import Membership
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Probe
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.status import Recovery

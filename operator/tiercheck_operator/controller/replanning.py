@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 
 from tiercheck.protocol.chain import rebuildable
 from tiercheck.protocol.report import Report
-from tiercheck_operator.controller.actions import Probe
 from tiercheck_operator.controller.inventories import inventories
 from tiercheck_operator.controller.membership import Membership
 from tiercheck_operator.controller.memory import rooms
 from tiercheck_operator.controller.placing import Layout, Unplaceable, judge, lay_out
-from tiercheck_operator.controller.status import Finding
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Probe
+from tiercheck_operator.model.findings import Finding
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import JobRecord, PlacementRecord
 from tiercheck_operator.planning.inventory import Artifacts

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller.actions import Action, CreateSpare, Promote
 from tiercheck_operator.controller.membership import (
     Membership,
     avoided,
@@ -22,6 +21,7 @@ from tiercheck_operator.controller.membership import (
 )
 from tiercheck_operator.controller.signs_of_life import restart_due, silence, was_up
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Action, CreateSpare, Promote
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.status import SparesRecord
 from tiercheck_operator.planning.takeover import choose_spare

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import Version
@@ -22,34 +22,9 @@ from tiercheck_operator.manifests.node_memory import forbidden
 from tiercheck_operator.manifests.resources import limits_advice
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.findings import Finding, Findings
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import Condition, JobRecord, MemoryRecord, TierRecord, rfc3339
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A reason and a message, on their way to a condition."""
-
-    reason: str
-    message: str
-
-
-@dataclass(frozen=True)
-class Findings:
-    """What this reconcile found out, beyond the record itself."""
-
-    unplaced: Finding | None = None
-    """Why pods or copies have no place."""
-    placed: Finding | None = None
-    """Set when the placement was made in this reconcile."""
-    waiting: Finding | None = None
-    """What the next attempt waits for."""
-    copied: bool = False
-    """Every copy that the placement asks for has been made, of some version."""
-    suspended: bool = False
-    suspending: bool = False
-    completed: bool = False
-    failed: Finding | None = None
 
 
 def derive_status(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tiercheck.protocol.directive import Phase
-from tiercheck_operator.controller.actions import Action, DeletePod
 from tiercheck_operator.controller.barrier import pushes
 from tiercheck_operator.controller.finish import finishing_time, has_settled
 from tiercheck_operator.controller.identities import known_as
 from tiercheck_operator.controller.membership import removal
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Action, DeletePod
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import JobRecord, Recovery
