@@ -83,6 +83,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
     scheduled = conditions.get("PodScheduled") or {}
     gates = tuple(str(entry.get("name")) for entry in spec.get("schedulingGates") or [])
     unschedulable = scheduled.get("status") == "False" and not gates
+    sidecar = _named(spec.get("initContainers"), names.SIDECAR_CONTAINER)
     created = parse_time(metadata.get("creationTimestamp")) or 0.0
     deletion = parse_time(metadata.get("deletionTimestamp"))
     grace = float(metadata.get("deletionGracePeriodSeconds") or 0)
@@ -107,7 +108,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         # A kubelet that takes a pod says since when (PodStatus of the API reference).
         claimed=not spec.get("nodeName") or bool(status.get("startTime")),
         unschedulable_since=(parse_time(scheduled.get("lastTransitionTime")) or created) if unschedulable else None,
-        sidecar_image=_sidecar_image(spec),
+        sidecar_image=str(sidecar.get("image") or ""),
         avoided=frozenset(
             name for name in ((metadata.get("annotations") or {}).get(ANNOTATION_AVOIDED) or "").split(",") if name
         ),
@@ -121,7 +122,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         gates=gates,
         resource_version=str(metadata.get("resourceVersion") or ""),
         given_up=str((metadata.get("annotations") or {}).get(ANNOTATION_GIVEN_UP) or ""),
-        first_port=_first_port(spec),
+        first_port=_first_port(sidecar),
         sidecar=_container(spec.get("initContainers"), status.get("initContainerStatuses"), names.SIDECAR_CONTAINER),
     )
 
@@ -154,9 +155,12 @@ def _trainer_name(attached: str) -> str:
         return names.TRAINER_CONTAINER
 
 
+def _named(entries: Any, name: str) -> Mapping[str, Any]:
+    return next((entry for entry in entries or [] if entry.get("name") == name), {})
+
+
 def _container(specs: Any, statuses: Any, name: str, policy: str = "Always") -> ContainerView:
-    spec: Mapping[str, Any] = next((entry for entry in specs or [] if entry.get("name") == name), {})
-    status: Mapping[str, Any] = next((entry for entry in statuses or [] if entry.get("name") == name), {})
+    spec, status = _named(specs, name), _named(statuses, name)
     # A container that runs again has its last end in lastState; one that does not, or not yet, may have it in state.
     ended = (status.get("state") or {}).get("terminated") or (status.get("lastState") or {}).get("terminated") or {}
     return ContainerView(
@@ -171,13 +175,9 @@ def _container(specs: Any, statuses: Any, name: str, policy: str = "Always") -> 
     )
 
 
-def _first_port(spec: Mapping[str, Any]) -> int | None:
-    for container in spec.get("initContainers") or []:
-        if container.get("name") == names.SIDECAR_CONTAINER:
-            found = {entry.get("name"): entry.get("containerPort") for entry in container.get("ports") or []}
-            port = _int(found.get(names.CONTROL_PORT_NAME))
-            return None if port == names.CONTROL_PORT else port
-    return None
+def _first_port(sidecar: Mapping[str, Any]) -> int | None:
+    port = _int(_named(sidecar.get("ports"), names.CONTROL_PORT_NAME).get("containerPort"))
+    return None if port == names.CONTROL_PORT else port
 
 
 def _container_state(status: Mapping[str, Any]) -> ContainerState:
@@ -194,11 +194,6 @@ def _back_off(message: str) -> float:
     found = _BACK_OFF.search(message)
     units = {"h": 3600.0, "m": 60.0, "s": 1.0}
     return sum(float(n) * units[unit] for n, unit in re.findall(r"([\d.]+)([hms])", found.group(1))) if found else 0.0
-
-
-def _sidecar_image(spec: Mapping[str, Any]) -> str:
-    containers = spec.get("initContainers") or []
-    return next((str(e.get("image") or "") for e in containers if e.get("name") == names.SIDECAR_CONTAINER), "")
 
 
 def _pod_message(status: Mapping[str, Any], scheduled: Mapping[str, Any]) -> str:

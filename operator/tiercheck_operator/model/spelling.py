@@ -1,8 +1,8 @@
 """Reads and writes frozen dataclasses as the API spells them: each field is named once, where it is declared.
 
-A field stands at its own name in camelCase, unless its type says `Annotated[..., At("elsewhere.inTheObject")]`. What has
-its default is not written. msgspec could do it for Structs only, which `dataclasses.replace` and the checks of its
-arguments do not know; and two threads that first use a class of its at once can end the process.
+A field stands at its own name in camelCase, unless its type is `Annotated[..., At("elsewhere.inTheObject")]`, and is not
+written at its default. msgspec could do it for Structs only, which `dataclasses.replace` and the checks of its arguments
+do not know; and two threads that first use a class of its at once can end the process.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
-from typing import cast as typed
 
 T = TypeVar("T")
-
-_EMPTY = (str, int, float, bool, tuple)
 
 
 @dataclass(frozen=True)
@@ -45,35 +42,33 @@ class _Field(NamedTuple):
     path: tuple[str, ...]
     read: Callable[[Any], Any]
     write: Callable[[Any], Any]
-    required: bool
-    zero: Any
-    """Of a required field, what a lenient reader takes in its place."""
+    absent: Any
+    """What it is if the object does not say; MISSING: the object has to."""
     unwritten: Any
     """The value at which it is left out."""
 
 
 def read_as(kind: type[T], raw: Mapping[str, Any], *, lenient: bool = False) -> T:
-    """What the object says; what it lacks has its default, and if there is none, with `lenient`, is empty or 0.
+    """What the object says, and defaults for the rest. `lenient`: without a default, texts are empty and numbers 0.
 
-    Null, empty text, empty lists and empty objects say nothing. Raises KeyError on what is missing, and anything at all on
-    what makes no sense.
+    Null, empty lists and empty objects say nothing. Raises KeyError on what is missing, and anything on what makes no sense.
     """
-    values = {}
-    for field in _fields_of(typed("Any", kind), lenient):
+    values, plan = {}, _plan(_known(kind), lenient)
+    for field in plan:
         found: Any = raw
         for name in field.path:
             found = (found or {}).get(name)
-        if found or isinstance(found, (int, float)) or (found is not None and field.required and not lenient):
+        if found or isinstance(found, (int, float)) or (found is not None and field.absent is MISSING):
             values[field.name] = field.read(found)
-        elif field.required:
-            if not lenient:
-                raise KeyError(".".join(field.path))
-            values[field.name] = field.zero
+        elif field.absent is MISSING:
+            raise KeyError(".".join(field.path))
+        else:
+            values[field.name] = field.absent
     return kind(**values)
 
 
 def spell(value: Any) -> Any:
-    """The object of a dataclass, and lists and objects of what holds some. Absent values are left out."""
+    """The object of a dataclass, and lists and objects of what holds some. None and empty objects are left out."""
     if isinstance(value, Mapping):
         return {name: spell(inner) for name, inner in value.items()}
     if isinstance(value, tuple):
@@ -81,11 +76,9 @@ def spell(value: Any) -> Any:
     if not is_dataclass(value):
         return value
     raw: dict[str, Any] = {}
-    for field in _fields_of(typed("Any", type(value)), False):
+    for field in _plan(_known(type(value)), False):
         inner = getattr(value, field.name)
-        if inner is None or inner == field.unwritten:
-            continue
-        written = field.write(inner)
+        written = {} if inner is None or inner == field.unwritten else field.write(inner)
         if written != {}:
             for name in reversed(field.path):
                 written = {name: written}
@@ -101,36 +94,36 @@ def _add(raw: dict[str, Any], more: dict[str, Any]) -> None:
             raw[name] = value
 
 
+def _known(kind: Any) -> Any:
+    return kind  # mypy takes no class for hashable
+
+
 @cache
-def _fields_of(kind: type, lenient: bool) -> tuple[_Field, ...]:
-    hints = get_type_hints(kind, include_extras=True)
-    found = []
+def _plan(kind: type, lenient: bool) -> tuple[_Field, ...]:
+    found, hints = [], get_type_hints(kind, include_extras=True)
     for field in fields(kind):
         plain, marks = _unwrapped(hints[field.name])
         if OURS in marks:
             continue
-        path = next((mark.path for mark in marks if isinstance(mark, At)), _in_camel_case(field.name))
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        found.append(
-            _Field(
-                field.name,
-                tuple(path.split(".")) if path else (),
-                _reader(hints[field.name], lenient),
-                next((mark.write for mark in marks if isinstance(mark, As) and mark.write), spell),
-                required=default is MISSING,
-                zero=(get_origin(plain) or plain)() if (get_origin(plain) or plain) in _EMPTY else None,
-                unwritten=MISSING if ALWAYS in marks else default,
-            )
-        )
+        first, *others = field.name.split("_")
+        path = next((mark.path for mark in marks if isinstance(mark, At)), first + "".join(map(str.title, others)))
+        write = next((mark.write for mark in marks if isinstance(mark, As) and mark.write), spell)
+        default = absent = field.default if field.default_factory is MISSING else field.default_factory()
+        if default is MISSING and lenient:
+            made = get_origin(plain) or plain
+            absent = made() if made in (str, int, float, bool, tuple) else None
+        unwritten = MISSING if ALWAYS in marks else default
+        steps = tuple(path.split(".")) if path else ()
+        found.append(_Field(field.name, steps, _reader(hints[field.name], lenient), write, absent, unwritten))
     return tuple(found)
 
 
 def _reader(hint: Any, lenient: bool) -> Callable[[Any], Any]:
     plain, marks = _unwrapped(hint)
+    origin, inside = get_origin(plain), get_args(plain)
     for mark in marks:
         if isinstance(mark, As) and mark.read:
             return mark.read
-    origin, inside = get_origin(plain), get_args(plain)
     if origin in (tuple, frozenset):
         each = _reader(inside[0], lenient)
         return lambda raw: origin(map(each, raw))
@@ -138,23 +131,17 @@ def _reader(hint: Any, lenient: bool) -> Callable[[Any], Any]:
         value = _reader(inside[1], lenient)
         return lambda raw: {str(name): value(inner) for name, inner in raw.items() if inner not in (None, {})}
     if is_dataclass(plain):
-        return lambda raw: read_as(typed("type[Any]", plain), raw, lenient=lenient)
-    return typed("Callable[[Any], Any]", plain) if isinstance(plain, type) else lambda raw: raw
+        return lambda raw: read_as(_known(plain), raw, lenient=lenient)
+    return plain if origin is None and plain is not Any else lambda raw: raw
 
 
 def _unwrapped(hint: Any) -> tuple[Any, list[Any]]:
     """The type without its marks and without None, and the marks."""
     marks: list[Any] = []
-    while True:
+    while get_origin(hint) in (Annotated, Union, types.UnionType):
         if get_origin(hint) is Annotated:
             marks += hint.__metadata__
             hint = hint.__origin__
-        elif get_origin(hint) in (Union, types.UnionType):
-            hint = next(each for each in get_args(hint) if each is not type(None))
         else:
-            return hint, marks
-
-
-def _in_camel_case(name: str) -> str:
-    first, *others = name.split("_")
-    return first + "".join(map(str.title, others))
+            hint = next(each for each in get_args(hint) if each is not type(None))
+    return hint, marks
