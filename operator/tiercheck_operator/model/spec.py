@@ -75,7 +75,8 @@ def read_hang(raw: Mapping[str, Any]) -> HangSpec | None:
 
 
 def read_health_check(raw: Mapping[str, Any]) -> HealthCheck:
-    return HealthCheck(tuple(str(word) for word in raw["command"]), float(raw.get("timeoutSeconds") or _CHECK_SECONDS))
+    command = tuple(str(word) for word in raw["command"])
+    return HealthCheck(command, float(raw.get("timeoutSeconds") or _CHECK_SECONDS))
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,10 @@ def _read_parity(raw: Mapping[str, Any]) -> tuple[int, int]:
 
 def _read_resources(raw: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """YAML gives whole cores as numbers. Raises ValueError."""
-    given = {kind: {name: str(text) for name, text in (raw.get(kind) or {}).items()} for kind in ("requests", "limits")}
+    given = {kind: raw[kind] for kind in ("requests", "limits") if raw.get(kind)}
     for text in (text for quantities in given.values() for text in quantities.values()):
         parse_quantity(text)
-    return {kind: quantities for kind, quantities in given.items() if quantities}
+    return {kind: {name: str(text) for name, text in quantities.items()} for kind, quantities in given.items()}
 
 
 _Bytes = Annotated[int, As(parse_quantity)]
@@ -205,7 +206,7 @@ class JobSpec:
 
 
 def read_spec(raw: Mapping[str, Any]) -> JobSpec:
-    """Of a spec that passed the CRD's schema. Raises KeyError, TypeError or ValueError on what it would have refused."""
+    """Of what passed the CRD's schema. Raises KeyError, TypeError or ValueError on what it would have refused."""
     spec = read_as(JobSpec, raw)
     if spec.parity is not None:
         return replace(spec, copies=0)

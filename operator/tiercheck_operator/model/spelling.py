@@ -1,8 +1,8 @@
 """Reads and writes frozen dataclasses as the API spells them: each field is named once, where it is declared.
 
-A field stands at its own name in camelCase, unless its type is `Annotated[..., At("elsewhere.inTheObject")]`, and is not
-written at its default. msgspec could do it for Structs only, which `dataclasses.replace` and the checks of its arguments
-do not know; and two threads that first use a class of its at once can end the process.
+A field stands at its own name in camelCase, or where `Annotated[..., At("elsewhere.inTheObject")]` says. It is
+not written at its default. msgspec could do it for Structs only: `dataclasses.replace` does not take them, and
+nothing would check its arguments. And two threads that use one for the first time at once can end the process.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class At:
-    """Names from the outermost object on, with dots between; empty: the object that the class itself is read from."""
+    """Names from the outside in, with dots between; empty: the object that the class itself is read from."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class As:
-    """How the API has a value: `read` makes ours of it, `write` makes its own of ours. None: as the type says."""
+    """How the API has a value: `read` makes ours of it, `write` its own of ours. None: as the type says."""
 
     read: Callable[[Any], Any] | None = None
     write: Callable[[Any], Any] | None = None
@@ -49,9 +49,9 @@ class _Field(NamedTuple):
 
 
 def read_as(kind: type[T], raw: Mapping[str, Any], *, lenient: bool = False) -> T:
-    """What the object says, and defaults for the rest. `lenient`: without a default, texts are empty and numbers 0.
+    """What the object says, and defaults for the rest. `lenient`: without one, texts are empty and numbers 0.
 
-    Null, empty lists and empty objects say nothing. Raises KeyError on what is missing, and anything on what makes no sense.
+    Null, empty lists and empty objects say nothing. Raises KeyError on what is missing, anything on nonsense.
     """
     values, plan = {}, _plan(_known(kind), lenient)
     for field in plan:
@@ -68,7 +68,7 @@ def read_as(kind: type[T], raw: Mapping[str, Any], *, lenient: bool = False) -> 
 
 
 def spell(value: Any) -> Any:
-    """The object of a dataclass, and lists and objects of what holds some. None and empty objects are left out."""
+    """The object of a dataclass; lists and objects of what holds some. Without None and empty objects."""
     if isinstance(value, Mapping):
         return {name: spell(inner) for name, inner in value.items()}
     if isinstance(value, tuple):
@@ -106,7 +106,8 @@ def _plan(kind: type, lenient: bool) -> tuple[_Field, ...]:
         if OURS in marks:
             continue
         first, *others = field.name.split("_")
-        path = next((mark.path for mark in marks if isinstance(mark, At)), first + "".join(map(str.title, others)))
+        usual = first + "".join(map(str.title, others))
+        path = next((mark.path for mark in marks if isinstance(mark, At)), usual)
         write = next((mark.write for mark in marks if isinstance(mark, As) and mark.write), spell)
         default = absent = field.default if field.default_factory is MISSING else field.default_factory()
         if default is MISSING and lenient:
@@ -126,7 +127,7 @@ def _reader(hint: Any, lenient: bool) -> Callable[[Any], Any]:
             return mark.read
     if origin in (tuple, frozenset):
         each = _reader(inside[0], lenient)
-        return lambda raw: origin(map(each, raw))
+        return lambda raw: origin(each(inner) for inner in raw if inner not in (None, {}))
     if origin is Mapping and inside[1] is not Any:
         value = _reader(inside[1], lenient)
         return lambda raw: {str(name): value(inner) for name, inner in raw.items() if inner not in (None, {})}

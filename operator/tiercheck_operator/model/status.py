@@ -292,8 +292,8 @@ def parse_record(raw: Mapping[str, Any]) -> JobRecord:
         tolerates = placement.get("toleratesOnceComplete") or placement.get("tolerates")
         raw = {**raw, "placement": {**placement, "toleratesOnceComplete": tolerates}}
     if recovery := raw.get("recovery"):
-        cause, failed = recovery.get("cause") or "Unknown", recovery.get("failedAt") or recovery.get("detectedAt")
-        raw = {**raw, "recovery": {**recovery, "cause": cause, "failedAt": failed}}
+        failed = recovery.get("failedAt") or recovery.get("detectedAt")
+        raw = {**raw, "recovery": {**recovery, "cause": recovery.get("cause") or "Unknown", "failedAt": failed}}
     return read_as(JobRecord, raw, lenient=True)
 
 
