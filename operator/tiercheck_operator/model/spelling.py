@@ -1,8 +1,9 @@
 """Reads and writes frozen dataclasses as the API spells them: each field is named once, where it is declared.
 
-A field stands at its own name in camelCase, or where `Annotated[..., At("elsewhere.inTheObject")]` says. It is
-not written at its default. msgspec could do it for Structs only: `dataclasses.replace` does not take them, and
-nothing would check its arguments. And two threads that use one for the first time at once can end the process.
+A field stands at its own name in camelCase, or where `Annotated[..., At("elsewhere.inTheObject")]` says.
+It is not written at its default. msgspec could do it for Structs only: `dataclasses.replace` does not take
+them, and nothing would check its arguments. And two threads that use a Struct for the first time at once can
+end the process.
 """
 
 from __future__ import annotations
