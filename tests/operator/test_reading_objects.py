@@ -246,9 +246,8 @@ def anything(hint: Any) -> st.SearchStrategy[Any]:
     if origin is tuple:
         return st.lists(anything(inside[0]), max_size=2).map(tuple)
     if origin is Mapping:
-        return st.dictionaries(
-            st.sampled_from(["local", "peer"]), st.integers() if inside[1] is Any else anything(inside[1])
-        )
+        inner = st.integers() if inside[1] is Any else anything(inside[1])
+        return st.dictionaries(st.sampled_from(["local", "peer"]), inner, min_size=1)
     if dataclasses.is_dataclass(hint):
         return st.builds(hint, **{name: anything(inner) for name, inner in get_type_hints(hint).items()})
     return {bool: st.booleans(), int: st.integers(0, 2**53), float: st.floats(1, 4e9)}.get(
