@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.causes import Cause
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.causes import Cause
 from tiercheck_sidecar.remote.errors import Reason
 
 ROOT = Path(__file__).parents[2]

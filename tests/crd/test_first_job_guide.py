@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 from crd_api import ROOT, Api
 
-from tiercheck_operator.controller import conditions
+from tiercheck_operator.model import conditions
 
 GUIDE = (ROOT / "docs" / "write-your-first-job.md").read_text()
 

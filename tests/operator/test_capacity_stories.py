@@ -10,7 +10,7 @@ from world_in_memory import START, World, make_spec
 
 from tiercheck_operator.controller.capacity import possible_size
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.controller.record import Condition, rfc3339
+from tiercheck_operator.model.status import Condition, rfc3339
 
 
 def crowded(**changes: object) -> World:

@@ -27,7 +27,7 @@ from tiercheck.protocol.report import Break, Holding, Problem, Proof, Report, Un
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_local.apiserver.schema import faults
 from tiercheck_operator.clock_skew import by_our_clock
-from tiercheck_operator.controller.record import render_record
+from tiercheck_operator.model.status import render_record
 from tiercheck_operator.planning import stock
 from tiercheck_operator.planning.inventory import Artifacts, Inventory, RemoteInventory
 from tiercheck_operator.planning.recovery import Recover, RecoveryProblem, decide_recovery

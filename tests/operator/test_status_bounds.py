@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from world_in_memory import START, World
 
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.barrier import add_summary
-from tiercheck_operator.controller.bounds import LIMIT, fit_status, share, size
-from tiercheck_operator.controller.record import (
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.limits import LIMIT, fit_status, share, size
+from tiercheck_operator.model.status import (
     CheckpointRecord,
     Condition,
     Facts,

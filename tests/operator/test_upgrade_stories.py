@@ -9,9 +9,9 @@ import pytest
 from world_in_memory import World, make_spec
 
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.record import parse_record, render_record
 from tiercheck_operator.controller.replacing import choose_sidecar_image
 from tiercheck_operator.manifests.pulling import with_pull_settings
+from tiercheck_operator.model.status import parse_record, render_record
 
 
 def images(world: World) -> set[str]:

@@ -19,8 +19,9 @@ from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.chain import Chain
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.version import History, Version
-from tiercheck_operator.controller import attempt, barrier, decide, parsing, status, trigger
+from tiercheck_operator.controller import attempt, barrier, decide, status, trigger
 from tiercheck_operator.controller.observe import situation
+from tiercheck_operator.model import parsing
 from tiercheck_operator.planning import recovery
 from tiercheck_sidecar import (
     coordinator,
@@ -239,8 +240,8 @@ def _silent_means_dead() -> list[Patch]:
     real = situation.find_doubts
 
     def hasty(obs: Any, heard: Any) -> Any:
-        from tiercheck_operator.controller.causes import Cause
         from tiercheck_operator.controller.suspicion import Doubt
+        from tiercheck_operator.model.causes import Cause
 
         found = dict(real(obs, heard))
         for pod in obs.pods:
@@ -259,7 +260,7 @@ def _restart_for_nothing() -> list[Patch]:
         found = real(obs)
         step = obs.job.status.step or 0
         if found is None and step and step % 17 == 0:
-            from tiercheck_operator.controller.causes import Cause
+            from tiercheck_operator.model.causes import Cause
 
             return trigger.Trigger(
                 Cause.TRAINER_FAILED if hasattr(Cause, "TRAINER_FAILED") else Cause.HUNG, "no reason", obs.now

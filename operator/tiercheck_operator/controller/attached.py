@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.actions import Action, DeletePod
-from tiercheck_operator.controller.observation import Observation
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Action, DeletePod
+from tiercheck_operator.model.observed import Observation
 
 _UNKNOWN_FAILURE = 1
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import History
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
 from tiercheck_operator.controller.exits import note_failed_start
 from tiercheck_operator.controller.failure_policy import (
@@ -18,7 +16,6 @@ from tiercheck_operator.controller.failure_policy import (
     fail_hopeless_start,
 )
 from tiercheck_operator.controller.failure_rules import Verdict, match_rule
-from tiercheck_operator.controller.findings import Finding
 from tiercheck_operator.controller.inventories import (
     adopted_history,
     bad_everywhere,
@@ -30,7 +27,6 @@ from tiercheck_operator.controller.inventories import (
     without_versions,
 )
 from tiercheck_operator.controller.memory import largest_share, too_small
-from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.placing import Placed, Unplaceable, describe_found_again, place_members
 from tiercheck_operator.controller.readiness import (
@@ -41,8 +37,12 @@ from tiercheck_operator.controller.readiness import (
     waiting_for_pods,
     waiting_for_sidecars,
 )
-from tiercheck_operator.controller.record import FailedStartRecord, HangRecord, JobRecord, Recovery
 from tiercheck_operator.controller.standstill import find_hang, note_hang
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.findings import Finding
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import FailedStartRecord, HangRecord, JobRecord, Recovery
 from tiercheck_operator.planning.inventory import RemoteInventory
 from tiercheck_operator.planning.recovery import Decision as Outcome
 from tiercheck_operator.planning.recovery import Recover, RecoveryProblem, Refuse, StartFresh, Wait, decide_recovery

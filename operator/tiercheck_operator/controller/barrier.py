@@ -11,8 +11,6 @@ from typing import Any
 
 from tiercheck.protocol.directive import Phase, Source, Tier
 from tiercheck.protocol.report import Report, RestoreState, TrainerState
-from tiercheck_operator.controller.actions import Push
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import build_directives, settled_sources
 from tiercheck_operator.controller.inventories import (
     bad_everywhere,
@@ -21,9 +19,11 @@ from tiercheck_operator.controller.inventories import (
     reports_of,
     to_sources,
 )
-from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.placing import distance_between
-from tiercheck_operator.controller.record import JobRecord, Recovery, rfc3339
+from tiercheck_operator.model.actions import Push
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import JobRecord, Recovery, rfc3339
 from tiercheck_operator.planning.inventory import Missing
 from tiercheck_operator.planning.resized import ResizedStock
 from tiercheck_operator.planning.saved_placement import SavedPlacement

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.inventories import (
     bad_everywhere,
     inventories,
@@ -18,9 +16,11 @@ from tiercheck_operator.controller.inventories import (
     with_ranks,
 )
 from tiercheck_operator.controller.membership import Membership
-from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.controller.record import rfc3339
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import rfc3339
 from tiercheck_operator.planning.resized import ResizedStock
 
 

@@ -13,8 +13,6 @@ from typing import Any
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Report
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.actions import Action, Decision, SavePlacement
 from tiercheck_operator.controller.attached import without_ended
 from tiercheck_operator.controller.attempt import Begun, begin_attempt
 from tiercheck_operator.controller.barrier import (
@@ -24,13 +22,11 @@ from tiercheck_operator.controller.barrier import (
     find_late_trainers,
     wanted_phase,
 )
-from tiercheck_operator.controller.bounds import fit_status
 from tiercheck_operator.controller.budget import budget_actions
 from tiercheck_operator.controller.departures import departure_message
 from tiercheck_operator.controller.elastic import resize, seconds_to_growth
 from tiercheck_operator.controller.events import notices
 from tiercheck_operator.controller.failure_policy import GivenUp, reset_restart_count
-from tiercheck_operator.controller.findings import Finding, Findings
 from tiercheck_operator.controller.finish import (
     after_finish,
     deadline_passed,
@@ -41,7 +37,6 @@ from tiercheck_operator.controller.finish import (
 )
 from tiercheck_operator.controller.lost_nodes import unready_node_message
 from tiercheck_operator.controller.memory import equal_share, too_small
-from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.placing import (
     Unplaceable,
@@ -59,7 +54,6 @@ from tiercheck_operator.controller.prerequisites import (
     remove_gang_actions,
 )
 from tiercheck_operator.controller.readiness import waiting_for_pods
-from tiercheck_operator.controller.record import JobRecord
 from tiercheck_operator.controller.replacing import replace_pods
 from tiercheck_operator.controller.replanning import replan
 from tiercheck_operator.controller.spares import keep_spares
@@ -67,6 +61,12 @@ from tiercheck_operator.controller.standstill import stalled_restore_message
 from tiercheck_operator.controller.status import add_final_words, derive_status, with_refusal
 from tiercheck_operator.controller.suspicion import due_probes, seconds_to_next_look
 from tiercheck_operator.controller.trigger import find_trigger, update_recovery
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Action, Decision, SavePlacement
+from tiercheck_operator.model.findings import Finding, Findings
+from tiercheck_operator.model.limits import fit_status
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import JobRecord
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 _PASSING = (conditions.NO_ROOM_TO_MOVE, conditions.MOVING, conditions.NODE_NOT_READY)

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from tiercheck.protocol.reasons import GPU_FAULT
 from tiercheck.protocol.report import Report, RestoreState, TrainerState
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.exits import describe_exit, fails_again
-from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.standstill import held_up_again, why_stalled
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
 
 _TOGETHER = 60.0
 """Seconds that a new pod may take to come up before others that are ready no longer wait for it."""

@@ -21,10 +21,10 @@ from tiercheck.protocol.directive import (
     Source,
     Tier,
 )
-from tiercheck_operator.controller.failure_spec import HangSpec
 from tiercheck_operator.controller.inventories import parity_group
-from tiercheck_operator.controller.observation import JobSpec, Observation, PodView
-from tiercheck_operator.controller.record import JobRecord
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.spec import HangSpec, JobSpec
+from tiercheck_operator.model.status import JobRecord
 from tiercheck_operator.planning.quantity import parse_duration, parse_quantity
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.membership import Loss
-from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.planning.topology import Level, Topology
 
 _OF_NODES = (Cause.NODE_LOST, Cause.NODE_SILENT, Cause.SIDECAR_SILENT)

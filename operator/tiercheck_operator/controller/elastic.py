@@ -16,15 +16,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.capacity import describe_homeless, is_overdue, possible_size
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
-from tiercheck_operator.controller.findings import Finding, Findings
-from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.controller.record import JobRecord, Recovery, SizeRecord, TierRecord, rfc3339
 from tiercheck_operator.controller.spares import Upkeep
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.findings import Finding, Findings
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import JobRecord, Recovery, SizeRecord, TierRecord, rfc3339
 
 _FRESH_SECONDS = 2.0
 """Of training, by which a snapshot may be old when the job grows; or a quarter of the steps between snapshots, if that is more."""

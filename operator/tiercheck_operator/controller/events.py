@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.actions import Notice
-from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.record import Condition, JobRecord, Recovery
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Notice
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.status import Condition, JobRecord, Recovery
 
 _GOOD_NEWS = (conditions.COMPLETED, conditions.SUSPENDED)
 _BAD_WHEN_FALSE = (conditions.PLACED, conditions.PROTECTED)

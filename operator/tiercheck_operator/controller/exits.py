@@ -13,11 +13,11 @@ from enum import IntEnum
 
 from tiercheck.protocol.reasons import COLLECTIVE_FAILED, CONTAINER_RESTARTED, GPU_FAULT, OOM_KILLED, VANISHED
 from tiercheck.protocol.report import Report, TrainerReport, TrainerState
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.failure_rules import first_match
-from tiercheck_operator.controller.failure_spec import RuleAction
-from tiercheck_operator.controller.observation import Observation, PodView
-from tiercheck_operator.controller.record import Facts, FailedStartRecord, Recovery
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.spec import RuleAction
+from tiercheck_operator.model.status import Facts, FailedStartRecord, Recovery
 
 _SIGKILL, _SIGTERM = 137, 143
 _ECHOES = {1, 134, _SIGTERM}

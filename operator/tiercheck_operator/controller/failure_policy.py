@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 
 from tiercheck.protocol import reasons
 from tiercheck.protocol.report import Report
-from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.exits import describe_exit, failed_trainers
 from tiercheck_operator.controller.failure_rules import Verdict
-from tiercheck_operator.controller.failure_spec import RuleAction
-from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.controller.record import JobRecord, Recovery
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.spec import RuleAction
+from tiercheck_operator.model.status import JobRecord, Recovery
 
 _HOPELESS = {
     reasons.TORCH_MISSING: (

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.failure_spec import FailureRule, RuleAction
-from tiercheck_operator.controller.observation import NodeView, Observation
-from tiercheck_operator.controller.record import Facts, Recovery
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import NodeView, Observation
+from tiercheck_operator.model.spec import FailureRule, RuleAction
+from tiercheck_operator.model.status import Facts, Recovery
 
 _KEPT = 16
 """Reasons and nodes kept in the status."""

@@ -10,18 +10,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tiercheck.protocol.directive import Phase
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.actions import Action, Decision, DeleteJob, DeletePod, RemoveBudget
 from tiercheck_operator.controller.attached import exit_code
 from tiercheck_operator.controller.barrier import due_directives
-from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.findings import Finding
 from tiercheck_operator.controller.inventories import known_as
 from tiercheck_operator.controller.lost_nodes import out_of_reach
-from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.observe.situation import Situation, is_suspending
-from tiercheck_operator.controller.record import JobRecord, Recovery, parse_time
 from tiercheck_operator.controller.replacing import remove_pod
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Action, Decision, DeleteJob, DeletePod, RemoveBudget
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.findings import Finding
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import JobRecord, Recovery, parse_time
 
 
 def finished(status: JobRecord) -> bool:

@@ -18,7 +18,8 @@ from tiercheck.protocol.artifact import Artifact, Kind, Share
 from tiercheck.protocol.directive import ParityGroup, Peer, Source, Tier
 from tiercheck.protocol.report import Holding, Quarantined, Report
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_operator.controller.observation import JobSpec, Observation, PodView
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.spec import JobSpec
 from tiercheck_operator.planning.code_group import CodeGroup, OldGroup
 from tiercheck_operator.planning.inventory import Artifacts, Inventory, RemoteInventory, SourceChoice
 from tiercheck_operator.planning.recovery import RecoveryProblem

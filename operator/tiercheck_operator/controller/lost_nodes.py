@@ -17,9 +17,9 @@ import re
 from collections.abc import Mapping
 
 from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.observation import ContainerState, Observation, PodView
 from tiercheck_operator.controller.signs_of_life import answers, training
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.observed import ContainerState, Observation, PodView
 
 _PACES = 2.0
 """Steps' worth of time without one after which training stands still."""

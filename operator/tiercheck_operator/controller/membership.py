@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.departures import Departure, Move, assign, find_moves
 from tiercheck_operator.controller.directives import members_digest
 from tiercheck_operator.controller.lost_nodes import why_left_down, why_lost
-from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.signs_of_life import restart_due, silence, was_up
 from tiercheck_operator.controller.suspicion import Doubt
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
 
 _DISRUPTIONS = {
     "Evicted", "Terminated", "NodeShutdown", "Preempting", "TerminationByKubelet", "EvictionByEvictionAPI",

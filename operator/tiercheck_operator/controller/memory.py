@@ -19,8 +19,8 @@ from tiercheck.protocol.sizing import (
     plan,
     roomy,
 )
-from tiercheck_operator.controller.observation import JobSpec
-from tiercheck_operator.controller.record import MemoryRecord
+from tiercheck_operator.model.spec import JobSpec
+from tiercheck_operator.model.status import MemoryRecord
 from tiercheck_operator.planning.code_group import CodeGroup
 from tiercheck_operator.planning.quantity import parse_quantity
 

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from tiercheck.protocol.report import Report
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.actions import Push
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.membership import Membership
-from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.controller.record import JobRecord, PlacementRecord
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Push
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import JobRecord, PlacementRecord
 from tiercheck_operator.planning.code_group import CodeGroup
 from tiercheck_operator.planning.inventory import Distance
 from tiercheck_operator.planning.parity import ParityPolicy, describe_parity, place_parity

@@ -8,13 +8,13 @@ nothing has to be made good.
 from __future__ import annotations
 
 from tiercheck.protocol import names
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.actions import Action, EnsureCredentials, EnsureGang, EnsureService, RemoveGang
-from tiercheck_operator.controller.findings import Finding
-from tiercheck_operator.controller.observation import JobView, Observation
 from tiercheck_operator.manifests.pod import unbuildable, unlike_a_pod
 from tiercheck_operator.manifests.resources import resources_problem
 from tiercheck_operator.manifests.template import deadline_problem, pod_problem, template_problem
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Action, EnsureCredentials, EnsureGang, EnsureService, RemoveGang
+from tiercheck_operator.model.findings import Finding
+from tiercheck_operator.model.observed import JobView, Observation
 
 
 def find_missing_gang(obs: Observation) -> Finding | None:

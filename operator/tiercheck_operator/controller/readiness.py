@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.sizing import LONGEST_CADENCE
 from tiercheck.protocol.version import Version
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.actions import Probe
 from tiercheck_operator.controller.capacity import describe_shortage
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.exits import crash_pause
-from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.controller.record import Recovery
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Probe
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import Recovery
 
 _FRESH, _FRESH_PER_WORKER = 1.0, 0.005
 """Seconds that an answer is good for; more for many workers, because to ask them all takes its time."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from tiercheck_operator.controller.actions import Action, CreatePod, DeletePod
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.lost_nodes import out_of_reach
 from tiercheck_operator.controller.membership import NOTED_CAUSES, Loss
-from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.controller.record import JobRecord
 from tiercheck_operator.manifests.owned import pod_name
+from tiercheck_operator.model.actions import Action, CreatePod, DeletePod
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import JobRecord
 
 
 def replace_pods(situation: Situation, taken: Collection[int] = ()) -> tuple[list[Action], float | None]:

@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 
 from tiercheck.protocol.chain import rebuildable
 from tiercheck.protocol.report import Report
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.actions import Probe
-from tiercheck_operator.controller.findings import Finding
 from tiercheck_operator.controller.inventories import inventories
 from tiercheck_operator.controller.memory import rooms
-from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.placing import Layout, Unplaceable, describe_placement, lay_out
-from tiercheck_operator.controller.record import JobRecord, PlacementRecord
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Probe
+from tiercheck_operator.model.findings import Finding
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import JobRecord, PlacementRecord
 from tiercheck_operator.planning.inventory import Artifacts
 from tiercheck_operator.planning.placement import Unplaceable as Impossible
 from tiercheck_operator.planning.replan import Surroundings, finish, give_up, named, plan_round

@@ -9,8 +9,8 @@ from tiercheck.protocol.directive import DeltaMode, Tier
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.sizing import auto_cadence
 from tiercheck.protocol.version import Version
-from tiercheck_operator.controller.observation import Observation
-from tiercheck_operator.controller.record import CheckpointRecord, JobRecord, ProofRecord, TierRecord, rfc3339
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import CheckpointRecord, JobRecord, ProofRecord, TierRecord, rfc3339
 
 EVERY_STEP = "EveryStep"
 OFF = "Off"

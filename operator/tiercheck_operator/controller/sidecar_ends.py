@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.observation import ContainerState, HostSign, Observation, PodView
-from tiercheck_operator.controller.record import JobRecord, parse_time, rfc3339
 from tiercheck_operator.controller.signs_of_life import answers, silence
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.observed import ContainerState, HostSign, Observation, PodView
+from tiercheck_operator.model.status import JobRecord, parse_time, rfc3339
 
 _NEXT = (
     "Training goes on. What it held is verified again, and the next version is copied as usual; nothing is lost unless other pods are lost "

@@ -9,12 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.actions import Action, CreateSpare, Promote
 from tiercheck_operator.controller.membership import Membership, SparePool, classify_pod
-from tiercheck_operator.controller.observation import PodView
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.controller.record import SparesRecord
 from tiercheck_operator.controller.replacing import (
     avoided_hosts,
     is_held_by_avoidance,
@@ -22,6 +18,10 @@ from tiercheck_operator.controller.replacing import (
     remove_pod,
     shunned_hosts,
 )
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Action, CreateSpare, Promote
+from tiercheck_operator.model.observed import PodView
+from tiercheck_operator.model.status import SparesRecord
 from tiercheck_operator.planning.takeover import choose_spare
 from tiercheck_operator.planning.topology import HOST, Topology
 

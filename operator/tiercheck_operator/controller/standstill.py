@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tiercheck.protocol.report import Report, RestoreState, TrainerState
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.observation import Observation, PodView
-from tiercheck_operator.controller.record import HangRecord, JobRecord, Recovery
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import HangRecord, JobRecord, Recovery
 
 _TIMES = 2
 """Hangs in a row behind the same worker on the same node after which it moves."""

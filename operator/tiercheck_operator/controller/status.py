@@ -7,22 +7,22 @@ from dataclasses import replace
 
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import Version
-from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.budget import Budget, wanted_budget
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.elastic import describe_size
-from tiercheck_operator.controller.findings import Finding, Findings
 from tiercheck_operator.controller.memory import equal_share, forecast, largest_share, measured
-from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.placing import describe_now
-from tiercheck_operator.controller.record import Condition, JobRecord, MemoryRecord, TierRecord, rfc3339
 from tiercheck_operator.controller.saving import EVERY_STEP, TURNED_OFF, add_last_words, describe_saving, newest_proofs
 from tiercheck_operator.controller.sidecar_ends import sidecar_away, sidecar_ended
 from tiercheck_operator.controller.spares import SparesStanding, describe_spares
 from tiercheck_operator.controller.standstill import restored_bytes
 from tiercheck_operator.manifests.node_memory import forbidden
 from tiercheck_operator.manifests.resources import limits_advice
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.findings import Finding, Findings
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import Condition, JobRecord, MemoryRecord, TierRecord, rfc3339
 
 
 def derive_status(

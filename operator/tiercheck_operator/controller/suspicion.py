@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tiercheck.protocol.report import Break, TrainerState
-from tiercheck_operator.controller.actions import Probe
-from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.observation import HostSign, Observation, PodView
 from tiercheck_operator.controller.signs_of_life import answers, restart_due, silence, training, was_up
+from tiercheck_operator.model.actions import Probe
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import HostSign, Observation, PodView
 from tiercheck_operator.planning.suspicion import (
     Accusation,
     Limits,

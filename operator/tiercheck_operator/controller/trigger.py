@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.report import RestoreState, TrainerState
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
 from tiercheck_operator.controller.domain_loss import lost_domain
 from tiercheck_operator.controller.exits import cause_of_exit, describe_exit, facts_of_exit, failed_trainers
 from tiercheck_operator.controller.failure_rules import merge_facts
 from tiercheck_operator.controller.membership import Loss
-from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.controller.record import NO_FACTS, Facts, Recovery
 from tiercheck_operator.controller.standstill import find_hang
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import NO_FACTS, Facts, Recovery
 
 _REMEMBERED = 16
 """Failed restores, and workers that moved for one, kept in the status."""

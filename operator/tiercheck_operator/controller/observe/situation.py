@@ -10,13 +10,13 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from tiercheck.protocol.report import Report
-from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.attached import start_again
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.membership import Membership, SparePool, find_members, find_spares
-from tiercheck_operator.controller.observation import Observation, PodView
-from tiercheck_operator.controller.record import JobRecord, Recovery
 from tiercheck_operator.controller.suspicion import Testimony, find_doubts, hear_witnesses
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import JobRecord, Recovery
 from tiercheck_operator.planning.topology import Level, Topology, levels_from_spec, spread_level
 
 

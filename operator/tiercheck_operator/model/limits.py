@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tiercheck_operator.controller.record import JobRecord, render_record
+from tiercheck_operator.model.status import JobRecord, render_record
 
 LIMIT = 16 * 1024
 """Bytes of the status as JSON; with spec, metadata and managedFields the object stays below 20 KiB."""

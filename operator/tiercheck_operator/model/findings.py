@@ -1,4 +1,4 @@
-"""What a reconcile found out, on its way to the conditions of the status."""
+"""What one reconcile found out, for the status to say."""
 
 from __future__ import annotations
 

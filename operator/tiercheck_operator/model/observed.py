@@ -9,13 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import Any
 
 from tiercheck.protocol.address import join_address
-from tiercheck.protocol.directive import RESTORE_STALL, DeltaMode, HealthCheck
 from tiercheck.protocol.report import SPARE, Report
-from tiercheck_operator.controller.failure_spec import DEFAULT_HANG, DEFAULT_RESET_SECONDS, FailureRule, HangSpec
-from tiercheck_operator.controller.record import Condition, JobRecord
+from tiercheck_operator.model.spec import JobSpec
+from tiercheck_operator.model.status import Condition, JobRecord
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 ANNOTATION_AVOIDED = "tiercheck.io/avoided-nodes"
@@ -56,92 +54,6 @@ class Patience:
     """For room to last, before a job that went on smaller takes it."""
     retry: float = 10.0
     """Between attempts to restore that failed, and between pods that never came up."""
-
-
-@dataclass(frozen=True)
-class Attach:
-    """`spec.attach`: another controller's workload, whose pods are the job's workers."""
-
-    api_version: str
-    kind: str
-    name: str
-    uid: str
-    container: str
-    """The one that runs the training command."""
-
-
-@dataclass(frozen=True)
-class JobSpec:
-    """The part of `spec` that decisions use."""
-
-    workers: int
-    """That the user asks for; `Observation.size` is how many the job goes on with."""
-    procs_per_worker: int
-    suspend: bool
-    managed_by: str
-    template: Mapping[str, Any]
-    topology_preset: str | None
-    topology_levels: tuple[Mapping[str, str], ...] | None
-    """The user's own, or those of the Kueue Topology once it was found."""
-    size_limit: str
-    copies: int
-    spread_level: str | None
-    spread_required: bool
-    snapshot_every: int | None
-    """None: chosen from the sizes."""
-    remote: Mapping[str, Any] | None
-    """`spec.tiers.remote` as it is; None: no remote tier."""
-    restore_step: int | None
-    """`spec.restore.from.step`; None: the latest."""
-    max_restarts: int
-    """Of those that count."""
-    ttl_seconds: float | None
-    eviction_hold: float | None = 600.0
-    """Seconds that a restore may keep workers from being evicted; None: no PodDisruptionBudget."""
-    rules: tuple[FailureRule, ...] = ()
-    reset_seconds: float = DEFAULT_RESET_SECONDS
-    """Of training beyond the last crash after which restarts are counted anew."""
-    hang: HangSpec | None = DEFAULT_HANG
-    """None: hangs are not looked for."""
-    health_check: HealthCheck | None = None
-    """None: every place is good enough."""
-    active_deadline: float | None = None
-    """Seconds that the job may be active; None: as long as it takes."""
-    gang: str | None = None
-    """`spec.gang.scheduler`; None: pods are placed one by one."""
-    gang_queue: str = ""
-    spares: int = 0
-    """Warm pods beside the workers' own."""
-    min_workers: int | None = None
-    """`spec.elastic.minWorkers`; None: the job never goes on smaller."""
-    capacity_timeout: float | None = None
-    """Seconds; None: the operator's default."""
-    node_memory: bool = False
-    """`spec.tiers.local.medium` is NodeMemory."""
-    sidecar_resources: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """`spec.sidecar.resources`: requests and limits that the user gives the sidecar."""
-    attach: Attach | None = None
-    """None: the pods are made from the template."""
-    parity: tuple[int, int] | None = None
-    """`spec.tiers.peer.parity` as (data, parity), in place of copies; None: copies."""
-    peer_bandwidth: int | None = None
-    peer_encrypted: bool = False
-    """`spec.tiers.peer.encryption` is Required."""
-    delta: DeltaMode = DeltaMode.AUTO
-    sanity_gate: bool = True
-    verify_all: bool = False
-    state_size: int | None = None
-    """Bytes of one rank's snapshot, as far as the user knows before the job starts."""
-    kueue_topology: str | None = None
-    """Name of a Kueue Topology that the levels are to be taken from."""
-    topology_problem: str = ""
-    """Why they are not, as a sentence; then the host is the only level."""
-    rollback_after: int | None = None
-    """Steps in a row that the sanity gate may refuse before the job goes back; None: it never does for that."""
-    restore_stall: float = RESTORE_STALL
-    """Seconds without a byte after which a source of a restore is given up."""
-    rehearse_every: float | None = 600.0
-    """Seconds between two proofs that a tier would come back; None: none are made."""
 
 
 @dataclass(frozen=True)
