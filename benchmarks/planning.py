@@ -17,7 +17,7 @@ from tiercheck.protocol.artifact import Share
 from tiercheck.protocol.version import History, Version
 from tiercheck_operator.planning.parity import ParityPolicy, place_parity
 from tiercheck_operator.planning.placement import Placement, PlacementPolicy, WorkerSite, place
-from tiercheck_operator.planning.recovery import Artifacts, Inventory, RemoteInventory, Situation, decide_recovery
+from tiercheck_operator.planning.recovery import Artifacts, Inventory, RecoveryProblem, RemoteInventory, decide_recovery
 from tiercheck_operator.planning.topology import Topology, levels_from_spec
 
 LIMIT = 1.0
@@ -42,7 +42,7 @@ def cluster(workers: int, crowded: bool) -> tuple[list[WorkerSite], Topology]:
     return sites, Topology.build(labels, levels_from_spec("generic", None))
 
 
-def situation(sites: list[WorkerSite], topology: Topology, placement: Placement) -> Situation:
+def situation(sites: list[WorkerSite], topology: Topology, placement: Placement) -> RecoveryProblem:
     """One rank per worker; every hundredth worker is lost. All hold two snapshots and a chain of deltas, some a delta less."""
     old, new, deltas = Version(100, 1), Version(106, 1), [Version(100 + step, 1) for step in range(1, CHAIN + 1)]
     hosted: list[dict[int, Artifacts]] = [{} for _ in sites]
@@ -64,7 +64,7 @@ def situation(sites: list[WorkerSite], topology: Topology, placement: Placement)
         else Inventory(worker)
         for worker in range(len(sites))
     ]
-    return Situation(
+    return RecoveryProblem(
         ranks=len(sites),
         ranks_per_worker=1,
         history=History().after(1, 0),

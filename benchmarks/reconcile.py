@@ -33,10 +33,10 @@ from tiercheck.protocol.report import (
 from tiercheck.protocol.version import Version
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.loop import JobLoop, Surroundings
-from tiercheck_operator.controller.observation import ContainerState, NodeView, PodView, WorkerReport
-from tiercheck_operator.controller.parsing import parse_pod
 from tiercheck_operator.kube import ApiFailure, Kube
 from tiercheck_operator.metrics import Metrics
+from tiercheck_operator.model.observed import ContainerState, NodeView, PodView, WorkerReport
+from tiercheck_operator.model.parsing import parse_pod
 
 WORKERS = (4, 16, 64, 256, 1000)
 JOBS = (1, 10, 100, 500)

@@ -26,12 +26,12 @@ from tiercheck_operator.attach.service import AttachService
 from tiercheck_operator.cluster_identity import ClusterIdentity
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.loop import JobLoop, Surroundings
-from tiercheck_operator.controller.observation import PodView
-from tiercheck_operator.controller.parsing import identity_of, parse_node, parse_pod
 from tiercheck_operator.election.elector import Elector, boot_clock
 from tiercheck_operator.health import stuck, verdict
 from tiercheck_operator.kube import ApiFailure, Kube, load_configuration
 from tiercheck_operator.metrics import Metrics
+from tiercheck_operator.model.observed import PodView
+from tiercheck_operator.model.parsing import identity_of, parse_node, parse_pod
 from tiercheck_operator.pages import Pages
 from tiercheck_operator.resync import Kind, Resync
 from tiercheck_operator.strange import Strange

@@ -12,10 +12,10 @@ from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck.redaction import redacted
-from tiercheck_operator.controller.actions import DeletePod, Notice
-from tiercheck_operator.controller.observation import JobView
-from tiercheck_operator.controller.record import rfc3339
 from tiercheck_operator.kube import CORE, ApiFailure, Kube
+from tiercheck_operator.model.actions import DeletePod, Notice
+from tiercheck_operator.model.observed import JobView
+from tiercheck_operator.model.status import rfc3339
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from tiercheck.about import __version__
 from tiercheck.protocol.directive import Tier
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.observation import JobView
-from tiercheck_operator.controller.record import JobRecord, parse_time
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import JobView
+from tiercheck_operator.model.status import JobRecord, parse_time
 
 _JOB = ["namespace", "job"]
 _PHASES = ("detect", "restore", "total")

@@ -13,7 +13,7 @@ from typing import Any
 
 from tiercheck.protocol.artifact import MOST_BLOCKS, Share
 from tiercheck.protocol.report import Holding, Problem, Report
-from tiercheck_operator.controller import conditions
+from tiercheck_operator.model import conditions
 
 LEAST, MOST = -(2**31), 2**53
 """Whole numbers. Sums and differences of a few fit into the 64 bits that the API has."""

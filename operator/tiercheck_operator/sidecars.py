@@ -23,8 +23,8 @@ from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.plain_json import Malformed, decode_with
 from tiercheck.protocol.report import Report
 from tiercheck_operator.clock_skew import ClockSkew, by_our_clock
-from tiercheck_operator.controller.observation import HostSign, WorkerReport
 from tiercheck_operator.manifests.secret import Credentials
+from tiercheck_operator.model.observed import HostSign, WorkerReport
 from tiercheck_operator.plausible import plausible
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
-from tiercheck_operator.controller.observation import ContainerView, NodeView, PodView
+from tiercheck_operator.model.observed import ContainerView, NodeView, PodView
 
 V = TypeVar("V")
 

@@ -25,8 +25,8 @@ from tiercheck.protocol.report import (
     Watermarks,
 )
 from tiercheck.protocol.version import Version
-from tiercheck_operator.controller import conditions
 from tiercheck_operator.metrics import Metrics
+from tiercheck_operator.model import conditions
 from tiercheck_sidecar.metrics import ReportCollector
 
 MONITORED = {

@@ -16,7 +16,7 @@ from chart_under_test import CASES, CHART, ROOT, granted, of_kind, only, operato
 from tiercheck.about import __version__
 from tiercheck.protocol import names
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.node_signs import parse_signs
+from tiercheck_operator.model.node_signs import parse_signs
 
 REGENERATE = "run: make chart"
 

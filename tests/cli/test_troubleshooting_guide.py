@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tiercheck_cli import guide
-from tiercheck_operator.controller import conditions
+from tiercheck_operator.model import conditions
 from tiercheck_sidecar.remote.errors import Reason
 
 ROOT = Path(__file__).parents[2]

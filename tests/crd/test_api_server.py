@@ -12,7 +12,7 @@ from crd_api import ROOT, Api, Refused
 from jobs import ACCEPTED, ACCEPTED_AS_CHANGE, REFUSED_AS_CHANGE, REFUSED_AT_CREATION, TOGETHER, changed, job
 
 from tiercheck.protocol.version import Branch, History
-from tiercheck_operator.controller.record import (
+from tiercheck_operator.model.status import (
     Condition,
     JobRecord,
     PlacementRecord,

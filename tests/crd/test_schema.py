@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from tiercheck.protocol import names
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.record import (
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.status import (
     CheckpointRecord,
     Facts,
     FailedStartRecord,

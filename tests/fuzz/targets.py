@@ -32,8 +32,8 @@ from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.report.record import RecordError, RunRecord
 from tiercheck_operator.attach.injection import Attachment
 from tiercheck_operator.clock_skew import by_our_clock
-from tiercheck_operator.controller.parsing import parse_job
 from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
+from tiercheck_operator.model.parsing import parse_job
 from tiercheck_operator.planning.saved_placement import read_placement_data
 from tiercheck_operator.sidecars import read_report
 from tiercheck_sidecar.decoding import decode, decode_request, with_checksum

@@ -22,10 +22,10 @@ from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import Branch, History
 from tiercheck_local.addresses import free_ports
 from tiercheck_operator.controller.directives import policy
-from tiercheck_operator.controller.parsing import parse_job
 from tiercheck_operator.credentials import issue
 from tiercheck_operator.manifests.pod import build_pod
 from tiercheck_operator.manifests.secret import build_secret
+from tiercheck_operator.model.parsing import parse_job
 
 _RESTRICTED = {
     "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},

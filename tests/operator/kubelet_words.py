@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck_operator.controller.observation import ContainerView, NodeView
-from tiercheck_operator.controller.parsing import parse_node, parse_pod
+from tiercheck_operator.model.observed import ContainerView, NodeView
+from tiercheck_operator.model.parsing import parse_node, parse_pod
 
 Raw = dict[str, Any]
 SIDECAR, TRAINER = "tiercheck-sidecar", "trainer"

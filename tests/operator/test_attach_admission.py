@@ -16,8 +16,8 @@ from tiercheck_operator.attach.admission import Admission
 from tiercheck_operator.attach.injection import Attachment, Outfit, attached_job, job_name
 from tiercheck_operator.attach.json_patch import difference
 from tiercheck_operator.attach.owners import Owner, Unattachable, find_owner, find_seat
-from tiercheck_operator.controller.parsing import identity_of, parse_job, parse_pod
 from tiercheck_operator.kube import ApiFailure, Kube
+from tiercheck_operator.model.parsing import identity_of, parse_job, parse_pod
 
 PLURALS = {"Job": "jobs", "JobSet": "jobsets", "PyTorchJob": "pytorchjobs", "TierCheckPolicy": "tiercheckpolicies"}
 

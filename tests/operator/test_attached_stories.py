@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.operator.world_in_memory import REMOTE, World, make_spec
-from tiercheck_operator.controller.actions import CreatePod
-from tiercheck_operator.controller.observation import Attach
-from tiercheck_operator.controller.record import JobRecord
+from tiercheck_operator.model.actions import CreatePod
+from tiercheck_operator.model.spec import Attach
+from tiercheck_operator.model.status import JobRecord
 
 OWNER = Attach("batch/v1", "Job", "train", "job-uid", "trainer")
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from world_in_memory import START, World, make_spec
 
 from tiercheck_operator.controller.capacity import possible_size
-from tiercheck_operator.controller.membership import find_members
-from tiercheck_operator.controller.record import Condition, rfc3339
+from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.model.status import Condition, rfc3339
 
 
 def crowded(**changes: object) -> World:
@@ -87,9 +87,9 @@ def test_size_to_which_a_job_could_shrink_counts_workers_with_nodes_only() -> No
     world = crowded(min_workers=1)
     world.train(10)
     obs = world.observe()
-    assert possible_size(obs, find_members(obs)) == 3
+    assert possible_size(Situation.of(obs)) == 3
     obs = replace(obs, job=replace(obs.job, spec=replace(obs.job.spec, min_workers=None)))
-    assert possible_size(obs, find_members(obs)) is None
+    assert possible_size(Situation.of(obs)) is None
 
 
 def test_job_that_never_found_its_nodes_is_told_since_when_it_waits() -> None:
@@ -155,7 +155,7 @@ def test_size_is_that_of_the_workers_that_have_nodes_or_none(
         since = None if node or on_its_way else START
         world.pods[pod.uid] = replace(pod, node=node, unschedulable_since=since)
     obs = world.observe()
-    size = possible_size(obs, find_members(obs))
+    size = possible_size(Situation.of(obs))
     count = sum(housed)
     allowed = least is not None and least <= count < len(housed) and (parity is None or sum(parity) <= count)
     assert size == (count if allowed and not on_its_way else None)

@@ -12,10 +12,10 @@ from world_in_memory import REMOTE, World
 from tiercheck.protocol import names
 from tiercheck_operator.cluster_identity import ClusterIdentity
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.actions import CreatePod, CreateSpare
 from tiercheck_operator.controller.belongings import Belongings
 from tiercheck_operator.controller.execute import Executor
 from tiercheck_operator.kube import ApiFailure, Kube
+from tiercheck_operator.model.actions import CreatePod, CreateSpare
 
 
 class Server:

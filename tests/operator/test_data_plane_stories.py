@@ -12,8 +12,8 @@ from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Problem
 from tiercheck.protocol.version import Version
-from tiercheck_operator.controller.actions import Push
-from tiercheck_operator.controller.record import Condition, render_record
+from tiercheck_operator.model.actions import Push
+from tiercheck_operator.model.status import Condition, render_record
 
 
 def running_world(steps: int = 9, racks: int = 2, nodes_per_rack: int = 2, **changes: object) -> World:

@@ -16,8 +16,8 @@ from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Quarantined, TrainerState
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.controller import elastic as elastic_module
-from tiercheck_operator.controller.actions import Promote
-from tiercheck_operator.controller.record import Condition, SizeRecord, render_record
+from tiercheck_operator.model.actions import Promote
+from tiercheck_operator.model.status import Condition, SizeRecord, render_record
 
 TIMEOUT = 30.0
 RACK = "topology.kubernetes.io/rack"

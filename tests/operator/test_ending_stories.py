@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from world_in_memory import REMOTE, World, make_spec
 
-from tiercheck_operator.controller.observation import Patience
+from tiercheck_operator.model.observed import Patience
 
 
 def running_world(steps: int | None = None, **changes: object) -> World:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from world_in_memory import START, World
 
-from tiercheck_operator.controller.actions import Notice
 from tiercheck_operator.event_posting import EventPoster
 from tiercheck_operator.kube import ApiFailure
+from tiercheck_operator.model.actions import Notice
 
 JOB = World().job
 

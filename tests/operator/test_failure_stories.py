@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from world_in_memory import REMOTE, World, make_spec
 
 from tiercheck.protocol.report import RankFailure, TrainerState
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.failure_rules import first_match
-from tiercheck_operator.controller.failure_spec import ExitCodes, FailureRule, HangSpec, RuleAction, parse_rules
-from tiercheck_operator.controller.observation import ContainerView
-from tiercheck_operator.controller.record import Facts, Recovery
+from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.trigger import update_recovery
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import ContainerView
+from tiercheck_operator.model.spec import ExitCodes, FailureRule, HangSpec, RuleAction
+from tiercheck_operator.model.spelling import read_as
+from tiercheck_operator.model.status import Facts, Recovery
 
 
 def running_world(**changes: object) -> World:
@@ -40,7 +42,7 @@ def on_reasons(name: str, action: str, *reasons: str) -> dict[str, Any]:
 
 
 def rules(*raw: dict[str, Any]) -> tuple[FailureRule, ...]:
-    return parse_rules(raw)
+    return tuple(read_as(FailureRule, entry) for entry in raw)
 
 
 # The user's rules.
@@ -442,7 +444,7 @@ def test_hang_that_passes_before_anything_was_decided_is_forgotten() -> None:
         world.observe(),
         job=replace(world.job, status=replace(world.status, recovery=Recovery("Hung", "m", world.now, world.now))),
     )
-    assert update_recovery(obs, None) is None
+    assert update_recovery(Situation.of(obs), None) is None
 
 
 # Sidecars.

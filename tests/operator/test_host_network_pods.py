@@ -12,10 +12,10 @@ from tests.operator import attach_shapes as shapes
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck_operator.controller.directives import build_directives
-from tiercheck_operator.controller.observation import JobView, Observation, PodView
-from tiercheck_operator.controller.parsing import parse_pod
-from tiercheck_operator.controller.record import JobRecord
 from tiercheck_operator.manifests.pod import build_pod, build_spare
+from tiercheck_operator.model.observed import JobView, Observation, PodView
+from tiercheck_operator.model.parsing import parse_pod
+from tiercheck_operator.model.status import JobRecord
 from tiercheck_operator.planning.saved_placement import SavedMember, SavedPlacement
 
 Object = dict[str, Any]

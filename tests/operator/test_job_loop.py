@@ -15,10 +15,10 @@ from world_in_memory import TEMPLATE, World
 from tiercheck_operator.app import Operator
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.loop import JobLoop, Surroundings
-from tiercheck_operator.controller.observation import PodView
-from tiercheck_operator.controller.parsing import parse_job
 from tiercheck_operator.kube import JOBS, ApiFailure, Kube
 from tiercheck_operator.metrics import Metrics
+from tiercheck_operator.model.observed import PodView
+from tiercheck_operator.model.parsing import parse_job
 
 
 class StandIn:

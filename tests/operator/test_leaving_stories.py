@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from world_in_memory import World, make_spec
 
-from tiercheck_operator.controller.node_signs import LEAVING_TAINTS, NodeSigns, parse_signs
-from tiercheck_operator.controller.parsing import parse_node
+from tiercheck_operator.model.node_signs import LEAVING_TAINTS, NodeSigns, parse_signs
+from tiercheck_operator.model.parsing import parse_node
 
 WHY = "it is tainted karpenter.sh/disrupted"
 

@@ -14,9 +14,9 @@ from world_in_memory import World, make_spec
 
 from tests.examples import examples
 from tiercheck.protocol.report import Break, Unreachable
-from tiercheck_operator.controller.actions import DeletePod
 from tiercheck_operator.controller.decide import decide
-from tiercheck_operator.controller.observation import ContainerView, HostSign, NodeView, Observation, WorkerReport
+from tiercheck_operator.model.actions import DeletePod
+from tiercheck_operator.model.observed import ContainerView, HostSign, NodeView, Observation, WorkerReport
 
 WORKERS = 4
 SECONDS = st.sampled_from([0.0, 1.0, 3.0, 9.0, 11.0, 59.0, 61.0, 149.0, 400.0, 1e5])

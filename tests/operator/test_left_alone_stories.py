@@ -11,7 +11,7 @@ from kubelet_words import held_back, node, starting, trainer_view, up
 from world_in_memory import World, make_spec
 
 from tiercheck_operator.controller.lost_nodes import why_lost
-from tiercheck_operator.controller.observation import Observation, PodView
+from tiercheck_operator.model.observed import Observation, PodView
 
 
 def trained(**changes: object) -> World:

@@ -27,10 +27,10 @@ from tiercheck.protocol.report import Break, Holding, Problem, Proof, Report, Un
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_local.apiserver.schema.structural import faults
 from tiercheck_operator.clock_skew import by_our_clock
-from tiercheck_operator.controller.record import render_record
+from tiercheck_operator.model.status import render_record
 from tiercheck_operator.planning import stock
 from tiercheck_operator.planning.inventory import Artifacts, Inventory, RemoteInventory
-from tiercheck_operator.planning.recovery import Recover, Situation, decide_recovery
+from tiercheck_operator.planning.recovery import Recover, RecoveryProblem, decide_recovery
 from tiercheck_operator.plausible import MOST, plausible
 from tiercheck_operator.sidecars import JobSidecars, read_report
 
@@ -145,7 +145,7 @@ def test_versions_without_number_are_not_all_planned_with(monkeypatch: pytest.Mo
     told = [Version(step, 1) for step in range(1, 1001)]
     remote = RemoteInventory(configured=True, reachable=True, versions=told)
     lies = [Inventory(0, {0: Artifacts(frozenset(told[:500]), frozenset())})]
-    situation = Situation(2, 1, History((Branch(1, 0, 2),)), lies, remote)
+    situation = RecoveryProblem(2, 1, History((Branch(1, 0, 2),)), lies, remote)
     assert situation.stock.versions == tuple(told[-64:]), "the newest of them"
     outcome = decide_recovery(situation)
     assert isinstance(outcome, Recover)

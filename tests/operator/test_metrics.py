@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from world_in_memory import World, make_spec
 
-from tiercheck_operator.controller.record import PlacementRecord, SparesRecord
 from tiercheck_operator.controller.sidecar_ends import away
 from tiercheck_operator.metrics import Metrics
+from tiercheck_operator.model.status import PlacementRecord, SparesRecord
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:

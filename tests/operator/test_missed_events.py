@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from moments import TURNS, Woken, ends, turns, until
 from world_in_memory import World
 
-from tiercheck_operator.controller.observation import ContainerState, NodeView, PodView
 from tiercheck_operator.health import Hearing, stuck
 from tiercheck_operator.kube import Kube
+from tiercheck_operator.model.observed import ContainerState, NodeView, PodView
 from tiercheck_operator.resync import Kind, Resync
 from tiercheck_operator.watched import ClusterView, Watched, dated
 

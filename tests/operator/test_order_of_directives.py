@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from world_in_memory import World
 
-from tiercheck_operator.controller.actions import Push
-from tiercheck_operator.controller.observation import Observation
+from tiercheck_operator.model.actions import Push
+from tiercheck_operator.model.observed import Observation
 
 
 class Listening(World):

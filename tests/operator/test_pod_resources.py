@@ -18,12 +18,12 @@ from tests.operator import attach_shapes as shapes
 from tiercheck.protocol import names
 from tiercheck_operator.attach.injection import Outfit, attached_job, attachment_of, inject
 from tiercheck_operator.attach.owners import Unattachable, find_owner, find_seat
-from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.decide import decide
-from tiercheck_operator.controller.observation import JobView, Observation
 from tiercheck_operator.manifests.node_memory import NodeMemory
 from tiercheck_operator.manifests.pod import build_pod, build_spare
 from tiercheck_operator.manifests.resources import resources_problem
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.observed import JobView, Observation
 from tiercheck_operator.planning.quantity import parse_amount
 
 Object = dict[str, Any]

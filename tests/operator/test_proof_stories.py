@@ -13,10 +13,10 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Problem, Proof
 from tiercheck.protocol.version import Version
 from tiercheck_operator import metrics as metrics_module
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.parsing import parse_job
-from tiercheck_operator.controller.record import parse_record, parse_time, render_record
 from tiercheck_operator.metrics import Metrics
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.parsing import parse_job
+from tiercheck_operator.model.status import parse_record, parse_time, render_record
 
 BAD = (
     "the snapshot of rank 2, step 4 (attempt 1), would not come back from worker 3: chunk 7 does not match its digest. "

@@ -11,11 +11,11 @@ from world_in_memory import TEMPLATE, World, make_spec
 
 from tiercheck.protocol import names
 from tiercheck_operator.controller.belongings import Belongings
-from tiercheck_operator.controller.observation import PodView
-from tiercheck_operator.controller.parsing import parse_job, parse_pod
 from tiercheck_operator.kube import ApiFailure
 from tiercheck_operator.manifests.gang import GANGS, build_gang
 from tiercheck_operator.manifests.pod import build_pod, build_spare
+from tiercheck_operator.model.observed import PodView
+from tiercheck_operator.model.parsing import parse_job, parse_pod
 
 QUEUE = "kueue.x-k8s.io/queue-name"
 TOPOLOGY = "kueue.x-k8s.io/podset-required-topology"

@@ -12,8 +12,8 @@ from tests.examples import examples
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import RankFailure
 from tiercheck.protocol.version import Version
-from tiercheck_operator.controller.failure_spec import HangSpec
-from tiercheck_operator.controller.record import render_record
+from tiercheck_operator.model.spec import HangSpec
+from tiercheck_operator.model.status import render_record
 
 RACK = "topology.kubernetes.io/rack"
 

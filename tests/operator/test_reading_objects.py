@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import kubelet_words
 import pytest
@@ -13,11 +16,11 @@ from hypothesis import strategies as st
 from tiercheck.protocol.directive import HealthCheck
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.failure_spec import ExitCodes, FailureRule, HangSpec, RuleAction
 from tiercheck_operator.controller.loop import merge_patch
-from tiercheck_operator.controller.observation import ContainerState, ContainerView
-from tiercheck_operator.controller.parsing import parse_job, parse_node, parse_pod
-from tiercheck_operator.controller.record import (
+from tiercheck_operator.model.observed import ContainerState, ContainerView
+from tiercheck_operator.model.parsing import parse_job, parse_node, parse_pod
+from tiercheck_operator.model.spec import ExitCodes, FailureRule, HangSpec, RuleAction
+from tiercheck_operator.model.status import (
     CheckpointRecord,
     Condition,
     Facts,
@@ -233,6 +236,29 @@ def test_status_means_the_same_after_a_round_trip() -> None:
     )
     assert parse_record(render_record(record)) == record
     assert record.restored_version == Version(40, 1)
+
+
+def anything(hint: Any) -> st.SearchStrategy[Any]:
+    """Of a field of the status."""
+    origin, inside = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return st.none() | anything(inside[0])
+    if origin is tuple:
+        return st.lists(anything(inside[0]), max_size=2).map(tuple)
+    if origin is Mapping:
+        inner = st.integers() if inside[1] is Any else anything(inside[1])
+        return st.dictionaries(st.sampled_from(["local", "peer"]), inner, min_size=1)
+    if dataclasses.is_dataclass(hint):
+        return st.builds(hint, **{name: anything(inner) for name, inner in get_type_hints(hint).items()})
+    return {bool: st.booleans(), int: st.integers(0, 2**53), float: st.floats(1, 4e9)}.get(
+        hint, st.text("ab", min_size=1)
+    )
+
+
+@given(anything(JobRecord))
+def test_status_that_was_read_back_is_written_as_it_was(record: JobRecord) -> None:
+    raw = render_record(record)
+    assert render_record(parse_record(raw)) == raw
 
 
 MOMENTS = ("failed_at", "detected_at", "decided_at", "restored_at", "released_at", "noticed_at")

@@ -11,8 +11,8 @@ from world_in_memory import REMOTE, World, make_spec
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Problem
 from tiercheck.protocol.version import Version
-from tiercheck_operator.controller.actions import DeletePod, Push
-from tiercheck_operator.controller.record import JobRecord
+from tiercheck_operator.model.actions import DeletePod, Push
+from tiercheck_operator.model.status import JobRecord
 
 
 def running_world(**changes: object) -> World:

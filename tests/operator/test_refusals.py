@@ -10,12 +10,12 @@ import pytest
 from world_in_memory import TEMPLATE, World, make_spec
 
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.actions import CreatePod, Decision, DeletePod
 from tiercheck_operator.controller.belongings import Belongings
 from tiercheck_operator.controller.decide import decide, refused
 from tiercheck_operator.controller.execute import Executor
-from tiercheck_operator.controller.observation import Observation
 from tiercheck_operator.kube import ApiFailure, Kube
+from tiercheck_operator.model.actions import CreatePod, Decision, DeletePod
+from tiercheck_operator.model.observed import Observation
 
 
 class Refusing:

@@ -10,7 +10,7 @@ import pytest
 from world_in_memory import Sidecar, World, make_spec
 
 from tiercheck.protocol.report import MemoryReport, Report
-from tiercheck_operator.controller import conditions
+from tiercheck_operator.model import conditions
 from tiercheck_operator.planning.topology import HOSTNAME_LABEL
 
 RACK = "topology.kubernetes.io/rack"

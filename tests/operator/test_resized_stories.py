@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.operator.world_in_memory import REMOTE, World, make_spec
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_operator.controller.record import JobRecord
+from tiercheck_operator.model.status import JobRecord
 
 
 def a_job(workers: int) -> World:

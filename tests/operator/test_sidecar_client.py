@@ -24,10 +24,10 @@ from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.encoding import from_json, to_json
 from tiercheck.protocol.report import Report
 from tiercheck_operator import sidecars
-from tiercheck_operator.controller.actions import Push
-from tiercheck_operator.controller.observation import HostSign
 from tiercheck_operator.credentials import issue
 from tiercheck_operator.manifests.secret import Credentials
+from tiercheck_operator.model.actions import Push
+from tiercheck_operator.model.observed import HostSign
 from tiercheck_operator.sidecars import JobSidecars, SidecarError
 
 HOST = "127.83.1.7"

@@ -9,9 +9,9 @@ from world_in_memory import REMOTE, World, make_spec
 
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import SPARE
-from tiercheck_operator.controller.actions import CreatePod, Promote
-from tiercheck_operator.controller.observation import PodView
-from tiercheck_operator.controller.record import SparesRecord
+from tiercheck_operator.model.actions import CreatePod, Promote
+from tiercheck_operator.model.observed import PodView
+from tiercheck_operator.model.status import SparesRecord
 
 
 def world_with_spares(spares: int = 1, racks: int = 2, nodes_per_rack: int = 3, **changes: object) -> World:

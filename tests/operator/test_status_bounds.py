@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from world_in_memory import START, World
 
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.bounds import LIMIT, bounded, share, size
-from tiercheck_operator.controller.record import (
+from tiercheck_operator.controller.barrier import add_summary
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.limits import LIMIT, fit_status, share, size
+from tiercheck_operator.model.status import (
     CheckpointRecord,
     Condition,
     Facts,
@@ -29,7 +30,6 @@ from tiercheck_operator.controller.record import (
     render_record,
     rfc3339,
 )
-from tiercheck_operator.controller.recovery_history import remembered
 
 TYPES = [
     conditions.PLACED, conditions.PROTECTED, conditions.RESTORING, conditions.RUNNING, conditions.SUSPENDED,
@@ -50,7 +50,7 @@ def worst(letter: str = "\N{GREEK SMALL LETTER OMEGA}") -> JobRecord:
     }  # fmt: skip
     history: tuple[object, ...] = ()
     for _ in range(20):
-        history = remembered(history, summary)  # type: ignore[arg-type, assignment]
+        history = add_summary(history, summary)  # type: ignore[arg-type, assignment]
     tier = TierRecord(BIG, rfc3339(START), BIG)
     return JobRecord(
         observed_generation=BIG, attempt=BIG, phase="Restoring", members="m" * 64, sidecar_image="i" * 1024,
@@ -77,7 +77,7 @@ def test_worst_case_of_every_field_fits_and_keeps_what_decisions_rest_on() -> No
     for letter in ("x", "\N{GREEK SMALL LETTER OMEGA}"):
         before = worst(letter)
         assert size(before) > 3 * LIMIT
-        after = bounded(before)
+        after = fit_status(before)
         assert size(after) <= LIMIT
         assert parse_record(render_record(after)) == parse_record(json.loads(json.dumps(render_record(after))))
         assert after.history == before.history
@@ -95,15 +95,15 @@ def test_worst_case_of_every_field_fits_and_keeps_what_decisions_rest_on() -> No
 def test_one_long_message_is_left_whole_and_a_usual_status_is_not_touched() -> None:
     world = World()
     world.until("Running")
-    assert bounded(world.status) == world.status
+    assert fit_status(world.status) == world.status
     long = Condition(conditions.PLACED, False, "R", "m" * 4000, rfc3339(START))
     record = dataclasses.replace(world.status, conditions=(long, *world.status.conditions[1:]))
-    assert bounded(record) == record
+    assert fit_status(record) == record
 
 
 def test_what_was_bounded_is_not_cut_again() -> None:
-    once = bounded(worst())
-    assert bounded(once) == once
+    once = fit_status(worst())
+    assert fit_status(once) == once
 
 
 @given(st.lists(st.integers(0, 5000), max_size=16), st.integers(0, 20_000))

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from world_in_memory import REMOTE, World, make_spec
 
-from tiercheck_operator.controller.actions import CreatePod, Probe
 from tiercheck_operator.controller.decide import decide
 from tiercheck_operator.controller.suspicion import doubted_nodes
+from tiercheck_operator.model.actions import CreatePod, Probe
 from tiercheck_operator.planning.suspect_nodes import SuspectNodes
 
 

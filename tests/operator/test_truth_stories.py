@@ -11,9 +11,9 @@ from world_in_memory import REMOTE, World, make_spec
 
 from tests.examples import examples
 from tiercheck.protocol.version import Version
-from tiercheck_operator.controller.actions import Push
 from tiercheck_operator.controller.decide import decide
-from tiercheck_operator.controller.record import Recovery
+from tiercheck_operator.model.actions import Push
+from tiercheck_operator.model.status import Recovery
 
 
 def training(**changes: object) -> World:

@@ -9,9 +9,9 @@ import pytest
 from world_in_memory import World, make_spec
 
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.record import parse_record, render_record
-from tiercheck_operator.controller.sidecar_image import pinned
+from tiercheck_operator.controller.replacing import choose_sidecar_image
 from tiercheck_operator.manifests.pulling import with_pull_settings
+from tiercheck_operator.model.status import parse_record, render_record
 
 
 def images(world: World) -> set[str]:
@@ -71,8 +71,8 @@ def test_image_is_remembered_in_the_status_and_an_operator_of_no_pods_uses_its_o
     world = World()
     record = replace(world.status, sidecar_image="a:1")
     assert parse_record(render_record(record)).sidecar_image == "a:1"
-    assert pinned(record, [], "b:2") == "a:1"
-    assert pinned(world.status, [], "b:2") == "b:2"
+    assert choose_sidecar_image(record, [], "b:2") == "a:1"
+    assert choose_sidecar_image(world.status, [], "b:2") == "b:2"
 
 
 POD: dict[str, Any] = {

@@ -14,15 +14,15 @@ from test_pod_resources import attached
 from tests.operator import attach_shapes as shapes
 from tiercheck.protocol import names
 from tiercheck_operator.attach.owners import Unattachable
-from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.decide import decide
-from tiercheck_operator.controller.observation import JobView, Observation
-from tiercheck_operator.controller.parsing import parse_pod
-from tiercheck_operator.controller.record import Condition, JobRecord
 from tiercheck_operator.controller.status import with_refusal
 from tiercheck_operator.manifests.pod import build_pod
 from tiercheck_operator.manifests.resources import limits_advice
 from tiercheck_operator.manifests.template import deadline_problem, pod_problem
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.observed import JobView, Observation
+from tiercheck_operator.model.parsing import parse_pod
+from tiercheck_operator.model.status import Condition, JobRecord
 
 Object = dict[str, Any]
 OURS = {names.LIBRARY_CONTAINER, names.NODE_MEMORY_CONTAINER, names.SIDECAR_CONTAINER}

@@ -38,7 +38,11 @@ from tiercheck.protocol.report import (
     Watermarks,
 )
 from tiercheck.protocol.version import Version
-from tiercheck_operator.controller.actions import (
+from tiercheck_operator.controller.decide import decide
+from tiercheck_operator.controller.membership import left_nodes
+from tiercheck_operator.controller.replacing import choose_sidecar_image
+from tiercheck_operator.controller.suspicion import doubted_nodes
+from tiercheck_operator.model.actions import (
     Action,
     CreatePod,
     CreateSpare,
@@ -55,11 +59,8 @@ from tiercheck_operator.controller.actions import (
     RemoveGang,
     SavePlacement,
 )
-from tiercheck_operator.controller.decide import decide
-from tiercheck_operator.controller.membership import left_nodes
-from tiercheck_operator.controller.observation import (
+from tiercheck_operator.model.observed import (
     HostSign,
-    JobSpec,
     JobView,
     NodeView,
     Observation,
@@ -68,9 +69,8 @@ from tiercheck_operator.controller.observation import (
     SavedPlacement,
     WorkerReport,
 )
-from tiercheck_operator.controller.record import JobRecord, parse_record, render_record
-from tiercheck_operator.controller.sidecar_image import pinned
-from tiercheck_operator.controller.suspicion import doubted_nodes
+from tiercheck_operator.model.spec import JobSpec
+from tiercheck_operator.model.status import JobRecord, parse_record, render_record
 from tiercheck_operator.planning.suspect_nodes import SuspectNodes
 
 TEMPLATE = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["python", "train.py"]}]}}
@@ -558,7 +558,7 @@ class World:
 
     def observe(self) -> Observation:
         self.unclaimed = {uid: self.unclaimed.get(uid, self.now) for uid, pod in self.pods.items() if not pod.claimed}
-        image = pinned(self.job.status, self.pods.values(), self.image)
+        image = choose_sidecar_image(self.job.status, self.pods.values(), self.image)
         return Observation(
             now=self.now,
             job=replace(self.job, sidecar_image=image),
@@ -652,7 +652,7 @@ class World:
         self.pods[uid] = PodView(
             name, uid, self.job.uid, worker, incarnation, None, None, "Pending", self.now,
             avoided=frozenset(avoid), spare=spare, resource_version="1",
-            sidecar_image=pinned(self.job.status, self.pods.values(), self.image),
+            sidecar_image=choose_sidecar_image(self.job.status, self.pods.values(), self.image),
         )  # fmt: skip
 
     def _delete(self, action: DeletePod) -> None:

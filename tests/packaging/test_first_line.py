@@ -16,8 +16,8 @@ import pytest
 import yaml
 from dockerfile import stages
 
-from tiercheck_operator.controller.parsing import parse_job
 from tiercheck_operator.manifests.pod import build_pod
+from tiercheck_operator.model.parsing import parse_job
 
 ROOT = Path(__file__).parents[2]
 PLACES = {"tiercheck": ROOT, "tiercheck_operator": ROOT / "operator", "tiercheck_sidecar": ROOT / "sidecar"}

@@ -15,7 +15,7 @@ OTHER_DOORS = {
     "sidecar/tiercheck_sidecar/decoding.py": "keeps the decoders that go through it",
     "operator/tiercheck_operator/sidecars.py": "keeps the decoder of reports, which goes through it",
     "tiercheck/warm/becoming.py": "an order of this process's own parent; its environment may hold what is no Unicode",
-    "operator/tiercheck_operator/controller/parsing.py": "one word of a pod's annotation, read with the rest of the pod",
+    "operator/tiercheck_operator/model/parsing.py": "one word of a pod's annotation, read with the rest of the pod",
     "cli/tiercheck_cli/files.py": "YAML, of a file that the user names",
 }
 DECODERS = {

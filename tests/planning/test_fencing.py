@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tiercheck.protocol.version import History, Version
 from tiercheck_operator.planning.inventory import Artifacts, Inventory, RemoteInventory
-from tiercheck_operator.planning.recovery import Recover, Situation, decide_recovery
+from tiercheck_operator.planning.recovery import Recover, RecoveryProblem, decide_recovery
 
 
 @st.composite
@@ -23,7 +23,7 @@ def histories(draw: st.DrawFn) -> tuple[History, int]:
 
 
 @st.composite
-def fates(draw: st.DrawFn) -> tuple[Situation, Situation]:
+def fates(draw: st.DrawFn) -> tuple[RecoveryProblem, RecoveryProblem]:
     """What the accepted line left in memory and in the store; and the same with what stale workers have put there as well."""
     history, newest = draw(histories())
     versions = st.builds(Version, st.integers(1, 40), st.integers(1, newest))
@@ -32,7 +32,7 @@ def fates(draw: st.DrawFn) -> tuple[Situation, Situation]:
     drawn = {(place, kind): draw(sets) for place in ("own0", "own1", "at0", "at1") for kind in ("snapshots", "deltas")}
     remote = draw(sets)
 
-    def situation(keep: bool) -> Situation:
+    def situation(keep: bool) -> RecoveryProblem:
         def kept(found: set[Version]) -> frozenset[Version]:
             return frozenset(v for v in found if keep or history.accepts(v))
 
@@ -43,13 +43,13 @@ def fates(draw: st.DrawFn) -> tuple[Situation, Situation]:
             Inventory(0, own={0: artifacts("own0")}, hosted={1: artifacts("at0")}),
             Inventory(1, own={1: artifacts("own1")}, hosted={0: artifacts("at1")}),
         )
-        return Situation(ranks, 1, history, inventories, RemoteInventory(True, True, kept(remote)), last_step=40)
+        return RecoveryProblem(ranks, 1, history, inventories, RemoteInventory(True, True, kept(remote)), last_step=40)
 
     return situation(keep=False), situation(keep=True)
 
 
 @given(fates())
-def test_versions_that_no_history_accepts_change_no_decision(fate: tuple[Situation, Situation]) -> None:
+def test_versions_that_no_history_accepts_change_no_decision(fate: tuple[RecoveryProblem, RecoveryProblem]) -> None:
     clean, soiled = fate
     expected, decided = decide_recovery(clean), decide_recovery(soiled)
     assert type(decided) is type(expected)
@@ -61,7 +61,7 @@ def test_versions_that_no_history_accepts_change_no_decision(fate: tuple[Situati
 
 @given(fates(), st.integers(1, 40), st.integers(1, 5))
 def test_version_completed_by_an_attempt_after_it_was_over_is_never_chosen(
-    fate: tuple[Situation, Situation], base: int, late: int
+    fate: tuple[RecoveryProblem, RecoveryProblem], base: int, late: int
 ) -> None:
     """The next attempt begins from `base`; only then the last one completes a later step everywhere."""
     before, _ = fate

@@ -10,7 +10,7 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import History, Version
 from tiercheck_operator.planning.code_group import OldGroup
 from tiercheck_operator.planning.inventory import Artifacts, Inventory, Missing, RemoteInventory
-from tiercheck_operator.planning.recovery import Recover, Situation, decide_recovery
+from tiercheck_operator.planning.recovery import Recover, RecoveryProblem, decide_recovery
 
 OLD = Version(8, 1)
 GROUPS = ((0, 1, 2), (3, 4), (2, 1, 0))
@@ -33,8 +33,8 @@ def inventories(draw: st.DrawFn) -> list[Inventory]:
     ]
 
 
-def situation(kept: list[Inventory]) -> Situation:
-    return Situation(3, 1, HISTORY, kept, RemoteInventory(False))
+def situation(kept: list[Inventory]) -> RecoveryProblem:
+    return RecoveryProblem(3, 1, HISTORY, kept, RemoteInventory(False))
 
 
 def who(kept: list[Inventory], rank: int) -> set[int]:
@@ -88,7 +88,7 @@ def test_snapshot_is_rebuilt_whatever_deltas_lead_to_and_each_place_is_named() -
         Inventory(0, {0: both}, {1: Artifacts((), {delta})}, {Share(0, (0, 1, 2)): both}),
         Inventory(1, {1: Artifacts({base})}),
     ]
-    decision = decide_recovery(Situation(2, 1, history, kept, RemoteInventory(False)))
+    decision = decide_recovery(RecoveryProblem(2, 1, history, kept, RemoteInventory(False)))
     assert isinstance(decision, Recover)
     assert (decision.version, decision.tier_counts) == (base, {Tier.PEER: 3})
     assert [place.group for place in decision.sources[2]] == [OldGroup((0, 1, 2), (0, 1, None), (0,))]
@@ -100,7 +100,7 @@ def test_block_that_a_member_keeps_since_workers_were_numbered_anew_breaks_nothi
     held = {rank: Artifacts({OLD}) for rank in range(3)}
     kept = [Inventory(rank, {rank: held[rank]}) for rank in range(2)]
     kept.append(Inventory(2, blocks={Share(1, (0, 1, 2)): Artifacts({OLD})}))
-    job = Situation(3, 1, history, kept, RemoteInventory(False))
+    job = RecoveryProblem(3, 1, history, kept, RemoteInventory(False))
     decision = decide_recovery(job)
     assert isinstance(decision, Recover)
     assert decision.version == OLD
@@ -109,5 +109,5 @@ def test_block_that_a_member_keeps_since_workers_were_numbered_anew_breaks_nothi
 def test_what_turned_out_bad_everywhere_is_not_rebuilt_either() -> None:
     kept = [Inventory(0, {0: Artifacts({OLD}), 1: Artifacts({OLD})}, blocks={Share(0, (0, 1, 2)): Artifacts({OLD})})]
     history = History().after(1, 0, 3).after(2, 8, 2)
-    job = Situation(2, 1, history, kept, RemoteInventory(False), bad={Artifact(2, OLD, Kind.SNAPSHOT)})
+    job = RecoveryProblem(2, 1, history, kept, RemoteInventory(False), bad={Artifact(2, OLD, Kind.SNAPSHOT)})
     assert job.stock.lacking(OLD) == (2,)

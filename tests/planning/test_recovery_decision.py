@@ -21,10 +21,10 @@ from tiercheck_operator.planning.recovery import (
     Inventory,
     Missing,
     Recover,
+    RecoveryProblem,
     Refuse,
     RemoteInventory,
     RestoreSeconds,
-    Situation,
     SourceChoice,
     StartFresh,
     Wait,
@@ -49,9 +49,9 @@ def steps(*snapshots: int, deltas: Iterable[int] = (), attempt: int = 1) -> Arti
     return Artifacts(versions_of(*snapshots, attempt=attempt), versions_of(*deltas, attempt=attempt))
 
 
-def situation(*inventories: Inventory, ranks: int, **more: object) -> Situation:
+def situation(*inventories: Inventory, ranks: int, **more: object) -> RecoveryProblem:
     """One rank per worker, a job in its first attempt, no remote tier, unless `more` says otherwise."""
-    base = Situation(
+    base = RecoveryProblem(
         ranks=ranks, ranks_per_worker=1, history=History().after(1, 0), inventories=inventories, remote=NO_REMOTE
     )
     return replace(base, **more)  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ artifacts = st.builds(Artifacts, held, held)
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> Situation:
+def situations(draw: st.DrawFn) -> RecoveryProblem:
     """Up to four workers of one or two ranks that hold anything of themselves and of others, and blocks of any parity group."""
     workers = draw(st.integers(1, 4))
     per_worker = draw(st.integers(1, 2))
@@ -86,7 +86,7 @@ def situations(draw: st.DrawFn) -> Situation:
         for worker in sorted(answered)
     ]
     remote = draw(st.builds(RemoteInventory, st.booleans(), st.sampled_from((None, True, False)), held))
-    return Situation(
+    return RecoveryProblem(
         ranks=ranks,
         ranks_per_worker=per_worker,
         history=history,
@@ -101,11 +101,11 @@ def situations(draw: st.DrawFn) -> Situation:
     )
 
 
-def home(job: Situation, rank: int) -> int:
+def home(job: RecoveryProblem, rank: int) -> int:
     return rank // job.ranks_per_worker
 
 
-def at(job: Situation, place: SourceChoice, artifact: Artifact) -> bool:
+def at(job: RecoveryProblem, place: SourceChoice, artifact: Artifact) -> bool:
     """By definition: whether that place alone can give the artifact."""
     rank, version = artifact.rank, artifact.version
     if artifact in job.bad:
@@ -130,7 +130,7 @@ def of_kind(held_there: Artifacts, kind: Kind) -> set[Version]:
     return set(held_there.snapshots if kind is Kind.SNAPSHOT else held_there.deltas)
 
 
-def by_parity(job: Situation, artifact: Artifact) -> bool:
+def by_parity(job: RecoveryProblem, artifact: Artifact) -> bool:
     """If the rank had nothing: its group's other members that hold their own, and distinct blocks, make as many as the group has."""
     shares = {share for inventory in job.inventories for share in inventory.blocks if artifact.rank in share.ranks}
     for ranks in {share.ranks for share in shares}:
@@ -150,7 +150,7 @@ PARITY = SourceChoice(Tier.PEER, group=CodeGroup((), ()))
 """Any group."""
 
 
-def held_by(job: Situation, rank: int, places: Iterable[SourceChoice]) -> tuple[set[Version], set[Version]]:
+def held_by(job: RecoveryProblem, rank: int, places: Iterable[SourceChoice]) -> tuple[set[Version], set[Version]]:
     every = [Version(step, attempt) for step in range(1, 9) for attempt in range(1, 4)]
     snapshots, deltas = (
         {version for version in every if any(at(job, place, Artifact(rank, version, kind)) for place in places)}
@@ -159,11 +159,11 @@ def held_by(job: Situation, rank: int, places: Iterable[SourceChoice]) -> tuple[
     return snapshots, deltas
 
 
-def everywhere(job: Situation) -> list[SourceChoice]:
+def everywhere(job: RecoveryProblem) -> list[SourceChoice]:
     return [LOCAL, PARITY, REMOTE, *(peer(inventory.worker) for inventory in job.inventories)]
 
 
-def possible_versions(job: Situation) -> set[Version]:
+def possible_versions(job: RecoveryProblem) -> set[Version]:
     """By brute force: the intersection over ranks of what the union of all places leads to."""
     sets = [rebuildable(*held_by(job, rank, everywhere(job)), job.history) for rank in range(job.ranks)]
     return set(frozenset.intersection(*sets))
@@ -171,7 +171,7 @@ def possible_versions(job: Situation) -> set[Version]:
 
 @given(situations())
 @settings(deadline=None, max_examples=examples(300))
-def test_decision_is_one_that_brute_force_agrees_with(job: Situation) -> None:
+def test_decision_is_one_that_brute_force_agrees_with(job: RecoveryProblem) -> None:
     possible = possible_versions(job)
     if job.target_step is not None:
         possible = {version for version in possible if version.step == job.target_step}
@@ -195,7 +195,7 @@ def test_decision_is_one_that_brute_force_agrees_with(job: Situation) -> None:
             assert maybe
 
 
-def nearest(job: Situation, rank: int, version: Version) -> Tier:
+def nearest(job: RecoveryProblem, rank: int, version: Version) -> Tier:
     """The farthest tier that the rank needs, by definition."""
     memory = [place for place in everywhere(job) if place is not REMOTE]
     for tier, places in ((Tier.LOCAL, [LOCAL]), (Tier.PEER, memory)):
@@ -206,7 +206,9 @@ def nearest(job: Situation, rank: int, version: Version) -> Tier:
 
 @given(situations())
 @settings(deadline=None, max_examples=examples(300))
-def test_named_sources_are_those_that_hold_something_of_the_chain_and_the_nearest_comes_first(job: Situation) -> None:
+def test_named_sources_are_those_that_hold_something_of_the_chain_and_the_nearest_comes_first(
+    job: RecoveryProblem,
+) -> None:
     decision = decide_recovery(job)
     if not isinstance(decision, Recover):
         return
@@ -231,7 +233,7 @@ def test_named_sources_are_those_that_hold_something_of_the_chain_and_the_neares
 
 
 def of_any_chain(
-    job: Situation, rank: int, version: Version, snapshots: set[Version], deltas: set[Version]
+    job: RecoveryProblem, rank: int, version: Version, snapshots: set[Version], deltas: set[Version]
 ) -> set[Artifact]:
     wanted: set[Artifact] = set()
     for base in snapshots:
@@ -244,7 +246,7 @@ def of_any_chain(
 
 @given(situations())
 @settings(deadline=None)
-def test_restarted_operator_finds_the_same_sources_for_the_decided_version(job: Situation) -> None:
+def test_restarted_operator_finds_the_same_sources_for_the_decided_version(job: RecoveryProblem) -> None:
     decision = decide_recovery(job)
     for version in {Version(1, 1), Version(5, 2)} | ({decision.version} if isinstance(decision, Recover) else set()):
         again = job.stock.sources(version, job.distance)

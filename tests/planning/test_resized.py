@@ -9,7 +9,7 @@ from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import History, Version
 from tiercheck_operator.planning.inventory import Artifacts, Inventory, Missing, RemoteInventory
-from tiercheck_operator.planning.recovery import Recover, Situation, decide_recovery
+from tiercheck_operator.planning.recovery import Recover, RecoveryProblem, decide_recovery
 
 OLD, NEW = Version(8, 1), Version(12, 2)
 ranks = st.integers(1, 4)
@@ -23,7 +23,7 @@ def artifacts(version: Version, what: str) -> Artifacts:
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> Situation:
+def situations(draw: st.DrawFn) -> RecoveryProblem:
     """The old ranks made step 8; there are others now, whose workers hold anything of it."""
     before, now = draw(ranks), draw(ranks)
     inventories = [
@@ -35,7 +35,7 @@ def situations(draw: st.DrawFn) -> Situation:
         for worker in range(now)
     ]
     stored = draw(st.booleans())
-    return Situation(
+    return RecoveryProblem(
         ranks=now,
         ranks_per_worker=1,
         history=History().after(1, 0, before).after(2, 8, now),
@@ -44,7 +44,7 @@ def situations(draw: st.DrawFn) -> Situation:
     )
 
 
-def keepers(job: Situation, rank: int) -> set[int]:
+def keepers(job: RecoveryProblem, rank: int) -> set[int]:
     """By definition: who has the whole snapshot of that rank."""
     return {
         inventory.worker
@@ -55,7 +55,7 @@ def keepers(job: Situation, rank: int) -> set[int]:
 
 
 @given(situations())
-def test_every_old_rank_is_named_with_those_who_hold_it(job: Situation) -> None:
+def test_every_old_rank_is_named_with_those_who_hold_it(job: RecoveryProblem) -> None:
     before = job.history.ranks_of(OLD)
     if before == job.ranks:
         return
@@ -74,7 +74,7 @@ def test_every_old_rank_is_named_with_those_who_hold_it(job: Situation) -> None:
 
 
 @given(situations())
-def test_it_is_recovered_exactly_if_nobody_is_missing(job: Situation) -> None:
+def test_it_is_recovered_exactly_if_nobody_is_missing(job: RecoveryProblem) -> None:
     if job.history.ranks_of(OLD) == job.ranks:
         return
     outcome = decide_recovery(job)
@@ -87,7 +87,7 @@ def test_it_is_recovered_exactly_if_nobody_is_missing(job: Situation) -> None:
 
 def test_newer_version_of_the_present_ranks_is_taken_before_it() -> None:
     held = {rank: Artifacts({NEW}) for rank in range(2)}
-    job = Situation(
+    job = RecoveryProblem(
         ranks=2,
         ranks_per_worker=1,
         history=History().after(1, 0, 4).after(2, 8, 2).after(3, 12, 2),
@@ -103,7 +103,7 @@ def test_newer_version_of_the_present_ranks_is_taken_before_it() -> None:
 def test_artifacts_of_both_sizes_are_never_one_chain() -> None:
     """A delta of the two ranks after the four's snapshot leads nowhere, though steps and rank numbers fit."""
     after = Version(9, 2)
-    job = Situation(
+    job = RecoveryProblem(
         ranks=2,
         ranks_per_worker=1,
         history=History().after(1, 0, 4).after(2, 8, 2).after(3, 9, 2),
@@ -119,7 +119,7 @@ some = st.frozensets(st.sampled_from(STEPS))
 
 
 @st.composite
-def chains(draw: st.DrawFn) -> Situation:
+def chains(draw: st.DrawFn) -> RecoveryProblem:
     """Old ranks took snapshots and deltas at any of five steps; workers of another number of ranks hold any of them."""
     before, now = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     often = st.one_of(st.just(frozenset(STEPS)), some)
@@ -128,7 +128,7 @@ def chains(draw: st.DrawFn) -> Situation:
     ]
     rank = draw(st.integers(0, before - 1))
     bad = {Artifact(rank, draw(st.sampled_from(STEPS)), draw(st.sampled_from(Kind)))} if draw(st.booleans()) else set()
-    return Situation(
+    return RecoveryProblem(
         ranks=now,
         ranks_per_worker=1,
         history=History().after(1, 0, before).after(2, 8, now),
@@ -138,7 +138,7 @@ def chains(draw: st.DrawFn) -> Situation:
     )
 
 
-def common_snapshots(job: Situation) -> list[Version]:
+def common_snapshots(job: RecoveryProblem) -> list[Version]:
     """By definition: those that can be had of every old rank, oldest first."""
 
     def there(rank: int, wanted: Version) -> bool:
@@ -152,7 +152,9 @@ def common_snapshots(job: Situation) -> list[Version]:
 
 
 @given(chains())
-def test_other_ranks_come_back_to_the_newest_snapshot_that_all_old_ones_had_and_no_delta_counts(job: Situation) -> None:
+def test_other_ranks_come_back_to_the_newest_snapshot_that_all_old_ones_had_and_no_delta_counts(
+    job: RecoveryProblem,
+) -> None:
     if job.history.ranks_of(STEPS[0]) == job.ranks:
         return
     common, stock = common_snapshots(job), job.stock

@@ -18,7 +18,7 @@ from testbed.cluster import Testbed
 from testbed.processes import wait_for
 from training import WORKER, Training
 
-from tiercheck_operator.controller.causes import Cause
+from tiercheck_operator.model.causes import Cause
 
 PROCESS, POD, RACK = 5.0, 10.0, 15.0
 """Seconds of a recovery that may be ours, on an idle cluster."""

@@ -17,7 +17,7 @@ from stage import SYSTEM, TRAINING, Stage, job, remote, wait_until_gone
 from testbed.processes import run, wait_for
 from training import Training
 
-from tiercheck_operator.controller.causes import Cause
+from tiercheck_operator.model.causes import Cause
 
 PRIVILEGED = "memory-of-nodes"
 """A namespace that allows hostPath volumes, as NodeMemory needs them."""

@@ -17,7 +17,7 @@ from testbed.cluster import Testbed
 from testbed.node import Node
 from testbed.processes import wait_for
 
-from tiercheck_operator.controller.record import parse_time
+from tiercheck_operator.model.status import parse_time
 
 GROUP, VERSION, PLURAL = "tiercheck.io", "v1alpha1", "tiercheckjobs"
 WORKER = "tiercheck.io/worker"

@@ -19,7 +19,9 @@ from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.chain import Chain
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.version import History, Version
-from tiercheck_operator.controller import attempt, barrier, decide, membership, parsing, status, trigger
+from tiercheck_operator.controller import attempt, barrier, decide, status, trigger
+from tiercheck_operator.controller.observe import situation
+from tiercheck_operator.model import parsing
 from tiercheck_operator.planning import recovery
 from tiercheck_sidecar import (
     coordinator,
@@ -239,30 +241,30 @@ def _objects_before_their_manifest() -> list[Patch]:
 
 
 def _silent_means_dead() -> list[Patch]:
-    real = membership.doubts
+    real = situation.find_doubts
 
-    def hasty(obs: Any) -> Any:
-        from tiercheck_operator.controller.causes import Cause
+    def hasty(obs: Any, heard: Any) -> Any:
         from tiercheck_operator.controller.suspicion import Doubt
+        from tiercheck_operator.model.causes import Cause
 
-        found = dict(real(obs))
+        found = dict(real(obs, heard))
         for pod in obs.pods:
             known = obs.reports.get(pod.uid)
             if known is not None and known.silent_since is not None and known.answered_at is not None:
                 found.setdefault(pod.uid, Doubt(Cause.SIDECAR_SILENT, "it is silent", obs.now, False))
         return found
 
-    return [(membership, "doubts", hasty)]
+    return [(situation, "find_doubts", hasty)]
 
 
 def _restart_for_nothing() -> list[Patch]:
     real = decide.find_trigger
 
-    def nervous(obs: Any, members: Any) -> Any:
-        found = real(obs, members)
+    def nervous(obs: Any) -> Any:
+        found = real(obs)
         step = obs.job.status.step or 0
         if found is None and step and step % 17 == 0:
-            from tiercheck_operator.controller.causes import Cause
+            from tiercheck_operator.model.causes import Cause
 
             return trigger.Trigger(
                 Cause.TRAINER_FAILED if hasattr(Cause, "TRAINER_FAILED") else Cause.HUNG, "no reason", obs.now

@@ -13,8 +13,8 @@ from kubelet_words import at, pod, up
 
 from tests.simulation.plan import FIRST_OF_ALL_FAULTS
 from tiercheck.protocol import names
-from tiercheck_operator.controller import parsing
-from tiercheck_operator.controller.observation import Observation
+from tiercheck_operator.model import parsing
+from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.watched import ClusterView
 
 if TYPE_CHECKING:

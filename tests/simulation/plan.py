@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from world_in_memory import make_spec
 
 from tiercheck.protocol.directive import DeltaMode
-from tiercheck_operator.controller.observation import JobSpec
+from tiercheck_operator.model.spec import JobSpec
 
 FAULTS = {
     "crash": 3, "evict": 2, "vanish": 2, "node": 2, "rack": 1, "sidecar": 3, "all sidecars": 1, "hang": 1, "cut": 2,

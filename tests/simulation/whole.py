@@ -26,10 +26,10 @@ from tests.simulation.trainer import Launcher
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.report import Report, TrainerReport
 from tiercheck_operator.clock_skew import by_our_clock
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.actions import DeletePod, Probe, Push
-from tiercheck_operator.controller.observation import Observation, WorkerReport
-from tiercheck_operator.controller.record import JobRecord
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import DeletePod, Probe, Push
+from tiercheck_operator.model.observed import Observation, WorkerReport
+from tiercheck_operator.model.status import JobRecord
 from tiercheck_sidecar.exchange.frames import PeerSilent, WireBroken
 
 Entry = tuple[float, str, dict[str, Any]]

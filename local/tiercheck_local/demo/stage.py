@@ -33,9 +33,7 @@ class LaptopStage:
 
     def pod(self, worker: int) -> Object:
         """The worker's newest pod."""
-        pods = [
-            pod for pod in self.pods() if pod["metadata"]["labels"].get(names.LABEL_WORKER) == str(worker)
-        ]
+        pods = [pod for pod in self.pods() if pod["metadata"]["labels"].get(names.LABEL_WORKER) == str(worker)]
         return max(pods, key=_age)
 
     def pod_of(self, worker: int) -> str:
@@ -77,10 +75,7 @@ class LaptopStage:
         """Ask for one parity block for every two workers, instead of a copy of each."""
         patch = {"spec": {"tiers": {"peer": {"copies": None, "parity": {"data": 2, "parity": 1}}}}}
         self.cluster.api.patch(JOBS, self.namespace, self.job, patch)
-        return (
-            "from the next recovery on: parity over every two workers instead of copies, for half of the "
-            "memory"
-        )
+        return "from the next recovery on: parity over every two workers instead of copies, for half of the memory"
 
     def _get_secret(self) -> Mapping[str, Any]:
         return self.cluster.api.get(SECRETS, self.namespace, f"{self.job}-credentials")

@@ -11,9 +11,10 @@ from tiercheck_operator.attach.admission import POLICIES
 from tiercheck_operator.attach.injection import Attachment, attached_job
 from tiercheck_operator.attach.left_out import NOT_ATTACHED
 from tiercheck_operator.attach.owners import Unattachable
-from tiercheck_operator.controller.observation import PodView
 from tiercheck_operator.event_posting import ObjectEvents
 from tiercheck_operator.kube import JOBS, ApiFailure, Kube
+from tiercheck_operator.model.observed import PodView
+from tiercheck_operator.model.spelling import spell
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +65,7 @@ class Adoption:
             except ApiFailure as error:
                 log.warning("%s/%s: no job for %s: %s", namespace, owner.name, owner.kind, error)
                 if error.refused or error.not_found:
-                    about = {"apiVersion": owner.api_version, "kind": owner.kind, "name": owner.name, "uid": owner.uid}
-                    await self._events.warn({**about, "namespace": namespace}, NOT_ATTACHED, str(error))
+                    await self._events.warn({**spell(owner), "namespace": namespace}, NOT_ATTACHED, str(error))
                 failures += 1
             await asyncio.sleep(_BACKOFF[min(failures, len(_BACKOFF) - 1)] if failures else _BACKOFF[-1])
 

@@ -13,14 +13,15 @@ from typing import Any
 from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck_operator.attach.owners import Owner, Seat, Unattachable
-from tiercheck_operator.controller.observation import JobView
-from tiercheck_operator.controller.parsing import LONGEST_ATTACHMENT, parse_job
 from tiercheck_operator.manifests.host_network import worker_ports
 from tiercheck_operator.manifests.node_memory import NodeMemory
 from tiercheck_operator.manifests.pod import equip
 from tiercheck_operator.manifests.pulling import with_pull_settings
 from tiercheck_operator.manifests.resources import resources_problem
 from tiercheck_operator.manifests.template import pod_problem
+from tiercheck_operator.model.observed import JobView
+from tiercheck_operator.model.parsing import LONGEST_ATTACHMENT, parse_job
+from tiercheck_operator.model.spelling import spell
 
 _KNOWN_CONTAINERS = (names.TRAINER_CONTAINER, "pytorch", "node")
 """Where the command is if nothing is said: as in a TierCheckJob, in a PyTorchJob, in a TrainJob's runtimes."""
@@ -55,15 +56,7 @@ class Attachment:
     procs_per_worker: int
 
     def to_json(self) -> str:
-        owner = self.owner
-        return json.dumps(
-            {
-                "owner": {"apiVersion": owner.api_version, "kind": owner.kind, "name": owner.name, "uid": owner.uid},
-                "policy": self.policy, "container": self.container, "workers": self.workers,
-                "procsPerWorker": self.procs_per_worker,
-            },
-            separators=(",", ":"),
-        )  # fmt: skip
+        return json.dumps(spell(self), separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> Attachment:
@@ -94,7 +87,7 @@ def job_name(owner: Owner) -> str:
 def attached_job(namespace: str, attachment: Attachment, policy: Mapping[str, Any]) -> dict[str, Any]:
     """The TierCheckJob of an owner. `policy`: the spec of its TierCheckPolicy."""
     owner = attachment.owner
-    reference = {"apiVersion": owner.api_version, "kind": owner.kind, "name": owner.name, "uid": owner.uid}
+    reference = spell(owner)
     return {
         "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
         "kind": names.KIND,

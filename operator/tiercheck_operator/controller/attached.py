@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.actions import Action, DeletePod
-from tiercheck_operator.controller.observation import Observation
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Action, DeletePod
+from tiercheck_operator.model.observed import Observation
 
 _UNKNOWN_FAILURE = 1
 
@@ -23,7 +23,7 @@ def without_ended(obs: Observation, actions: Sequence[Action]) -> list[Action]:
     return [action for action in actions if isinstance(action, DeletePod) and action.uid not in ended]
 
 
-def started_again(obs: Observation) -> Observation | None:
+def start_again(obs: Observation) -> Observation | None:
     """The job as at its beginning, if it had failed and its owner made new pods in place of the failed ones; None: it did not.
 
     Attempts and history go on; only the crash budget begins anew, because it was the owner's policy to try again.
@@ -31,8 +31,7 @@ def started_again(obs: Observation) -> Observation | None:
     status = obs.job.status
     if obs.job.spec.attach is None or not status.holds(conditions.FAILED):
         return None
-    live = [pod for pod in obs.pods if not pod.terminal and not pod.deleting]
-    if not live or any(pod.uid in obs.attempt_pods for pod in live):
+    if not obs.living or any(pod.uid in obs.attempt_pods for pod in obs.living):
         return None
     kept = tuple(entry for entry in status.conditions if entry.type != conditions.FAILED)
     fresh = replace(status, conditions=kept, completed=None, crashes=0, recovery=None)

@@ -7,26 +7,28 @@ from dataclasses import dataclass, replace
 
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import History
-from tiercheck_operator.controller import conditions, failed_starts
-from tiercheck_operator.controller.adoption import adopted_history, last_attempt, with_ranks
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
-from tiercheck_operator.controller.failure_policy import GivenUp, budget_spent, hopeless, ruled_out
-from tiercheck_operator.controller.failure_rules import Verdict, judge
-from tiercheck_operator.controller.hang import find_hang, remembered
-from tiercheck_operator.controller.identities import reports_of
+from tiercheck_operator.controller.exits import note_failed_start
+from tiercheck_operator.controller.failure_policy import (
+    GivenUp,
+    fail_by_restart_limit,
+    fail_by_rule,
+    fail_hopeless_start,
+)
+from tiercheck_operator.controller.failure_rules import Verdict, match_rule
 from tiercheck_operator.controller.inventories import (
+    adopted_history,
     bad_everywhere,
     inventories,
+    last_attempt,
     remote_inventory,
+    reports_of,
+    with_ranks,
     without_versions,
 )
-from tiercheck_operator.controller.kept_copies import found_again
-from tiercheck_operator.controller.membership import Membership
 from tiercheck_operator.controller.memory import largest_share, too_small
-from tiercheck_operator.controller.observation import Observation
-from tiercheck_operator.controller.placing import Placed, Unplaceable, place_members
-from tiercheck_operator.controller.reached import newest_step
+from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.controller.placing import Placed, Unplaceable, describe_found_again, place_members
 from tiercheck_operator.controller.readiness import (
     Waiting,
     handing_over,
@@ -35,11 +37,15 @@ from tiercheck_operator.controller.readiness import (
     waiting_for_pods,
     waiting_for_sidecars,
 )
-from tiercheck_operator.controller.record import FailedStartRecord, HangRecord, JobRecord, Recovery
-from tiercheck_operator.controller.status import Finding
+from tiercheck_operator.controller.standstill import find_hang, note_hang
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.findings import Finding
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import FailedStartRecord, HangRecord, JobRecord, Recovery
 from tiercheck_operator.planning.inventory import RemoteInventory
 from tiercheck_operator.planning.recovery import Decision as Outcome
-from tiercheck_operator.planning.recovery import Recover, Refuse, Situation, StartFresh, Wait, decide_recovery
+from tiercheck_operator.planning.recovery import Recover, RecoveryProblem, Refuse, StartFresh, Wait, decide_recovery
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 _HISTORY_LIMIT = 100
@@ -59,40 +65,38 @@ class Begun:
     """For the condition Placed."""
 
 
-def begin_attempt(
-    obs: Observation, membership: Membership, recovery: Recovery
-) -> Begun | Waiting | Unplaceable | GivenUp:
+def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Waiting | Unplaceable | GivenUp:
     """The next attempt, if everything that it needs is known."""
-    verdict = judge(obs, recovery)
-    given_up = hopeless(obs, membership)
+    verdict = match_rule(situation, recovery)
+    given_up = fail_hopeless_start(situation)
     if given_up is None and not Cause.parse(recovery.cause).in_place:
-        given_up = ruled_out(
+        given_up = fail_by_rule(
             recovery, verdict
         )  # a pod is lost, whatever else may show; nothing has to take its place first
     if given_up is not None:
         return given_up
     waiting = (
-        waiting_for_pods(obs, membership)
-        or settling(obs, recovery)
-        or handing_over(obs)
-        or waiting_for_sidecars(obs, membership, recovery)
-        or retrying(obs, recovery)
+        waiting_for_pods(situation)
+        or settling(situation, recovery)
+        or handing_over(situation)
+        or waiting_for_sidecars(situation, recovery)
+        or retrying(situation, recovery)
     )
     if waiting is not None:
         return waiting
-    given_up = ruled_out(recovery, verdict) or budget_spent(obs, recovery, verdict)
+    given_up = fail_by_rule(recovery, verdict) or fail_by_restart_limit(situation, recovery, verdict)
     if given_up is not None:
         return given_up
-    placed = place_members(obs, membership)
+    placed = place_members(situation)
     if isinstance(placed, Unplaceable):
         return placed
-    if not obs.job.status.attempt:
-        crowded = too_small(obs.job.spec, largest_share(placed.holders, placed.groups))
+    if not situation.job.status.attempt:
+        crowded = too_small(situation.job.spec, largest_share(placed.holders, placed.groups))
         if crowded:
             return Unplaceable(conditions.MEMORY_TOO_SMALL, crowded)
-    reports = reports_of(obs, membership.members)
-    remote = remote_inventory(obs.job.spec, reports)
-    status = obs.job.status
+    reports = reports_of(situation, situation.members)
+    remote = remote_inventory(situation.job.spec, reports)
+    status = situation.job.status
     first = status.attempt == 0
     # A sidecar that knows a newer attempt than the status does (it was edited or restored) would refuse ours.
     history, number = status.history, max([status.attempt, *(report.attempt for report in reports)]) + 1
@@ -102,44 +106,42 @@ def begin_attempt(
     if first and remote.configured:
         if remote.undecided:
             return _remote_unknown(remote, reports)
-        history = adopted_history(remote, obs.job.spec.restore_step)
+        history = adopted_history(remote, situation.job.spec.restore_step)
         number = max(number, last_attempt(remote) + 1)
-    history = with_ranks(history, remote, obs.job.spec.full_size * obs.job.spec.procs_per_worker)
-    situation = _situation(obs, placed, history, reports, remote, first=first)
-    outcome = _decided(situation, recovery)
+    history = with_ranks(history, remote, situation.job.spec.workers * situation.job.spec.procs_per_worker)
+    problem = _recovery_problem(situation, placed, history, reports, remote, first=first)
+    outcome = _decided(problem, recovery)
     if isinstance(outcome, (Wait, Refuse)):
         said = next((f" {report.remote.message}" for report in reports if report.remote.message), "")
         refused = conditions.REMOTE_OWNED if _is_owned(reports) else conditions.REMOTE_UNREACHABLE
         reason = refused if remote.undecided else conditions.NOTHING_TO_RESTORE_FROM
-        return Waiting(reason, f"{outcome.reason}.{said}", wake_after=obs.patience.retry)
+        return Waiting(reason, f"{outcome.reason}.{said}", wake_after=situation.patience.retry)
     return Begun(
-        _next_status(
-            obs, membership, recovery, verdict, history=history, number=number, outcome=outcome, placed=placed
-        ),
-        placed.saved(number, membership),
+        _next_status(situation, recovery, verdict, history=history, number=number, outcome=outcome, placed=placed),
+        placed.saved(number, situation.membership),
         Finding(placed.reason, placed.message),
     )
 
 
-def _situation(
-    obs: Observation,
+def _recovery_problem(
+    situation: Situation,
     placed: Placed,
     history: History,
     reports: list[Report],
     remote: RemoteInventory,
     *,
     first: bool,
-) -> Situation:
-    spec = obs.job.spec
-    return Situation(
-        ranks=spec.workers * spec.procs_per_worker,
+) -> RecoveryProblem:
+    spec = situation.job.spec
+    return RecoveryProblem(
+        ranks=situation.size * spec.procs_per_worker,
         ranks_per_worker=spec.procs_per_worker,
         history=history,
         inventories=inventories(reports),
         remote=remote,
         distance=placed.distance,
-        step_seconds=obs.job.status.step_seconds,
-        last_step=newest_step(obs) or None,
+        step_seconds=situation.job.status.step_seconds,
+        last_step=situation.newest_step or None,
         # Later attempts go on from where the job is; the wish was about its beginning.
         target_step=spec.restore_step if first else None,
         bad=bad_everywhere(reports),
@@ -147,22 +149,21 @@ def _situation(
     )
 
 
-def _decided(situation: Situation, recovery: Recovery) -> Outcome:
+def _decided(problem: RecoveryProblem, recovery: Recovery) -> Outcome:
     """Without the versions that failed twice, if another one can be had, and after many failures without deltas; a failure
     alone never leads to a fresh start.
     """
     hopeless_ones = {version for version, times in Counter(recovery.failed_versions).items() if times > 1}
     if hopeless_ones:
         deltas = len(recovery.failed_versions) < _SNAPSHOTS_ONLY
-        outcome = decide_recovery(without_versions(situation, hopeless_ones, deltas=deltas))
+        outcome = decide_recovery(without_versions(problem, hopeless_ones, deltas=deltas))
         if isinstance(outcome, Recover):
             return outcome
-    return decide_recovery(situation)
+    return decide_recovery(problem)
 
 
 def _next_status(
-    obs: Observation,
-    membership: Membership,
+    situation: Situation,
     recovery: Recovery,
     verdict: Verdict,
     *,
@@ -171,26 +172,26 @@ def _next_status(
     outcome: Recover | StartFresh,
     placed: Placed,
 ) -> JobRecord:
-    status = obs.job.status
+    status = situation.job.status
     step = outcome.version.step if isinstance(outcome, Recover) else 0
     cause = Cause.parse(recovery.cause)
-    before = newest_step(obs)
-    accepted = history.after(number, step, obs.job.spec.workers * obs.job.spec.procs_per_worker)
-    members = members_digest(membership.members)
+    before = situation.newest_step
+    accepted = history.after(number, step, situation.size * situation.job.spec.procs_per_worker)
+    members = members_digest(situation.members)
     in_place = cause.in_place and members == status.members
     return replace(
         status,
         attempt=number,
         members=members,
-        hang=_hang(obs, membership, cause, accepted),
-        failed_start=_failed_start(obs, membership, recovery, accepted),
+        hang=_hang(situation, cause, accepted),
+        failed_start=_failed_start(situation, recovery, accepted),
         history=History(accepted.branches[-_HISTORY_LIMIT:]),
         crashes=status.crashes + verdict.counts,
         counted=status.counted + verdict.counts,
         crash_step=before if verdict.counts else status.crash_step,
         disruptions=status.disruptions + (not verdict.counts and not cause.planned),
         step=None if isinstance(outcome, StartFresh) else status.step or step or None,
-        placement=found_again(status.placement, placed.record) if in_place else placed.record,
+        placement=describe_found_again(status.placement, placed.record) if in_place else placed.record,
         # With pods lost, what memory held is no longer complete; the coordinator will say when it is again. What lies behind the
         # step that all go back to is given up, wherever it was complete.
         tiers={name: t for name, t in status.tiers.items() if t.step <= step and (in_place or name == "remote")},
@@ -199,37 +200,34 @@ def _next_status(
             attempt=number,
             rule=verdict.rule,
             message=_with_rule(recovery.message, verdict),
-            reason=_with_size(outcome.reason, obs),
+            reason=_with_size(outcome.reason, situation),
             step=step,
             version_attempt=outcome.version.attempt if isinstance(outcome, Recover) else 0,
             reached=before,
             lost_steps=max(0, before - step) if status.attempt else 0,
-            decided_at=obs.now,
+            decided_at=situation.now,
             restored_at=None,
             released_at=None,
         ),
     )
 
 
-def _hang(obs: Observation, membership: Membership, cause: Cause, accepted: History) -> HangRecord | None:
-    status = obs.job.status
+def _hang(situation: Situation, cause: Cause, accepted: History) -> HangRecord | None:
+    status = situation.job.status
     if cause is Cause.HUNG:
-        return remembered(status, find_hang(obs, membership.members))
+        return note_hang(status, find_hang(situation, situation.members))
     # In another size workers are numbered anew.
     return status.hang if status.history.ranks == accepted.ranks else None
 
 
-def _failed_start(
-    obs: Observation, membership: Membership, recovery: Recovery, accepted: History
-) -> FailedStartRecord | None:
-    found = failed_starts.remembered(obs, recovery, membership.members)
+def _failed_start(situation: Situation, recovery: Recovery, accepted: History) -> FailedStartRecord | None:
+    found = note_failed_start(situation, recovery, situation.members)
     # In another size workers are numbered anew.
-    return found if obs.job.status.history.ranks in (0, accepted.ranks) else None
+    return found if situation.job.status.history.ranks in (0, accepted.ranks) else None
 
 
 def _with_size(reason: str, obs: Observation) -> str:
-    wanted = obs.job.spec.wanted_workers
-    return reason if wanted is None else f"{reason}; with {obs.job.spec.workers} of {wanted} workers"
+    return f"{reason}; with {obs.size} of {obs.job.spec.workers} workers" if obs.shrunk else reason
 
 
 def _with_rule(message: str, verdict: Verdict) -> str:

@@ -5,21 +5,25 @@ The release is written to the status before it is sent, so an operator that rest
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tiercheck.protocol.directive import Phase, Source, Tier
 from tiercheck.protocol.report import Report, RestoreState, TrainerState
-from tiercheck_operator.controller.actions import Push
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import build_directives, settled_sources
-from tiercheck_operator.controller.identities import reports_of
-from tiercheck_operator.controller.inventories import bad_everywhere, inventories, remote_inventory, to_sources
-from tiercheck_operator.controller.observation import Observation, PodView
+from tiercheck_operator.controller.inventories import (
+    bad_everywhere,
+    inventories,
+    remote_inventory,
+    reports_of,
+    to_sources,
+)
 from tiercheck_operator.controller.placing import distance_between
-from tiercheck_operator.controller.record import JobRecord, Recovery, rfc3339
-from tiercheck_operator.controller.recovery_history import remembered
+from tiercheck_operator.model.actions import Push
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import JobRecord, Recovery, rfc3339
 from tiercheck_operator.planning.inventory import Missing
 from tiercheck_operator.planning.resized import ResizedStock
 from tiercheck_operator.planning.saved_placement import SavedPlacement
@@ -28,23 +32,18 @@ _FIRST_STEP_PATIENCE = 600.0
 """Seconds after which a recovery counts as ended although no step was reported: not every script reports steps."""
 
 
-def attempt_reports(obs: Observation, status: JobRecord, members: Mapping[int, PodView]) -> dict[int, Report]:
-    """Reports of the current attempt, by worker."""
-    found = {}
-    for worker, pod in members.items():
-        report = obs.report(pod)
-        if report is not None and report.attempt == status.attempt:
-            found[worker] = report
-    return found
+LENGTH = 10
+"""Recoveries that are remembered."""
+_SENTENCE = 160
+"""Characters of `message` and `reason` in the history; status.lastRecovery has all of them."""
 
 
-def advance(obs: Observation, status: JobRecord, members: Mapping[int, PodView]) -> JobRecord:
-    """The status once what the sidecars report is taken into account."""
+def advance(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) -> JobRecord:
+    """The status once what the sidecars report is taken into account. `reports`: of the attempt, by worker."""
     recovery = status.recovery
     if recovery is None or recovery.decided_at is None:
         return status
-    reports = attempt_reports(obs, status, members)
-    complete = len(reports) == obs.job.spec.workers
+    complete = len(reports) == obs.size
     if recovery.released_at is None:
         if complete and all(_ready(report, status) for report in reports.values()) and not absent_trainers(reports):
             return replace(status, recovery=replace(recovery, restored_at=obs.now, released_at=obs.now))
@@ -63,17 +62,17 @@ def absent_trainers(reports: Mapping[int, Report]) -> list[int]:
     return sorted(worker for worker, report in reports.items() if report.trainer.state is TrainerState.ABSENT)
 
 
-def waits_for_trainers(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) -> list[int]:
+def find_late_trainers(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) -> list[int]:
     """The workers that alone hold up the release."""
     recovery = status.recovery
-    restored = len(reports) == obs.job.spec.workers and all(_ready(report, status) for report in reports.values())
-    return absent_trainers(reports) if recovery is not None and recovery.released_at is None and restored else []
+    if recovery is None or recovery.released_at is not None or len(reports) < obs.size:
+        return []
+    return absent_trainers(reports) if all(_ready(report, status) for report in reports.values()) else []
 
 
-def all_succeeded(obs: Observation, status: JobRecord, members: Mapping[int, PodView]) -> bool:
+def all_succeeded(obs: Observation, reports: Mapping[int, Report]) -> bool:
     """Whether every training command of the current attempt exited with 0."""
-    reports = attempt_reports(obs, status, members)
-    return len(reports) == obs.job.spec.workers and all(
+    return len(reports) == obs.size and all(
         report.trainer.state is TrainerState.SUCCEEDED for report in reports.values()
     )
 
@@ -84,7 +83,7 @@ def wanted_phase(status: JobRecord) -> Phase:
     return Phase.HOLD if recovery is not None and recovery.released_at is None else Phase.RELEASE
 
 
-def pushes(
+def due_directives(
     obs: Observation,
     status: JobRecord,
     members: Mapping[int, PodView],
@@ -98,7 +97,7 @@ def pushes(
     directives = build_directives(obs, status, members, placement, phase=phase, sources=sources, exit_code=exit_code)
     due = []
     for worker, directive in directives.items():
-        report = obs.report(members[worker])
+        report = obs.newest_reports.get(members[worker].uid)
         if report is None or report.revision == directive.revision or report.attempt > directive.attempt:
             continue
         # The sidecar refuses it if it has followed something else by then: nothing that is under way for long undoes what came later.
@@ -126,7 +125,7 @@ def _sources(
         return settled
     reports = reports_of(obs, members)
     stock = ResizedStock(
-        spec.workers * spec.procs_per_worker,
+        obs.size * spec.procs_per_worker,
         spec.procs_per_worker,
         status.history,
         inventories(reports),
@@ -149,7 +148,7 @@ def _ended(
     if Cause.parse(recovery.cause) is Cause.FIRST_START and not recovery.step:
         return replace(status, recovery=None)
     summary = _summary(obs, recovery, reports, first_step)
-    return replace(status, recovery=None, last_recovery=summary, recoveries=remembered(status.recoveries, summary))
+    return replace(status, recovery=None, last_recovery=summary, recoveries=add_summary(status.recoveries, summary))
 
 
 def _summary(obs: Observation, recovery: Recovery, reports: Mapping[int, Report], first_step: float) -> dict[str, Any]:
@@ -176,3 +175,14 @@ def _summary(obs: Observation, recovery: Recovery, reports: Mapping[int, Report]
         "totalSeconds": round(max(0.0, first_step - recovery.failed_at), 3),
         "time": rfc3339(obs.now),
     }
+
+
+def add_summary(history: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """`history` with one more, newest first."""
+    short = {key: _shortened(value) if key in ("message", "reason") else value for key, value in summary.items()}
+    return (short, *history)[:LENGTH]
+
+
+def _shortened(sentence: object) -> str:
+    text = str(sentence or "")
+    return text if len(text) <= _SENTENCE else text[: _SENTENCE - 1] + "\N{HORIZONTAL ELLIPSIS}"

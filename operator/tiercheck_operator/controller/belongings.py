@@ -6,7 +6,6 @@ import contextlib
 import logging
 from typing import Any
 
-from tiercheck_operator.controller.observation import JobView
 from tiercheck_operator.credentials import issue
 from tiercheck_operator.kube import CORE, ApiFailure, Kube
 from tiercheck_operator.manifests import owned
@@ -15,6 +14,7 @@ from tiercheck_operator.manifests.gang import GANGS, build_gang
 from tiercheck_operator.manifests.placement import build_placement, parse_placement
 from tiercheck_operator.manifests.secret import Credentials, build_secret, parse_secret
 from tiercheck_operator.manifests.service import build_service
+from tiercheck_operator.model.observed import JobView
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 log = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.actions import Action, EnsureBudget, RemoveBudget
-from tiercheck_operator.controller.observation import Observation
-from tiercheck_operator.controller.record import JobRecord, parse_time, rfc3339
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Action, EnsureBudget, RemoveBudget
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import JobRecord, parse_time, rfc3339
 
 _TRIES = 3
 """Attempts on the way back that may end before their first step; a command that keeps failing does not hold nodes up."""
@@ -36,7 +36,7 @@ class Budget:
 
 def wanted_budget(obs: Observation, record: JobRecord, *, idle: bool) -> Budget:
     """By the status that is about to be written. `idle`: the job has ended or is suspended, or pods are given back for that."""
-    workers, limit = obs.job.spec.workers, obs.job.spec.eviction_hold
+    workers, limit = obs.size, obs.job.spec.eviction_hold
     if obs.job.spec.attach is not None:
         return Budget(None, conditions.NO_BUDGET, "the pods are another controller's, and so are their budgets")
     if limit is None:

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.adoption import with_ranks
-from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.identities import reports_of
-from tiercheck_operator.controller.inventories import bad_everywhere, inventories, remote_inventory
+from tiercheck_operator.controller.inventories import (
+    bad_everywhere,
+    inventories,
+    remote_inventory,
+    reports_of,
+    with_ranks,
+)
 from tiercheck_operator.controller.membership import Membership
-from tiercheck_operator.controller.observation import Observation, PodView
-from tiercheck_operator.controller.record import rfc3339
+from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import rfc3339
 from tiercheck_operator.planning.resized import ResizedStock
 
 
@@ -28,17 +33,17 @@ class Shortage:
     wake_after: float
 
 
-def shortage(obs: Observation, membership: Membership) -> Shortage | None:
+def describe_shortage(situation: Situation) -> Shortage | None:
     """None: every pod has a node, or the scheduler has not looked for one yet."""
-    if not homeless_members(membership):
+    if not homeless_members(situation.membership):
         return None
-    since, end = _clock(obs)
-    left = end - obs.now
+    since, end = _clock(situation)
+    left = end - situation.now
     if left > 0:
-        text = f"{told(obs, membership)} {_outlook(obs, membership, end)}"
-        return Shortage(conditions.UNSCHEDULABLE, text, min(left, obs.patience.unschedulable))
-    text = f"{told(obs, membership)} {_waits(obs, membership, since)} {_size_advice(obs, membership)}"
-    return Shortage(conditions.NO_CAPACITY, text.strip(), obs.patience.unschedulable)
+        text = f"{describe_homeless(situation)} {_outlook(situation, end)}"
+        return Shortage(conditions.UNSCHEDULABLE, text, min(left, situation.patience.unschedulable))
+    text = f"{describe_homeless(situation)} {_waits(situation, since)} {_size_advice(situation)}"
+    return Shortage(conditions.NO_CAPACITY, text.strip(), situation.patience.unschedulable)
 
 
 def homeless_members(membership: Membership) -> list[PodView]:
@@ -46,30 +51,29 @@ def homeless_members(membership: Membership) -> list[PodView]:
     return [pod for pod in membership.members.values() if pod.homeless]
 
 
-def overdue(obs: Observation, membership: Membership) -> bool:
+def is_overdue(situation: Situation) -> bool:
     """Whether no node has taken some pod for failurePolicy.capacityTimeoutSeconds."""
-    return bool(homeless_members(membership)) and _clock(obs)[1] <= obs.now
+    return bool(homeless_members(situation.membership)) and _clock(situation)[1] <= situation.now
 
 
-def possible_size(obs: Observation, membership: Membership) -> int | None:
+def possible_size(situation: Situation) -> int | None:
     """With how many workers the job could go on now, if it may shrink: those that have nodes; None: it has to wait.
 
     Only once nothing is on its way any more: every other worker's pod was looked at by the scheduler, and none that is being ended still
     has a node.
     """
-    spec = obs.job.spec
-    members = membership.members.values()
+    members = situation.members.values()
     size = sum(pod.node is not None for pod in members)
-    settled = len(members) == spec.workers and size + len(homeless_members(membership)) == spec.workers
-    ending = any(pod.deleting and pod.node is not None for pod in obs.all_pods)
-    if not settled or ending or size >= spec.workers or hindrance(obs, membership, size):
+    settled = len(members) == situation.size and size + len(homeless_members(situation.membership)) == situation.size
+    ending = any(pod.deleting and pod.node is not None for pod in situation.all_pods)
+    if not settled or ending or size >= situation.size or hindrance(situation, size):
         return None
     return size
 
 
-def hindrance(obs: Observation, membership: Membership, size: int) -> str:
+def hindrance(situation: Situation, size: int) -> str:
     """Why the job may not go on with `size` workers, as a clause; empty: it may."""
-    spec = obs.job.spec
+    spec = situation.job.spec
     if spec.min_workers is None:
         return "spec.elastic is not set"
     if size < spec.min_workers:
@@ -78,28 +82,28 @@ def hindrance(obs: Observation, membership: Membership, size: int) -> str:
         return "its pods are another controller's, who decides how many there are"
     if spec.gang is not None:
         return "spec.gang asks for all workers or none"
-    if obs.job.queue_labels:
+    if situation.job.queue_labels:
         return "its pods wait in a queue, which decides when there is room"
     if spec.parity is not None and size < sum(spec.parity):
         return f"tiers.peer.parity needs {sum(spec.parity)} workers, and {size} have a node"
-    if not _leads_back(obs, membership, size):
+    if not _leads_back(situation, size):
         return "what the others hold leads back to no version without them"
-    stays = [pod for worker, pod in membership.members.items() if pod.node is not None and worker >= size]
-    reports = [report for pod in stays if (report := obs.report(pod)) is not None]
-    if obs.job.status.attempt and not all(report.can_change_worker for report in reports):
+    stays = [pod for worker, pod in situation.members.items() if pod.node is not None and worker >= size]
+    reports = [report for pod in stays if (report := situation.report(pod)) is not None]
+    if situation.job.status.attempt and not all(report.can_change_worker for report in reports):
         return "its sidecars are of an older release, which cannot become other workers; suspend and resume the job"
     return ""
 
 
-def _leads_back(obs: Observation, membership: Membership, size: int) -> bool:
+def _leads_back(situation: Situation, size: int) -> bool:
     """Whether a version can be brought to so many ranks from those that have nodes: to go on is not to begin from scratch."""
-    spec, status = obs.job.spec, obs.job.status
+    spec, status = situation.job.spec, situation.job.status
     if not status.attempt or (status.recovery is not None and Cause.parse(status.recovery.cause).planned):
         return True
-    housed = {worker: pod for worker, pod in membership.members.items() if pod.node is not None}
-    reports = reports_of(obs, housed)
+    housed = {worker: pod for worker, pod in situation.members.items() if pod.node is not None}
+    reports = reports_of(situation, housed)
     remote = remote_inventory(spec, reports)
-    history = with_ranks(status.history, remote, spec.full_size * spec.procs_per_worker)
+    history = with_ranks(status.history, remote, spec.workers * spec.procs_per_worker)
     ranks = size * spec.procs_per_worker
     stock = ResizedStock(
         ranks,
@@ -119,38 +123,38 @@ def _clock(obs: Observation) -> tuple[float, float]:
     return since, since + limit
 
 
-def told(obs: Observation, membership: Membership) -> str:
+def describe_homeless(situation: Situation) -> str:
     """Who has no node, and what the scheduler says. Only while somebody has none."""
-    homeless = homeless_members(membership)
+    homeless = homeless_members(situation.membership)
     first = min(homeless, key=lambda pod: pod.worker)
     return (
-        f"{len(homeless)} of {obs.job.spec.workers} pods have no node. "
+        f"{len(homeless)} of {situation.size} pods have no node. "
         f"{first.name}: {first.message.rstrip('.') or 'the scheduler gives no reason'}."
     )
 
 
-def _outlook(obs: Observation, membership: Membership, end: float) -> str:
+def _outlook(situation: Situation, end: float) -> str:
     """Before time is up."""
-    size = possible_size(obs, membership)
+    size = possible_size(situation)
     if size is not None:
         return f"If that stays so, the job goes on with {size} workers at {rfc3339(end)}, and grows back later."
     return "Add nodes, or ask for less in spec.template or spec.workers."
 
 
-def _waits(obs: Observation, membership: Membership, since: float) -> str:
-    housed = sum(pod.ip is not None for pod in membership.members.values())
-    kept = f" with what {housed} workers hold in memory" if housed and obs.job.status.attempt else ""
+def _waits(situation: Situation, since: float) -> str:
+    housed = sum(pod.ip is not None for pod in situation.members.values())
+    kept = f" with what {housed} workers hold in memory" if housed and situation.job.status.attempt else ""
     return (
         f"The job has waited since {rfc3339(since)}, and goes on{kept} as soon as they have: uncordon or mend nodes, add some, free "
         "what other pods take, give the job a higher priorityClassName, or ask for less in spec.template."
     )
 
 
-def _size_advice(obs: Observation, membership: Membership) -> str:
-    if obs.job.spec.min_workers is None:
+def _size_advice(situation: Situation) -> str:
+    if situation.job.spec.min_workers is None:
         return ""
-    size = sum(pod.node is not None for pod in membership.members.values())
-    why = hindrance(obs, membership, size)
+    size = sum(pod.node is not None for pod in situation.members.values())
+    why = hindrance(situation, size)
     return (
         f"It cannot go on smaller: {why}."
         if why

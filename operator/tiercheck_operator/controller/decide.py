@@ -6,51 +6,67 @@ same, so every action must be harmless when repeated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Report
-from tiercheck_operator.controller import conditions, lost_nodes
-from tiercheck_operator.controller.actions import Action, Decision, EnsureCredentials, EnsureService, SavePlacement
-from tiercheck_operator.controller.attached import started_again, without_ended
+from tiercheck_operator.controller.attached import without_ended
 from tiercheck_operator.controller.attempt import Begun, begin_attempt
 from tiercheck_operator.controller.barrier import (
     advance,
     all_succeeded,
-    attempt_reports,
-    pushes,
-    waits_for_trainers,
+    due_directives,
+    find_late_trainers,
     wanted_phase,
 )
-from tiercheck_operator.controller.bounds import bounded
 from tiercheck_operator.controller.budget import budget_actions
-from tiercheck_operator.controller.deadline import deadline_passed
-from tiercheck_operator.controller.elastic import growth_wake, in_size, resize
+from tiercheck_operator.controller.departures import departure_message
+from tiercheck_operator.controller.elastic import resize, seconds_to_growth
 from tiercheck_operator.controller.events import notices
-from tiercheck_operator.controller.failure_policy import GivenUp
-from tiercheck_operator.controller.finish import after_finish, finished
-from tiercheck_operator.controller.gang import gang_actions, gang_missing, gang_removal
-from tiercheck_operator.controller.kept_copies import all_copied, found_again, redescribed
-from tiercheck_operator.controller.leaving import told
-from tiercheck_operator.controller.membership import Membership, find_members, replacements
+from tiercheck_operator.controller.failure_policy import GivenUp, reset_restart_count
+from tiercheck_operator.controller.finish import (
+    after_finish,
+    deadline_passed,
+    finished,
+    is_still_ending,
+    seconds_to_deadline,
+    suspend,
+)
+from tiercheck_operator.controller.lost_nodes import unready_node_message
 from tiercheck_operator.controller.memory import equal_share, too_small
-from tiercheck_operator.controller.observation import JobView, Observation, PodView
-from tiercheck_operator.controller.placing import Unplaceable, describe_members, place_members
+from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.controller.placing import (
+    Unplaceable,
+    all_copied,
+    describe_found_again,
+    describe_members,
+    describe_moved,
+    place_members,
+)
+from tiercheck_operator.controller.prerequisites import (
+    ensure_gang_actions,
+    find_missing_gang,
+    missing_belongings,
+    refuse_pods,
+    remove_gang_actions,
+)
 from tiercheck_operator.controller.readiness import waiting_for_pods
-from tiercheck_operator.controller.record import JobRecord
+from tiercheck_operator.controller.replacing import replace_pods
 from tiercheck_operator.controller.replanning import replan
-from tiercheck_operator.controller.restart_count import forgiven
 from tiercheck_operator.controller.spares import keep_spares
-from tiercheck_operator.controller.stalled import standing_still
-from tiercheck_operator.controller.status import Finding, Findings, derive_status, finally_told, with_refusal
-from tiercheck_operator.controller.suspend import resumed, still_ending, suspend
-from tiercheck_operator.controller.suspicion import checks, next_look
+from tiercheck_operator.controller.standstill import stalled_restore_message
+from tiercheck_operator.controller.status import add_final_words, derive_status, with_refusal
+from tiercheck_operator.controller.suspicion import due_probes, seconds_to_next_look
 from tiercheck_operator.controller.trigger import find_trigger, update_recovery
-from tiercheck_operator.manifests.pod import unbuildable, unlike_a_pod
-from tiercheck_operator.manifests.resources import resources_problem
-from tiercheck_operator.manifests.template import deadline_problem, pod_problem, template_problem
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Action, Decision, SavePlacement
+from tiercheck_operator.model.findings import Finding, Findings
+from tiercheck_operator.model.limits import fit_status
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import JobRecord
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 _PASSING = (conditions.NO_ROOM_TO_MOVE, conditions.MOVING, conditions.NODE_NOT_READY)
@@ -59,20 +75,263 @@ _LOOK_AGAIN = 10.0
 """Seconds until something outside of the job that was missing is looked for again."""
 
 
+@dataclass(frozen=True)
+class DecisionDraft:
+    """What the steps so far have come to."""
+
+    status: JobRecord
+    placement: SavedPlacement | None
+    findings: Findings = field(default_factory=Findings)
+    reports: Mapping[int, Report] = field(default_factory=dict)
+    """Of the attempt in `status`, by worker."""
+    before: tuple[Action, ...] = ()
+    after: tuple[Action, ...] = ()
+    wake: float | None = None
+
+    def finding(self, **found: Any) -> DecisionDraft:
+        """With these findings."""
+        return replace(self, findings=replace(self.findings, **found))
+
+    def doing(self, *actions: Action) -> DecisionDraft:
+        """With these actions before the status is written."""
+        return replace(self, before=(*self.before, *actions))
+
+    def waking(self, *seconds: float | None) -> DecisionDraft:
+        """With another look after so many seconds at the latest."""
+        return replace(self, wake=soonest(self.wake, *seconds))
+
+
 def decide(obs: Observation) -> Decision:
     """What to do about the job now."""
-    job = obs.job
-    if job.deleting or job.spec.managed_by != names.CONTROLLER:
-        return Decision()
-    if finished(job.status):
-        again = started_again(obs)
-        return _over(obs) if again is None else _kept_running(again)
-    if job.spec.suspend or still_ending(obs):
-        return _suspended(obs)
-    refusal = _refusal(job)
-    if refusal is not None:
-        return _concluded(obs, job.status, Findings(unplaced=refusal))
-    return _kept_running(obs)
+    situation = Situation.of(obs)
+    draft = DecisionDraft(situation.job.status, situation.placement)
+    for step in STEPS:
+        outcome = step(situation, draft)
+        if isinstance(outcome, Decision):
+            return outcome
+        draft = outcome
+    return conclude(situation, draft)
+
+
+def leave_others_alone(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
+    """Nothing is done about a job that is going, or that somebody else manages."""
+    ours = situation.job.spec.managed_by == names.CONTROLLER
+    return draft if ours and not situation.job.deleting else Decision()
+
+
+def look_after_ended_job(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
+    """Lets the pods of a completed or failed job end."""
+    if not finished(draft.status):
+        return draft
+    status = add_final_words(situation, draft.status)
+    return replace(after_finish(situation), status=None if status == draft.status else status)
+
+
+def suspend_job(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
+    """Gives the pods of a suspended job back. Once begun, that is brought to its end."""
+    if not (situation.job.spec.suspend or is_still_ending(situation)):
+        return draft
+    status, before, after = suspend(situation)
+    gone = not situation.all_pods
+    draft = replace(draft, status=status, after=tuple(after), wake=None if gone else 1.0)
+    draft = draft.finding(suspended=gone, suspending=not gone)
+    return conclude(situation, draft.doing(*before, *remove_gang_actions(situation)))
+
+
+def refuse_impossible_pods(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
+    """Says why no pod can be made of the spec."""
+    refusal = refuse_pods(situation.job)
+    return draft if refusal is None else conclude(situation, draft.finding(unplaced=refusal))
+
+
+def end_at_deadline(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
+    """Fails a job that takes longer than it may."""
+    overdue = deadline_passed(situation)
+    return draft if overdue is None else conclude(situation, draft.finding(failed=overdue))
+
+
+def wait_for_topology(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
+    """Begins nothing before the levels of failure domains are known."""
+    problem = situation.job.spec.topology_problem
+    if not problem or situation.job.status.attempt:
+        return draft
+    unknown = Finding(conditions.TOPOLOGY_NOT_FOUND, problem)
+    return conclude(situation, draft.finding(unplaced=unknown, waiting=unknown).waking(_LOOK_AGAIN))
+
+
+def refuse_small_memory(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
+    """Begins no job whose slots cannot hold its state."""
+    spec = situation.job.spec
+    crowded = "" if situation.job.status.attempt else too_small(spec, equal_share(spec, situation.size))
+    if not crowded:
+        return draft
+    refusal = Finding(conditions.MEMORY_TOO_SMALL, crowded)
+    return conclude(situation, draft.finding(unplaced=refusal, waiting=refusal))
+
+
+def wait_for_gang(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
+    """Makes no pod before its gang."""
+    lacking = find_missing_gang(situation)
+    if lacking is None:
+        return draft
+    draft = draft.finding(unplaced=lacking, waiting=lacking).doing(*ensure_gang_actions(situation))
+    return conclude(situation, draft.waking(_LOOK_AGAIN if situation.gang_problem else 1.0))
+
+
+def replace_lost_pods(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
+    """Gives every worker a pod, a spare's first, unless the job changes its size instead."""
+    spares = keep_spares(situation)
+    resized = resize(situation, spares)
+    if resized is not None:
+        # What is written wakes us at once. If it is not kept, as by an older definition, we try again with a pause.
+        return conclude(situation, replace(draft, status=resized.status, findings=resized.findings, wake=1.0))
+    pods, put_off = replace_pods(situation, spares.taken)
+    if situation.job.spec.attach is not None:
+        pods = without_ended(situation, pods)
+    draft = draft.doing(*missing_belongings(situation), *spares.takeovers, *pods, *spares.actions)
+    return draft.waking(put_off, spares.wake, seconds_to_deadline(situation), seconds_to_growth(situation))
+
+
+def note_failure(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
+    """Writes down what is wrong with the attempt, or what is still known of it."""
+    recovery = situation.resumption or update_recovery(situation, find_trigger(situation))
+    return replace(draft, status=replace(draft.status, recovery=recovery))
+
+
+def begin_next_attempt(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
+    """Bumps the fencing token if an attempt is due and nothing is lacking; else says what it waits for."""
+    recovery = draft.status.recovery
+    if recovery is None or recovery.decided_at is not None:
+        return draft
+    outcome = begin_attempt(situation, recovery)
+    if isinstance(outcome, Begun):
+        draft = replace(draft, status=outcome.status, placement=outcome.placement)
+        return draft.doing(SavePlacement(outcome.placement)).finding(placed=outcome.placed)
+    found = Finding(outcome.reason, outcome.message)
+    if isinstance(outcome, GivenUp):
+        return conclude(situation, replace(draft, wake=None).finding(failed=found))
+    if isinstance(outcome, Unplaceable):
+        return conclude(situation, draft.finding(unplaced=found, waiting=found))
+    lacking = waiting_for_pods(situation)
+    unplaced = None if lacking is None else Finding(lacking.reason, lacking.message)
+    draft = replace(draft, after=outcome.probes).finding(unplaced=unplaced, waiting=found)
+    return conclude(situation, draft.waking(outcome.wake_after, 60.0))
+
+
+def restore_lost_placement(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
+    """Finds a placement again that was lost or never written, close to what is left of it."""
+    status = draft.status
+    if draft.placement is not None and draft.placement.attempt == status.attempt:
+        return draft
+    placed = place_members(situation)
+    if isinstance(placed, Unplaceable):
+        return conclude(situation, draft.finding(unplaced=Finding(placed.reason, placed.message)))
+    saved = placed.saved(status.attempt, situation.membership)
+    status = replace(status, placement=describe_found_again(status.placement, placed.record))
+    draft = replace(draft, status=status, placement=saved)
+    return draft.doing(SavePlacement(saved)).finding(placed=Finding(placed.reason, placed.message))
+
+
+def drive_attempt(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
+    """Restores everywhere, then releases everywhere, then sees the first step."""
+    # No report can be of an attempt that begins with this look.
+    begun = draft.status.attempt != situation.job.status.attempt
+    reports = {} if begun else situation.attempt_reports
+    status = advance(situation, draft.status, reports)
+    status, until_reset = reset_restart_count(situation, status, reports)
+    return replace(draft, status=status, reports=reports).waking(until_reset)
+
+
+def move_copies(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
+    """Moves copies to better places while training goes on."""
+    saved = draft.placement
+    assert saved is not None
+    if draft.findings.placed is not None or all_succeeded(situation, draft.reports):
+        return draft
+    moved = replan(situation, draft.status, saved, draft.reports)
+    keep = () if moved.saved == saved else (SavePlacement(moved.saved),)
+    if moved.saved.same_holders(saved):
+        # What was only found out about it is not worth remembering before the status tells it.
+        draft = replace(draft, after=(*keep, *moved.probes))
+    else:
+        draft = replace(draft.doing(*keep), after=moved.probes)
+    record = describe_moved(draft.status.placement, moved.record, saved, moved.saved)
+    draft = replace(draft, status=replace(draft.status, placement=record), placement=moved.saved)
+    return draft.finding(placed=moved.placed).waking(moved.wake)
+
+
+def tell_placement(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
+    """Says who is about to leave or on a doubtful node, or again what the placement is worth."""
+    assert draft.placement is not None
+    going = departure_message(situation.membership.departures)
+    news = going or unready_node_message(situation, situation.members)
+    if news is not None:
+        return draft.finding(placed=Finding(*news))
+    told = draft.status.condition(conditions.PLACED)
+    if draft.findings.placed is not None or told is None or told.reason not in _PASSING:
+        return draft
+    worth = describe_members(situation, draft.placement)
+    return draft.finding(placed=Finding(worth.reason, worth.message))
+
+
+def tell_what_holds_up(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
+    """Says which restore stands still, or which trainer the release waits for."""
+    still = stalled_restore_message(situation, draft.status, draft.reports)
+    late = find_late_trainers(situation, draft.status, draft.reports)
+    if late:
+        return draft.finding(waiting=_describe_late_trainers(situation, late))
+    return draft if still is None else draft.finding(waiting=Finding(*still))
+
+
+def direct_sidecars(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
+    """Tells every sidecar what is wanted of it now: to finish, once all training commands have succeeded."""
+    members = situation.members
+    if all_succeeded(situation, draft.reports):
+        finish = due_directives(situation, draft.status, members, draft.placement, Phase.FINISH)
+        return replace(draft, after=tuple(finish)).finding(completed=True)
+    phase = wanted_phase(draft.status)
+    directives = due_directives(situation, draft.status, members, draft.placement, phase)
+    probes = due_probes(situation, situation.testimony)
+    draft = draft.finding(copied=all_copied(draft.reports, members, directives))
+    draft = replace(draft, after=(*directives, *probes, *draft.after))
+    return draft.waking(seconds_to_next_look(situation, situation.testimony))
+
+
+Step = Callable[[Situation, DecisionDraft], DecisionDraft | Decision]
+STEPS: tuple[Step, ...] = (
+    leave_others_alone,
+    look_after_ended_job,
+    suspend_job,
+    refuse_impossible_pods,
+    end_at_deadline,
+    wait_for_topology,
+    refuse_small_memory,
+    wait_for_gang,
+    replace_lost_pods,
+    note_failure,
+    begin_next_attempt,
+    restore_lost_placement,
+    drive_attempt,
+    move_copies,
+    tell_placement,
+    tell_what_holds_up,
+    direct_sidecars,
+)
+"""The story. The first step that decides ends it."""
+
+
+def conclude(situation: Situation, draft: DecisionDraft) -> Decision:
+    """The decision, with everything that follows from the draft."""
+    record, budget = derive_status(situation, draft.status, draft.findings, draft.reports)
+    image = "" if draft.findings.suspended else situation.job.sidecar_image
+    record = replace(record, sidecar_image=image)
+    return Decision(
+        draft.before,
+        fit_status(record),
+        (*draft.after, *budget_actions(situation, budget)),
+        notices(situation.job.status, record),
+        soonest(draft.wake, budget.wake_after),
+    )
 
 
 def refused(obs: Observation, decision: Decision, sentence: str) -> Decision:
@@ -87,177 +346,13 @@ def refused(obs: Observation, decision: Decision, sentence: str) -> Decision:
     return Decision(status=status, notices=notices(obs.job.status, status))
 
 
-def _over(obs: Observation) -> Decision:
-    status = finally_told(obs, obs.job.status)
-    return replace(after_finish(obs), status=None if status == obs.job.status else status)
-
-
-def _refusal(job: JobView) -> Finding | None:
-    """Why no pod can be made of the spec. What attached pods cannot be is said at their admission."""
-    spec = job.spec
-    if spec.attach is not None:
-        return None
-    pod = spec.template.get("spec") or {}
-    begun = job.status.attempt > 0  # such a one is better looked after than refused
-    try:
-        wrong = template_problem(spec.template)
-        if not wrong and not begun:
-            wrong = pod_problem(pod, names.TRAINER_CONTAINER) or deadline_problem(spec.template) or unbuildable(job)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        wrong = "" if begun else unlike_a_pod(error)
-    if wrong:
-        return Finding(conditions.INVALID_TEMPLATE, wrong)
-    wrong = "" if job.status.attempt else resources_problem(spec, pod)
-    return Finding(conditions.INVALID_SPEC, wrong) if wrong else None
-
-
-def _suspended(obs: Observation) -> Decision:
-    status, before, after = suspend(obs)
-    before += gang_removal(obs)
-    gone = not obs.all_pods
-    return _concluded(
-        obs,
-        status,
-        Findings(suspended=gone, suspending=not gone),
-        before=before,
-        after=after,
-        wake=None if gone else 1.0,
-    )
-
-
-def _kept_running(obs: Observation) -> Decision:
-    obs = in_size(obs)
-    overdue, left = deadline_passed(obs)
-    if overdue is not None:
-        return _concluded(obs, obs.job.status, Findings(failed=overdue))
-    if obs.job.spec.topology_problem and not obs.job.status.attempt:
-        unknown = Finding(conditions.TOPOLOGY_NOT_FOUND, obs.job.spec.topology_problem)
-        return _concluded(obs, obs.job.status, Findings(unplaced=unknown, waiting=unknown), wake=_LOOK_AGAIN)
-    crowded = too_small(obs.job.spec, equal_share(obs.job.spec)) if not obs.job.status.attempt else ""
-    if crowded:
-        refusal = Finding(conditions.MEMORY_TOO_SMALL, crowded)
-        return _concluded(obs, obs.job.status, Findings(unplaced=refusal, waiting=refusal))
-    lacking = gang_missing(obs)
-    if lacking is not None:
-        again = _LOOK_AGAIN if obs.gang_problem else 1.0
-        found = Findings(unplaced=lacking, waiting=lacking)
-        return _concluded(obs, obs.job.status, found, before=gang_actions(obs), wake=again)
-    membership = find_members(obs)
-    spares = keep_spares(obs, membership)
-    resized = resize(obs, membership, spares)
-    if resized is not None:
-        # What is written wakes us at once; if it is not kept, as by a definition of an older release, it is not tried without pause.
-        return _concluded(obs, resized.status, resized.findings, wake=1.0)
-    pods, put_off = replacements(obs, membership, spares.taken)
-    if obs.job.spec.attach is not None:
-        pods = without_ended(obs, pods)
-    before: list[Action] = [*_belongings(obs), *spares.takeovers, *pods, *spares.actions]
-    put_off = min((entry for entry in (put_off, spares.wake) if entry is not None), default=None)
-    after: list[Action] = []
-    recovery = resumed(obs) or update_recovery(obs, find_trigger(obs, membership))
-    status = replace(obs.job.status, recovery=recovery)
-    findings, saved, wake = Findings(), obs.placement, sooner(put_off, left, growth_wake(obs))
-    unplaced: Finding | None
-    if recovery is not None and recovery.decided_at is None:
-        outcome = begin_attempt(obs, membership, recovery)
-        if isinstance(outcome, Begun):
-            status, saved = outcome.status, outcome.placement
-            before.append(SavePlacement(saved))
-            findings = Findings(placed=outcome.placed)
-        elif isinstance(outcome, GivenUp):
-            return _concluded(
-                obs, status, Findings(failed=Finding(outcome.reason, outcome.message)), before=before, after=after
-            )
-        elif isinstance(outcome, Unplaceable):
-            unplaced = Finding(outcome.reason, outcome.message)
-            return _concluded(
-                obs, status, Findings(unplaced=unplaced, waiting=unplaced), before=before, after=after, wake=wake
-            )
-        else:
-            after.extend(outcome.probes)
-            blocked = Finding(outcome.reason, outcome.message)
-            homeless = waiting_for_pods(obs, membership)
-            unplaced = None if homeless is None else Finding(homeless.reason, homeless.message)
-            wake = sooner(wake, outcome.wake_after, 60.0)
-            return _concluded(
-                obs, status, Findings(unplaced=unplaced, waiting=blocked), before=before, after=after, wake=wake
-            )
-    return _attempt_driven(obs, membership, status, saved=saved, findings=findings, before=before, wake=wake)
-
-
-def _attempt_driven(
-    obs: Observation,
-    membership: Membership,
-    status: JobRecord,
-    *,
-    saved: SavedPlacement | None,
-    findings: Findings,
-    before: list[Action],
-    wake: float | None,
-) -> Decision:
-    members = membership.members
-    later: list[Action] = []
-    if saved is None or saved.attempt != status.attempt:
-        # Lost or never finished: the placement is found again, close to what is left of it.
-        placed = place_members(obs, membership)
-        if isinstance(placed, Unplaceable):
-            unplaced = Finding(placed.reason, placed.message)
-            return _concluded(obs, status, Findings(unplaced=unplaced), before=before, wake=wake)
-        saved = placed.saved(status.attempt, membership)
-        before.append(SavePlacement(saved))
-        status = replace(status, placement=found_again(status.placement, placed.record))
-        findings = Findings(placed=Finding(placed.reason, placed.message))
-    status = advance(obs, status, members)
-    reports = attempt_reports(obs, status, members)
-    status, until_forgiven = forgiven(obs, status, reports)
-    wake = sooner(wake, until_forgiven)
-    if findings.placed is None and not all_succeeded(obs, status, members):
-        moved = replan(obs, membership, status, saved, reports)
-        if moved.saved.same_holders(saved) and moved.saved != saved:
-            # What was found out about it is not worth remembering before the status tells it.
-            later.append(SavePlacement(moved.saved))
-        elif moved.saved != saved:
-            before.append(SavePlacement(moved.saved))
-        status = replace(status, placement=redescribed(status.placement, moved.record, saved, moved.saved))
-        saved = moved.saved
-        findings = replace(findings, placed=moved.placed)
-        later += moved.probes
-        wake = sooner(wake, moved.wake)
-    news = told(membership.departures) or lost_nodes.told(obs, members)
-    if news is not None:
-        findings = replace(findings, placed=Finding(*news))
-    elif findings.placed is None and _said_what_has_passed(status):
-        worth = describe_members(obs, membership, saved)
-        findings = replace(findings, placed=Finding(worth.reason, worth.message))
-    still = standing_still(obs, status, reports)
-    if still is not None:
-        findings = replace(findings, waiting=Finding(*still))
-    absent = waits_for_trainers(obs, status, reports)
-    if absent:
-        findings = replace(findings, waiting=_no_trainers(members, reports, absent))
-    after: list[Action]
-    if all_succeeded(obs, status, members):
-        findings = replace(findings, completed=True)
-        after = list(pushes(obs, status, members, saved, Phase.FINISH))
-        return _concluded(obs, status, findings, reports=reports, before=before, after=after, wake=wake)
-    directives = pushes(obs, status, members, saved, wanted_phase(status))
-    findings = replace(findings, copied=all_copied(reports, members, directives))
-    after = [*directives, *checks(obs), *later]
-    wake = sooner(wake, next_look(obs))
-    return _concluded(obs, status, findings, reports=reports, before=before, after=after, wake=wake)
-
-
-def _said_what_has_passed(status: JobRecord) -> bool:
-    placed = status.condition(conditions.PLACED)
-    return placed is not None and placed.reason in _PASSING
-
-
-def sooner(*seconds: float | None) -> float | None:
+def soonest(*seconds: float | None) -> float | None:
     """The least of those that are given."""
     return min((entry for entry in seconds if entry is not None), default=None)
 
 
-def _no_trainers(members: Mapping[int, PodView], reports: Mapping[int, Report], absent: list[int]) -> Finding:
+def _describe_late_trainers(situation: Situation, absent: list[int]) -> Finding:
+    reports, members = situation.attempt_reports, situation.members
     hindered = [worker for worker in absent if reports[worker].trainer.stuck or reports[worker].trainer.unhealthy]
     first = (hindered or absent)[0]
     trainer, whose = reports[first].trainer, f"worker {first} ({len(hindered or absent)} in all)"
@@ -269,30 +364,3 @@ def _no_trainers(members: Mapping[int, PodView], reports: Mapping[int, Report], 
         return Finding(conditions.WAITING_FOR_TRAINERS, f"the launcher of {whose} {trainer.busy}")
     said = next((f": {members[worker].message}" for worker in absent if members[worker].message), "")
     return Finding(conditions.WAITING_FOR_TRAINERS, f"the trainer container of {whose} is not up{said}")
-
-
-def _belongings(obs: Observation) -> list[Action]:
-    missing: list[Action] = gang_actions(obs)
-    if not obs.have_credentials:
-        missing.append(EnsureCredentials())
-    if not obs.have_service and obs.job.spec.attach is None:
-        missing.append(EnsureService())
-    return missing
-
-
-def _concluded(
-    obs: Observation,
-    status: JobRecord,
-    findings: Findings,
-    *,
-    reports: Mapping[int, Report] | None = None,
-    before: Sequence[Action] = (),
-    after: Sequence[Action] = (),
-    wake: float | None = None,
-) -> Decision:
-    derived, budget = derive_status(obs, status, findings, reports or {})
-    derived = replace(derived, sidecar_image="" if findings.suspended else obs.job.sidecar_image)
-    told, derived = notices(obs.job.status, derived), bounded(derived)
-    return Decision(
-        tuple(before), derived, (*after, *budget_actions(obs, budget)), told, sooner(wake, budget.wake_after)
-    )

@@ -21,10 +21,10 @@ from tiercheck.protocol.directive import (
     Source,
     Tier,
 )
-from tiercheck_operator.controller.failure_spec import HangSpec
 from tiercheck_operator.controller.inventories import parity_group
-from tiercheck_operator.controller.observation import JobSpec, Observation, PodView
-from tiercheck_operator.controller.record import JobRecord
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.spec import HangSpec, JobSpec
+from tiercheck_operator.model.status import JobRecord
 from tiercheck_operator.planning.quantity import parse_duration, parse_quantity
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
@@ -101,7 +101,7 @@ def build_directives(
     version = status.restored_version
     workers, procs = _size(obs, status)
     old = 0 if version is None else status.resized_from
-    rules = policy(spec, restored=version is not None)
+    rules, port = policy(spec, restored=version is not None), master_port(uid, status.attempt)
     for worker in sorted(members):
         ranks = range(worker * procs, (worker + 1) * procs)
         directive = Directive(
@@ -124,7 +124,7 @@ def build_directives(
             hosted=tuple(Peer(other, hosts[other]) for other in hosted.get(worker, ()) if other in hosts),
             coordinator=Peer(0, hosts.get(0, "")),
             master_host=(members[0].ip if 0 in members else None) or "",
-            master_port=master_port(uid, status.attempt),
+            master_port=port,
             parity=group_of.get(worker),
             folded=tuple(folded.get(worker, ())),
             placement=named,
@@ -140,7 +140,7 @@ def _size(obs: Observation, status: JobRecord) -> tuple[int, int]:
     saved, ranks = obs.placement, status.history.ranks
     if saved is not None and saved.attempt == status.attempt and saved.members and ranks:
         return len(saved.members), ranks // len(saved.members)
-    return obs.job.spec.workers, obs.job.spec.procs_per_worker
+    return obs.size, obs.job.spec.procs_per_worker
 
 
 def settled_sources(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.membership import Loss, Membership
-from tiercheck_operator.controller.observation import Observation
-from tiercheck_operator.planning.topology import Level, Topology, levels_from_spec
+from tiercheck_operator.controller.membership import Loss
+from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.planning.topology import Level, Topology
 
 _OF_NODES = (Cause.NODE_LOST, Cause.NODE_SILENT, Cause.SIDECAR_SILENT)
 _LISTED = 16
@@ -21,24 +22,23 @@ class DomainLoss:
     """No node of the domain is known to be well. If one is, only the job's part of the domain is gone."""
 
 
-def lost_domain(obs: Observation, membership: Membership) -> DomainLoss | None:
+def lost_domain(situation: Situation) -> DomainLoss | None:
     """The failure domain that explains several lost nodes at once: the narrowest that has them all.
 
     None if there is none, or if only one node is lost; that one is named anyhow.
     """
-    gone = _lost_nodes(obs, membership.losses)
-    known = {node: obs.nodes[node].labels for node in gone if node in obs.nodes}
+    gone = _lost_nodes(situation, situation.membership.losses)
+    known = {node: situation.nodes[node].labels for node in gone if node in situation.nodes}
     if len(known) < 2:
         return None
     try:
-        levels = levels_from_spec(obs.job.spec.topology_preset, obs.job.spec.topology_levels)
+        topology = situation.topology
     except ValueError:  # reported where the members are placed
         return None
-    topology = Topology.build({name: node.labels for name, node in obs.nodes.items()}, levels)
-    for level in reversed(levels[:-1]):
+    for level in reversed(situation.levels[:-1]):
         domains = {topology.domain(node, level) for node in known}
-        if len(domains) == 1 and None not in domains and not _survivors(obs, membership, topology, level, domains):
-            return _told(obs, gone, sorted(known), topology, level)
+        if len(domains) == 1 and None not in domains and not _survivors(situation, topology, level, domains):
+            return _told(situation, gone, sorted(known), topology, level)
     return None
 
 
@@ -52,13 +52,13 @@ def _lost_nodes(obs: Observation, losses: Sequence[Loss]) -> dict[str, list[int]
     return found
 
 
-def _survivors(
-    obs: Observation, membership: Membership, topology: Topology, level: Level, domains: set[str | None]
-) -> bool:
+def _survivors(situation: Situation, topology: Topology, level: Level, domains: set[str | None]) -> bool:
     """Whether a pod of the job that was placed in one of the domains lives."""
     return any(
-        pod.uid in obs.attempt_pods and pod.node in obs.nodes and topology.domain(pod.node, level) in domains
-        for pod in membership.members.values()
+        pod.uid in situation.attempt_pods
+        and pod.node in situation.nodes
+        and topology.domain(pod.node, level) in domains
+        for pod in situation.members.values()
         if pod.node is not None
     )
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.actions import Notice
-from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.record import Condition, JobRecord, Recovery
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Notice
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.status import Condition, JobRecord, Recovery
 
 _GOOD_NEWS = (conditions.COMPLETED, conditions.SUSPENDED)
 _BAD_WHEN_FALSE = (conditions.PLACED, conditions.PROTECTED)
@@ -30,8 +30,9 @@ def notices(before: JobRecord, after: JobRecord) -> tuple[Notice, ...]:
     if after.last_recovery is not None and after.last_recovery != before.last_recovery:
         found.append(Notice("Normal", "Recovered", _recovered(after)))
     found += _resized(before, after)
+    known_conditions = {entry.type: entry for entry in before.conditions}
     for condition in after.conditions:
-        old = before.condition(condition.type)
+        old = known_conditions.get(condition.type)
         if old is not None and (old.status, old.reason) == (condition.status, condition.reason):
             continue
         if condition.type == conditions.FAILED and condition.status:

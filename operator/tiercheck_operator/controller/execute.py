@@ -16,7 +16,11 @@ from tiercheck.protocol.directive import Phase
 from tiercheck.redaction import redacted
 from tiercheck_operator.cluster_identity import ClusterIdentity
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.actions import (
+from tiercheck_operator.controller.belongings import Belongings
+from tiercheck_operator.kube import CORE, JOBS, ApiFailure, Kube
+from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
+from tiercheck_operator.manifests.pulling import with_pull_settings
+from tiercheck_operator.model.actions import (
     Action,
     CreatePod,
     CreateSpare,
@@ -33,11 +37,7 @@ from tiercheck_operator.controller.actions import (
     RemoveGang,
     SavePlacement,
 )
-from tiercheck_operator.controller.belongings import Belongings
-from tiercheck_operator.controller.observation import ANNOTATION_GIVEN_UP, JobView
-from tiercheck_operator.kube import CORE, JOBS, ApiFailure, Kube
-from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
-from tiercheck_operator.manifests.pulling import with_pull_settings
+from tiercheck_operator.model.observed import ANNOTATION_GIVEN_UP, JobView
 from tiercheck_operator.sidecars import JobSidecars, SidecarError
 
 log = logging.getLogger(__name__)

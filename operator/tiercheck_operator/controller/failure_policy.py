@@ -1,17 +1,24 @@
-"""When the job is given up: training crashed too often, or in a way that starting again cannot help."""
+"""When the job is given up: training crashed too often, or in a way that starting again cannot help.
+
+A limit on all restarts of a job would end a run of three months for ten unrelated crashes. A job that gets
+beyond where it last crashed and trains on for failurePolicy.resetAfterSeconds has shown that it is not
+stuck, and begins to count anew.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from tiercheck.protocol import reasons
-from tiercheck_operator.controller import conditions
+from tiercheck.protocol.report import Report
 from tiercheck_operator.controller.exits import describe_exit, failed_trainers
 from tiercheck_operator.controller.failure_rules import Verdict
-from tiercheck_operator.controller.failure_spec import RuleAction
-from tiercheck_operator.controller.membership import Membership
-from tiercheck_operator.controller.observation import Observation
-from tiercheck_operator.controller.record import Recovery
+from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.spec import RuleAction
+from tiercheck_operator.model.status import JobRecord, Recovery
 
 _HOPELESS = {
     reasons.TORCH_MISSING: (
@@ -35,9 +42,9 @@ class GivenUp:
     message: str
 
 
-def hopeless(obs: Observation, membership: Membership) -> GivenUp | None:
+def fail_hopeless_start(situation: Situation) -> GivenUp | None:
     """A trainer that can never start: nothing is gained by trying again."""
-    for report in failed_trainers(obs, membership.members):
+    for report in failed_trainers(situation, situation.members):
         trainer = report.trainer
         # A shell that does not find the command, or may not run it, says so with these codes.
         shell = trainer.exit_code in _NOT_RUN and trainer.first_step_at is None and trainer.reason == reasons.CRASHED
@@ -48,7 +55,7 @@ def hopeless(obs: Observation, membership: Membership) -> GivenUp | None:
     return None
 
 
-def ruled_out(recovery: Recovery, verdict: Verdict) -> GivenUp | None:
+def fail_by_rule(recovery: Recovery, verdict: Verdict) -> GivenUp | None:
     """A failure that the user has said is final."""
     if verdict.action is not RuleAction.FAIL:
         return None
@@ -58,7 +65,7 @@ def ruled_out(recovery: Recovery, verdict: Verdict) -> GivenUp | None:
     )
 
 
-def budget_spent(obs: Observation, recovery: Recovery, verdict: Verdict) -> GivenUp | None:
+def fail_by_restart_limit(obs: Observation, recovery: Recovery, verdict: Verdict) -> GivenUp | None:
     """Asked once it is certain that the crash is a crash. Disruptions never lead here: they are not the job's fault."""
     if not verdict.counts or obs.job.status.counted < obs.job.spec.max_restarts:
         return None
@@ -71,3 +78,23 @@ def budget_spent(obs: Observation, recovery: Recovery, verdict: Verdict) -> Give
 
 def _ruled(verdict: Verdict) -> str:
     return f" Rule {verdict.rule} of failurePolicy.rules says that this failure counts." if verdict.rule else ""
+
+
+def reset_restart_count(
+    obs: Observation, record: JobRecord, reports: Mapping[int, Report]
+) -> tuple[JobRecord, float | None]:
+    """`record` with the count set to zero if training went well for long enough, and the seconds until it may be.
+
+    `reports`: those of the current attempt, by worker. The moment of the first step is by the nodes' clocks.
+    """
+    if not record.counted or record.recovery is not None or len(reports) < obs.size:
+        return record, None
+    first_steps = [report.trainer.first_step_at for report in reports.values()]
+    steps = [report.trainer.step for report in reports.values()]
+    began = [moment for moment in first_steps if moment is not None]
+    if len(began) < len(first_steps) or min(step or 0 for step in steps) <= record.crash_step:
+        return record, None
+    left = max(began) + obs.job.spec.reset_seconds - obs.now
+    if left > 0:
+        return record, left
+    return replace(record, counted=0), None

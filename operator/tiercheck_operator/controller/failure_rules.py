@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.failure_spec import FailureRule, RuleAction
-from tiercheck_operator.controller.observation import NodeView, Observation
-from tiercheck_operator.controller.record import Facts, Recovery
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import NodeView, Observation
+from tiercheck_operator.model.spec import FailureRule, RuleAction
+from tiercheck_operator.model.status import Facts, Recovery
 
 _KEPT = 16
 """Reasons and nodes kept in the status."""
@@ -33,7 +33,7 @@ class Verdict:
         return self.action is RuleAction.RESTART
 
 
-def judge(obs: Observation, recovery: Recovery) -> Verdict:
+def match_rule(obs: Observation, recovery: Recovery) -> Verdict:
     """Of the failure behind `recovery`."""
     cause = Cause.parse(recovery.cause)
     if not cause.planned and cause is not Cause.RESTORE_FAILED:  # TierCheck's own trouble is no matter for rules
@@ -59,7 +59,7 @@ def first_match(
     return None
 
 
-def merged(before: Facts, after: Facts) -> Facts:
+def merge_facts(before: Facts, after: Facts) -> Facts:
     """What is known of one failure once more was seen of it."""
     return Facts(
         after.exit_code if after.exit_code is not None else before.exit_code,

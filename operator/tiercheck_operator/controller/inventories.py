@@ -1,4 +1,13 @@
-"""From what the sidecars report to what the planner asks: who holds what, without the copies known to be bad."""
+"""From what the sidecars report to what the planner asks: who holds what, without the copies known to be bad.
+
+Workers are numbered anew when a job changes its size. A pod is the worker that its label says. Its sidecar
+hears of that with the next attempt's directive; until then it reports, and is spoken of by others, under
+its old number.
+
+A job's first attempt may begin from what an earlier job of the same name left in the remote tier. Its
+versions carry the earlier job's attempts, so that line is taken over, and ours are counted on from there:
+nothing that we write can be mistaken for what is already stored.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +16,13 @@ from dataclasses import replace
 
 from tiercheck.protocol.artifact import Artifact, Kind, Share
 from tiercheck.protocol.directive import ParityGroup, Peer, Source, Tier
-from tiercheck.protocol.report import Holding, Report
-from tiercheck.protocol.version import Version
-from tiercheck_operator.controller.observation import JobSpec, PodView
+from tiercheck.protocol.report import Holding, Quarantined, Report
+from tiercheck.protocol.version import Branch, History, Version
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.spec import JobSpec
 from tiercheck_operator.planning.code_group import CodeGroup, OldGroup
 from tiercheck_operator.planning.inventory import Artifacts, Inventory, RemoteInventory, SourceChoice
-from tiercheck_operator.planning.recovery import Situation
+from tiercheck_operator.planning.recovery import RecoveryProblem
 
 _Table = dict[int, tuple[set[Version], set[Version]]]
 
@@ -111,7 +121,7 @@ def parity_group(group: CodeGroup, members: Mapping[int, PodView]) -> ParityGrou
     )
 
 
-def without_versions(situation: Situation, bad: Collection[Version], *, deltas: bool = True) -> Situation:
+def without_versions(situation: RecoveryProblem, bad: Collection[Version], *, deltas: bool = True) -> RecoveryProblem:
     """As if nobody held `bad`; without `deltas`, as if there were snapshots only."""
 
     def left(held: Artifacts) -> Artifacts:
@@ -166,3 +176,67 @@ def _is_bad(worker: int, holding: Holding, quarantined: Collection[tuple[int, in
 
 def _artifacts(held: tuple[set[Version], set[Version]]) -> Artifacts:
     return Artifacts(frozenset(held[0]), frozenset(held[1]))
+
+
+def reports_of(obs: Observation, members: Mapping[int, PodView]) -> list[Report]:
+    """The newest report of each member that has one, by worker, in today's numbers."""
+    now: dict[int, int] = {}
+    found = []
+    for worker in sorted(members):
+        report, known = obs.report(members[worker]), obs.reports.get(members[worker].uid)
+        if report is None or known is None or known.report is None:
+            continue
+        now[known.report.worker] = worker
+        found.append(report)
+    if all(before == worker for before, worker in now.items()):
+        return found
+    return [replace(report, quarantined=tuple(_renumbered(report.quarantined, now))) for report in found]
+
+
+def known_as(obs: Observation, pods: Iterable[PodView]) -> dict[int, PodView]:
+    """Pods of the current attempt by the worker that each knows itself to be in it."""
+    found = {}
+    for pod in pods:
+        known = obs.reports.get(pod.uid)
+        report = known.report if known is not None else None
+        follows = report is not None and report.attempt == obs.job.status.attempt and report.worker >= 0
+        found[report.worker if report is not None and follows else pod.worker] = pod
+    return found
+
+
+def _renumbered(entries: Iterable[Quarantined], now: Mapping[int, int]) -> Iterable[Quarantined]:
+    """What was found bad at workers that are no more counts against nobody; at no worker (the remote tier), and everywhere, as before."""
+    for entry in entries:
+        if entry.worker < 0 or entry.everywhere:
+            yield entry
+        elif entry.worker in now:
+            yield replace(entry, worker=now[entry.worker])
+
+
+def adopted_history(remote: RemoteInventory, step: int | None) -> History:
+    """The history that accepts the version to begin from; empty if the remote tier holds none.
+
+    `step`: the one that the user asked for. Among versions of the same step, and for the newest one, the later attempt
+    counts: the earlier one was rolled back.
+    """
+    usable: list[Version] = [version for version in remote.usable if step is None or version.step == step]
+    if not usable:
+        return History()
+    chosen = max(usable, key=lambda version: (version.attempt, version.step))
+    return History((Branch(chosen.attempt, 0, remote.ranks.get(chosen, 0)),))
+
+
+def with_ranks(history: History, remote: RemoteInventory, ranks: int) -> History:
+    """With the numbers of ranks that were not written down: as the remote tier says, or `ranks`."""
+    told = {version.attempt: count for version, count in remote.ranks.items()}
+    return History(
+        tuple(
+            branch if branch.ranks else replace(branch, ranks=told.get(branch.attempt, ranks))
+            for branch in history.branches
+        )
+    )
+
+
+def last_attempt(remote: RemoteInventory) -> int:
+    """The newest attempt that left anything in the remote tier; 0: none did."""
+    return max((version.attempt for version in remote.usable), default=0)

@@ -18,23 +18,23 @@ from tiercheck.failpoints import failpoint
 from tiercheck.protocol import names
 from tiercheck_operator.cluster_identity import ClusterIdentity
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.actions import Decision
 from tiercheck_operator.controller.belongings import Belongings
 from tiercheck_operator.controller.decide import decide, refused
 from tiercheck_operator.controller.discretion import discreet
 from tiercheck_operator.controller.execute import Executor
 from tiercheck_operator.controller.finish import finished
 from tiercheck_operator.controller.membership import left_nodes
-from tiercheck_operator.controller.observation import JobView, NodeView, Observation, PodView, WorkerReport
-from tiercheck_operator.controller.parsing import parse_job
-from tiercheck_operator.controller.record import render_record
+from tiercheck_operator.controller.replacing import choose_sidecar_image
 from tiercheck_operator.controller.sidecar_ends import away
-from tiercheck_operator.controller.sidecar_image import pinned
 from tiercheck_operator.controller.suspicion import doubted_nodes
 from tiercheck_operator.controller.topology_source import TopologySource
 from tiercheck_operator.event_posting import EventPoster, ObjectEvents
 from tiercheck_operator.kube import JOBS, ApiFailure, Kube
 from tiercheck_operator.metrics import Metrics
+from tiercheck_operator.model.actions import Decision
+from tiercheck_operator.model.observed import JobView, NodeView, Observation, PodView, WorkerReport
+from tiercheck_operator.model.parsing import parse_job
+from tiercheck_operator.model.status import render_record
 from tiercheck_operator.planning.suspect_nodes import SuspectNodes
 from tiercheck_operator.sidecars import JobSidecars
 
@@ -211,7 +211,7 @@ class JobLoop:
             await self._look_up()
             job = parse_job(self._raw)
         raw = self._raw
-        image = pinned(job.status, self._pods(job), around.config.sidecar_image)
+        image = choose_sidecar_image(job.status, self._pods(job), around.config.sidecar_image)
         job = replace(job, sidecar_image=image)
         if not _ours(job):
             return around.config.resync_seconds

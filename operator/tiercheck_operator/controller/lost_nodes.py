@@ -1,23 +1,33 @@
-"""When a node that Kubernetes does not trust is lost to a pod: not while its sidecar answers, or it trains.
+"""When a pod is lost that has not ended: its node is, or its kubelet never starts its trainer again.
 
 NotReady says that the node's kubelet and the API server do not hear each other, and pods outlive that:
 their kubelet may be stopped, or the API server may be away for all nodes at once. Kubernetes waits five
 minutes before it ends such pods, and in an outage of all nodes for ever. Its eviction is obeyed when it
 comes; before that, a pod is given up only if it is silent towards us too, while others answer: never all at
 once.
+
+Kubelets 1.35.0 to 1.35.3 do not start a trainer again, with a native sidecar with a startup probe beside
+it, once they were restarted themselves: kubernetes/kubernetes#136969, mended by #137146 (1.36.0) and
+#137885 (1.35.4).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.observation import Observation, PodView
 from tiercheck_operator.controller.signs_of_life import answers, training
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.observed import ContainerState, Observation, PodView
 
 _PACES = 2.0
 """Steps' worth of time without one after which training stands still."""
+_FAULTY = re.compile(r"v?1\.35\.[0-3](?!\d)")
+_FAULTY_LIMIT = 60.0
+"""Seconds. A kubelet that only waits says so: the container is in CrashLoopBackOff then."""
+_LIMIT = 600.0
+"""The same with any other kubelet, whose reason nobody knows: an image may be pulled anew."""
 
 
 def why_lost(obs: Observation, pod: PodView) -> str:
@@ -42,7 +52,7 @@ def out_of_reach(obs: Observation, pod: PodView) -> bool:
     return node is None or node.out_of_service or (bool(node.lost) and not answers(obs, pod))
 
 
-def told(obs: Observation, members: Mapping[int, PodView]) -> tuple[str, str] | None:
+def unready_node_message(obs: Observation, members: Mapping[int, PodView]) -> tuple[str, str] | None:
     """Reason and message for the condition Placed; None: the members' nodes are ready."""
     unready = {name for name, node in obs.nodes.items() if node.lost}
     found = [pod for _, pod in sorted(members.items()) if pod.node in unready]
@@ -66,10 +76,9 @@ def _silent_too(obs: Observation, pod: PodView) -> bool:
     if known.silent_since is None:
         return False  # not asked yet
     seconds = obs.now - known.silent_since
-    living = [other for other in obs.pods if not other.terminal and not other.deleting]
     if pod.uid not in obs.attempt_pods:  # it holds nothing
-        return seconds > (patience.accused if any(answers(obs, other) for other in living) else patience.silent)
-    members = [other for other in living if other.uid in obs.attempt_pods]
+        return seconds > (patience.accused if any(answers(obs, other) for other in obs.living) else patience.silent)
+    members = [other for other in obs.living if other.uid in obs.attempt_pods]
     answering = sum(answers(obs, other) for other in members)
     limit = patience.silent if 2 * answering < len(members) else patience.accused
     job = training(obs)
@@ -96,3 +105,21 @@ def _node_missing(obs: Observation, pod: PodView) -> bool:
     if known.answered_at is None:
         return known.silent_since is not None and obs.now - known.silent_since > obs.patience.silent
     return known.silent_since is not None and obs.now - known.silent_since > obs.patience.settle
+
+
+def why_left_down(obs: Observation, pod: PodView) -> str:
+    """What there is to say about it, as a clause; empty: the pod's trainer runs, or is going to."""
+    container, node = pod.trainer, obs.nodes.get(pod.node or "")
+    ended = container.state is ContainerState.ENDED and container.exit_code != 0 and container.restartable
+    if not ended or container.since is None or pod.phase != "Running" or node is None or node.lost:
+        return ""
+    report = obs.report(pod)
+    if report is not None and report.trainer.state is TrainerState.RUNNING:
+        return ""
+    faulty = _FAULTY.match(node.kubelet) is not None
+    seconds = obs.now - container.since
+    if seconds <= (_FAULTY_LIMIT if faulty else _LIMIT):
+        return ""
+    known = " (kubernetes/kubernetes#136969: upgrade it to 1.35.4 or newer)" if faulty else ""
+    told = f"its trainer container ended {seconds:.0f} s ago"
+    return f"{told}, and its kubelet {node.kubelet} does not start it again{known}"

@@ -1,7 +1,6 @@
 """Who belongs to the job right now, and who was lost: the first question of every reconcile.
 
-A worker's member is its newest pod that is not lost. Survivors are never touched; a lost pod is replaced under a new name at
-once, without waiting for the old one to be confirmed dead: the attempt fences it.
+A worker's member is its newest pod that is not lost. A spare is warm, and no worker's yet.
 """
 
 from __future__ import annotations
@@ -10,17 +9,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from tiercheck_operator.controller.actions import Action, CreatePod, DeletePod
-from tiercheck_operator.controller.causes import Cause
+from tiercheck.protocol.report import TrainerState
+from tiercheck_operator.controller.departures import Departure, Move, assign, find_moves
 from tiercheck_operator.controller.directives import members_digest
-from tiercheck_operator.controller.forgotten import forgotten
-from tiercheck_operator.controller.leaving import Departure, assign
-from tiercheck_operator.controller.lost_nodes import out_of_reach, why_lost
-from tiercheck_operator.controller.moving import Move, find_moves
-from tiercheck_operator.controller.observation import Observation, PodView
-from tiercheck_operator.controller.signs_of_life import was_up
-from tiercheck_operator.controller.suspicion import Doubt, doubts
-from tiercheck_operator.manifests.owned import pod_name
+from tiercheck_operator.controller.lost_nodes import why_left_down, why_lost
+from tiercheck_operator.controller.signs_of_life import restart_due, silence, was_up
+from tiercheck_operator.controller.suspicion import Doubt
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
 
 _DISRUPTIONS = {
     "Evicted", "Terminated", "NodeShutdown", "Preempting", "TerminationByKubelet", "EvictionByEvictionAPI",
@@ -71,17 +67,17 @@ class Membership:
         return pod is not None and pod.node is not None
 
 
-def find_members(obs: Observation) -> Membership:
-    """Judge every pod of the job."""
+def find_members(obs: Observation, doubted: Mapping[str, Doubt]) -> Membership:
+    """Asks of every pod of the job whether it is lost. `doubted`: those that we give up ourselves, by UID."""
     living: dict[int, list[PodView]] = {}
     lost: dict[str, Loss] = {}
     beyond: list[PodView] = []
-    doubted, moves = doubts(obs), {move.pod.uid: move for move in find_moves(obs)}
+    moves = {move.pod.uid: move for move in find_moves(obs)}
     for pod in sorted(obs.pods, key=lambda pod: (pod.worker, -pod.incarnation, -pod.created)):
-        loss = judge(obs, pod, doubted) or (_moved(moves[pod.uid]) if pod.uid in moves else None)
+        loss = classify_pod(obs, pod, doubted) or (_moved(moves[pod.uid]) if pod.uid in moves else None)
         if loss is not None:
             lost[pod.uid] = loss
-        elif pod.worker < obs.job.spec.workers:
+        elif pod.worker < obs.size:
             living.setdefault(pod.worker, []).append(pod)
         elif pod.uid in obs.attempt_pods and pod.node is not None:
             beyond.append(pod)
@@ -104,54 +100,6 @@ def find_members(obs: Observation) -> Membership:
         beyond=tuple(beyond),
         left=frozenset() if begun else frozenset(each.old.uid for each in assigned.departed),
     )
-
-
-def replacements(
-    obs: Observation, membership: Membership, taken: Collection[int] = ()
-) -> tuple[list[Action], float | None]:
-    """Pods to create and delete, and how long to wait if a replacement is put off. Workers in `taken` get a spare instead."""
-    actions: list[Action] = []
-    wait: float | None = None
-    avoid = avoided(obs, membership)
-    for worker in range(obs.job.spec.workers):
-        if worker in taken:
-            continue
-        pod, going = membership.members.get(worker), membership.departures.get(worker)
-        if pod is not None and not stuck(obs, pod) and (going is None or going.new is not None):
-            continue
-        if pod is not None and going is None:
-            why = f"pod {pod.name} of worker {worker}: it found no node while it avoided some that are well again"
-            actions.append(DeletePod(pod.name, pod.uid, force=False, why=why))
-        pause = _pause(obs, membership, worker)
-        if pause > 0:
-            wait = pause if wait is None else min(wait, pause)
-            continue
-        actions.append(
-            CreatePod(worker, next_incarnation(obs, worker), avoid, _home(obs, membership, worker), shunned(obs))
-        )
-    return actions + _removals(obs, membership), wait
-
-
-def shunned(obs: Observation) -> tuple[str, ...]:
-    """Host names that new pods stay away from if they can."""
-    return tuple(sorted(obs.nodes[name].hostname for name in obs.shunned if name in obs.nodes))
-
-
-def _home(obs: Observation, membership: Membership, worker: int) -> str:
-    """Host name of the node where the worker's memory outlived its pod; empty: there is none, or it is not well."""
-    if not obs.job.spec.node_memory:
-        return ""
-    names = [loss.pod.node for loss in membership.losses if loss.worker == worker and loss.pod is not None]
-    saved = obs.placement.members if obs.placement is not None else ()
-    names += [member.node for member in saved if member.worker == worker]
-    name = next((entry for entry in names if entry), "")
-    node = obs.nodes.get(name)
-    return node.hostname if node is not None and not node.lost and name not in membership.suspects else ""
-
-
-def avoided(obs: Observation, membership: Membership) -> tuple[str, ...]:
-    """Host names that new pods stay away from."""
-    return tuple(sorted(obs.nodes[name].hostname if name in obs.nodes else name for name in membership.suspects))
 
 
 def _never_up(
@@ -177,7 +125,7 @@ def _lost(pod: PodView, cause: Cause, why: str, *, node: str | None = None, at: 
     return Loss(pod.worker, cause, f"pod {pod.name} of worker {pod.worker}{where}: {why}", pod, node, at, why)
 
 
-def judge(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -> Loss | None:
+def classify_pod(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -> Loss | None:
     """Why the pod is lost; None: it is not."""
     lost = partial(_lost, pod)
     gone = why_lost(obs, pod)
@@ -200,7 +148,7 @@ def judge(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -> Loss 
     doubt = doubted.get(pod.uid)
     if doubt is not None:
         return lost(doubt.cause, doubt.why, node=pod.node if doubt.of_node else None, at=doubt.since)
-    left_down = forgotten(obs, pod)
+    left_down = why_left_down(obs, pod)
     return lost(Cause.POD_FAILED, left_down) if left_down else None
 
 
@@ -223,14 +171,14 @@ _OF_NODES = (
     Cause.STUCK,
     Cause.RESTORE_STALLED,
 )
-_GIVEN_UP = (*_OF_NODES, Cause.SIDECAR_SILENT, Cause.POD_FAILED)
+NOTED_CAUSES = (*_OF_NODES, Cause.SIDECAR_SILENT, Cause.POD_FAILED)
 """Why a pod is deleted that nobody else has deleted. Those of nodes keep the node under suspicion until the pod is gone."""
 
 
 def _given_up(pod: PodView) -> tuple[Cause, str] | None:
     """Why we deleted the pod, if it is one that we gave up."""
     cause, _, why = pod.given_up.partition(": ")
-    return next(((known, why) for known in _GIVEN_UP if known.value == cause), None)
+    return next(((known, why) for known in NOTED_CAUSES if known.value == cause), None)
 
 
 def left_nodes(obs: Observation) -> frozenset[str]:
@@ -277,63 +225,48 @@ def _vanished(obs: Observation, members: Mapping[int, PodView], losses: Sequence
     return found
 
 
-def stuck(obs: Observation, pod: PodView) -> bool:
-    """A pod that waits for a node only because it avoids nodes that are well again."""
-    if pod.node is not None or pod.unschedulable_since is None or not pod.avoided:
-        return False
-    if obs.now - pod.unschedulable_since < obs.patience.unschedulable:
-        return False
-    well = {node.hostname for node in obs.nodes.values() if not node.lost}
-    return bool(pod.avoided & well)
+@dataclass(frozen=True)
+class SparePool:
+    """The spares by number, each in one of three states."""
+
+    ready: tuple[PodView, ...]
+    """Sidecar and launcher wait."""
+    coming: tuple[PodView, ...]
+    lost: tuple[PodView, ...]
 
 
-def _pause(obs: Observation, membership: Membership, worker: int) -> float:
-    """Seconds to wait before the worker gets another pod: pods that never came up are not replaced in a tight loop, nor do they try
-    one node after the other with a health check that fails everywhere."""
-    newest = max(
-        (pod for pod in obs.pods if pod.worker == worker), key=lambda pod: (pod.incarnation, pod.created), default=None
+def find_spares(obs: Observation) -> SparePool:
+    """Sorts the spares by the rules for members, but that nobody accuses one."""
+    ready, coming, lost = [], [], []
+    silent = _silent(obs)
+    for pod in sorted(obs.spares, key=lambda pod: (pod.spare or 0, pod.uid)):
+        if pod.uid in silent or classify_pod(obs, pod, {}) is not None:
+            lost.append(pod)
+        elif _waits(obs, pod):
+            ready.append(pod)
+        else:
+            coming.append(pod)
+    return SparePool(tuple(ready), tuple(coming), tuple(lost))
+
+
+def _waits(obs: Observation, pod: PodView) -> bool:
+    known = obs.reports.get(pod.uid)
+    return (
+        pod.node is not None
+        and known is not None
+        and known.report is not None
+        and known.silent_since is None
+        and known.report.trainer.state is TrainerState.WAITING
     )
-    if newest is None:
-        return 0.0
-    loss = membership.lost.get(newest.uid)
-    unfit = loss is not None and loss.cause is Cause.HEALTH_CHECK_FAILED
-    if not unfit and (newest.phase != "Failed" or newest.ip is not None):
-        return 0.0
-    return newest.created + obs.patience.retry - obs.now
 
 
-def next_incarnation(obs: Observation, worker: int) -> int:
-    seen = [pod.incarnation for pod in obs.pods if pod.worker == worker]
-    if obs.placement is not None:
-        seen += [saved.incarnation for saved in obs.placement.members if saved.worker == worker]
-    free = max(seen, default=-1) + 1
-    # A pod that has become another worker keeps its name.
-    taken = {pod.name for pod in obs.all_pods}
-    while pod_name(obs.job, worker, free) in taken:
-        free += 1
-    return free
-
-
-def _removals(obs: Observation, membership: Membership) -> list[Action]:
-    """Pods that are no members: those on lost nodes go without waiting for a kubelet that will not answer."""
-    keep = {pod.uid for pod in (*membership.members.values(), *membership.beyond)} | membership.left
-    keep |= {each.new.uid for each in membership.departures.values() if each.new is not None}
-    actions: list[Action] = []
-    for pod in obs.pods:
-        if pod.uid in keep or (_pause(obs, membership, pod.worker) > 0 and not pod.deleting):
-            continue
-        heir = membership.members.get(pod.worker)
-        goes_on = f"worker {pod.worker} goes on in pod {heir.name}" if heir is not None else "no worker needs it"
-        actions += removal(obs, pod, membership.lost.get(pod.uid) or goes_on)
-    return actions
-
-
-def removal(obs: Observation, pod: PodView, why: Loss | str) -> list[Action]:
-    """To delete a pod, if that has not been asked for: without waiting for its node if nobody is there to end it."""
-    gone = out_of_reach(obs, pod)
-    if pod.deleting and not gone:
-        return []
-    if isinstance(why, str):
-        return [DeletePod(pod.name, pod.uid, gone, f"pod {pod.name}: {why}")]
-    note = f"{why.cause.value}: {why.why}" if why.cause in _GIVEN_UP and not gone else ""
-    return [DeletePod(pod.name, pod.uid, gone, why.message, note)]
+def _silent(obs: Observation) -> set[str]:
+    """Spares that have been silent for too long, while somebody else of the job answers."""
+    answering = any(known.silent_since is None and known.answered_at for known in obs.reports.values())
+    if not answering:
+        return set()
+    return {
+        pod.uid
+        for pod in obs.spares
+        if was_up(obs, pod) and restart_due(obs, pod) is None and (silence(obs, pod) or 0.0) > obs.patience.silent
+    }

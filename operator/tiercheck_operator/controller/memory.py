@@ -19,8 +19,8 @@ from tiercheck.protocol.sizing import (
     plan,
     roomy,
 )
-from tiercheck_operator.controller.observation import JobSpec
-from tiercheck_operator.controller.record import MemoryRecord
+from tiercheck_operator.model.spec import JobSpec
+from tiercheck_operator.model.status import MemoryRecord
 from tiercheck_operator.planning.code_group import CodeGroup
 from tiercheck_operator.planning.quantity import parse_quantity
 
@@ -40,13 +40,13 @@ class Share:
     """Of each of these groups."""
 
 
-def equal_share(spec: JobSpec) -> Share:
+def equal_share(spec: JobSpec, workers: int) -> Share:
     """What every worker keeps if all keep the same: known before there is a pod."""
     if spec.parity is not None:
         data, parity = spec.parity
-        groups = -(-spec.workers // data)
-        return Share(blocks=-(-groups * parity // spec.workers), members=min(data, spec.workers))
-    return Share(copies=min(spec.copies, max(0, spec.workers - 1)))
+        groups = -(-workers // data)
+        return Share(blocks=-(-groups * parity // workers), members=min(data, workers))
+    return Share(copies=min(spec.copies, max(0, workers - 1)))
 
 
 def largest_share(holders: Mapping[int, tuple[int, ...]], groups: Iterable[CodeGroup]) -> Share:
@@ -121,7 +121,7 @@ class Rooms:
     """Of one worker's copies."""
 
 
-def rooms(spec: JobSpec, reports: Iterable[Report]) -> Rooms:
+def rooms(spec: JobSpec, wanted_copies: int, reports: Iterable[Report]) -> Rooms:
     """From the sizes and limits that sidecars report: beside the least that a worker needs for its own ranks, and with deltas if
     they are taken now.
     """
@@ -136,7 +136,7 @@ def rooms(spec: JobSpec, reports: Iterable[Report]) -> Rooms:
     own = spec.procs_per_worker * (OWN_SLOTS_MIN * cost(snapshot) + row)
     each = spec.procs_per_worker * (HOSTED_SLOTS * cost(snapshot) + row)
     free = {report.worker: max(0, report.memory.limit - own) for report in known}
-    enough = 2 * max(1, spec.copies) + 2
+    enough = 2 * max(1, wanted_copies) + 2
     copies = {worker: size // each for worker, size in sorted(free.items()) if size // each < enough}
     return Rooms(copies, free, each)
 

@@ -1,14 +1,23 @@
-"""Asks the planner who keeps whose copies or parity, for the pods as they are now, and puts its answer into the controller's words."""
+"""Asks the planner who keeps whose copies or parity for the pods as they are, and says its worth.
+
+What may vanish right now is what a placement promises only while all its copies are made. They are once the
+coordinator names a version that is complete in the peer tier. They are not any more when a pod is lost, or
+when others are to hold them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
-from tiercheck_operator.controller import conditions
+from tiercheck.protocol.report import Report
 from tiercheck_operator.controller.membership import Membership
-from tiercheck_operator.controller.observation import Observation, PodView
-from tiercheck_operator.controller.record import PlacementRecord
+from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Push
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import JobRecord, PlacementRecord
 from tiercheck_operator.planning.code_group import CodeGroup
 from tiercheck_operator.planning.inventory import Distance
 from tiercheck_operator.planning.parity import ParityPolicy, describe_parity, place_parity
@@ -16,7 +25,7 @@ from tiercheck_operator.planning.placement import Placement, PlacementPolicy, Wo
 from tiercheck_operator.planning.placement import Unplaceable as Impossible
 from tiercheck_operator.planning.replan import named
 from tiercheck_operator.planning.saved_placement import SavedDomains, SavedMember, SavedPlacement
-from tiercheck_operator.planning.topology import Topology, levels_from_spec, spread_level
+from tiercheck_operator.planning.topology import Topology, levels_from_spec
 
 _SENTENCE = 500
 """Characters of a sentence in the status, at most."""
@@ -84,37 +93,37 @@ class Layout:
 
 
 def lay_out(
-    obs: Observation, membership: Membership, memory: Mapping[int, int] | None = None, copy_bytes: int | None = None
+    situation: Situation, memory: Mapping[int, int] | None = None, copy_bytes: int | None = None
 ) -> Layout | Unplaceable:
     """Of members that all have a node. `memory`: bytes that each worker can give to copies, where known."""
-    spec = obs.job.spec
+    spec = situation.job.spec
     try:
-        levels = levels_from_spec(spec.topology_preset, spec.topology_levels)
-        level = spread_level(levels, spec.spread_level).name
+        level, topology = situation.spread.name, situation.member_topology
     except ValueError as error:
         return Unplaceable(conditions.INVALID_SPEC, f"spec.topology: {error}")
-    nodes = tuple(membership.members[worker].node or "" for worker in range(spec.workers))
-    labels = {name: obs.nodes[name].labels if name in obs.nodes else {} for name in {*nodes}}
+    nodes = tuple(situation.members[worker].node or "" for worker in range(situation.size))
     return Layout(
-        topology=Topology.build(labels, levels),
+        topology=topology,
         level=level,
         nodes=nodes,
         sites=tuple(WorkerSite(worker, node, (memory or {}).get(worker)) for worker, node in enumerate(nodes)),
-        suspects=frozenset(membership.suspects),
-        avoided=frozenset(name for name in nodes if name in obs.nodes and obs.nodes[name].cordoned),
-        copies=PlacementPolicy(spec.copies, level, spec.spread_required, copy_bytes),
+        suspects=frozenset(situation.membership.suspects),
+        avoided=frozenset(name for name in nodes if name in situation.nodes and situation.nodes[name].cordoned),
+        copies=PlacementPolicy(situation.copies, level, spec.spread_required, copy_bytes),
         parity=None if spec.parity is None else ParityPolicy(*spec.parity, level, spec.spread_required),
     )
 
 
-def place_members(obs: Observation, membership: Membership) -> Placed | Unplaceable:
+def place_members(situation: Situation) -> Placed | Unplaceable:
     """The placement for the members, close to the last one. Every worker must have a pod on a node."""
-    layout = lay_out(obs, membership)
+    layout = lay_out(situation)
     if isinstance(layout, Unplaceable):
         return layout
     try:
         # Of another number of workers nothing is worth keeping to.
-        last = obs.placement if obs.placement and len(obs.placement.members) == obs.job.spec.workers else None
+        last = (
+            situation.placement if situation.placement and len(situation.placement.members) == situation.size else None
+        )
         outcome = layout.place(last, layout.suspects)
         if layout.avoided and isinstance(outcome, Placement):
             aside = layout.place(last, layout.suspects | layout.avoided)
@@ -124,20 +133,20 @@ def place_members(obs: Observation, membership: Membership) -> Placed | Unplacea
         return Unplaceable(conditions.INVALID_SPEC, f"spec.tiers.peer: {error}")
     if isinstance(outcome, Impossible):
         return Unplaceable(conditions.INSUFFICIENT_DOMAINS, outcome.reason)
-    return judge(outcome, layout)
+    return describe_placement(outcome, layout)
 
 
 def _no_worse(one: Placement, other: Placement) -> bool:
     return one.achieved_level == other.achieved_level and len(one.unprotected) <= len(other.unprotected)
 
 
-def describe_members(obs: Observation, membership: Membership, saved: SavedPlacement) -> Placed | Unplaceable:
+def describe_members(situation: Situation, saved: SavedPlacement) -> Placed | Unplaceable:
     """What the placement that the members have is worth. Every worker must have a pod on a node."""
-    layout = lay_out(obs, membership)
-    return layout if isinstance(layout, Unplaceable) else judge(layout.describe(saved), layout)
+    layout = lay_out(situation)
+    return layout if isinstance(layout, Unplaceable) else describe_placement(layout.describe(saved), layout)
 
 
-def judge(outcome: Placement, layout: Layout) -> Placed:
+def describe_placement(outcome: Placement, layout: Layout) -> Placed:
     """The planner's answer in the controller's words."""
     return _placed(outcome, layout.topology, layout.nodes, layout.level)
 
@@ -183,3 +192,38 @@ def distance_between(obs: Observation, members: Mapping[int, PodView]) -> Distan
 
 def _saved(worker: int, pod: PodView, holders: Mapping[int, tuple[int, ...]]) -> SavedMember:
     return SavedMember(worker, pod.name, pod.uid, pod.incarnation, pod.node or "", holders.get(worker, ()))
+
+
+def all_copied(reports: Mapping[int, Report], members: Mapping[int, PodView], owed: Iterable[Push]) -> bool:
+    """Whether the coordinator says so, of the placement that is wanted now: no directive is on its way to it."""
+    report = reports.get(0)
+    if report is None or report.watermarks.peer is None:
+        return False
+    return members[0].uid not in {push.pod_uid for push in owed}
+
+
+def describe_found_again(before: PlacementRecord | None, after: PlacementRecord) -> PlacementRecord:
+    """`after`, made anew for the same pods: if nothing moves, what is complete stays so."""
+    same = before is not None and before.hash == after.hash and before.complete
+    return replace(after, complete=after.complete or same)
+
+
+def describe_moved(
+    before: PlacementRecord | None, after: PlacementRecord | None, was: SavedPlacement, now: SavedPlacement
+) -> PlacementRecord | None:
+    """What the placement is worth while training goes on. Where others hold copies at once, these are not made yet; where the old
+    holders stay until the new ones have them, they are.
+    """
+    at_once = not (now.same_holders(was) or now.leaving or was.leaving)
+    if after is None or before is None or at_once:
+        return after or before
+    return replace(after, complete=after.complete or before.complete)
+
+
+def describe_now(record: JobRecord, *, copied: bool) -> PlacementRecord | None:
+    """For the status that is about to be written. `copied`: as `all_copied` says."""
+    placement, recovery = record.placement, record.recovery
+    if placement is None or copied:
+        return placement and replace(placement, complete=True)
+    pod_lost = recovery is not None and recovery.decided_at is None and not Cause.parse(recovery.cause).in_place
+    return replace(placement, complete=False) if pod_lost else placement

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.sizing import LONGEST_CADENCE
 from tiercheck.protocol.version import Version
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.actions import Probe
-from tiercheck_operator.controller.capacity import shortage
-from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.failed_starts import crash_pause
-from tiercheck_operator.controller.membership import Membership
-from tiercheck_operator.controller.observation import Observation, PodView
-from tiercheck_operator.controller.record import Recovery
+from tiercheck_operator.controller.capacity import describe_shortage
+from tiercheck_operator.controller.exits import crash_pause
+from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Probe
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import Recovery
 
 _FRESH, _FRESH_PER_WORKER = 1.0, 0.005
 """Seconds that an answer is good for; more for many workers, because to ask them all takes its time."""
@@ -34,34 +34,34 @@ class Waiting:
     wake_after: float | None = None
 
 
-def waiting_for_pods(obs: Observation, membership: Membership) -> Waiting | None:
+def waiting_for_pods(situation: Situation) -> Waiting | None:
     """Until every worker has a pod with an address."""
-    missing = membership.missing(obs.job.spec.workers)
+    missing = situation.membership.missing(situation.size)
     if missing:
         return Waiting(conditions.WAITING_FOR_PODS, f"workers without a pod: {_some(missing)}", wake_after=1.0)
-    if membership.beyond:
-        told = f"{len(membership.beyond)} survivors take the places of lost workers"
+    if situation.membership.beyond:
+        told = f"{len(situation.membership.beyond)} survivors take the places of lost workers"
         return Waiting(conditions.WAITING_FOR_PODS, told, wake_after=1.0)
-    gated = [pod for pod in membership.members.values() if pod.gates]
+    gated = [pod for pod in situation.members.values() if pod.gates]
     if gated:
         gates = ", ".join(sorted({gate for pod in gated for gate in pod.gates})[:4])
-        text = f"{len(gated)} of {obs.job.spec.workers} pods wait to be admitted (scheduling gates {gates}): workers "
+        text = f"{len(gated)} of {situation.size} pods wait to be admitted (scheduling gates {gates}): workers "
         return Waiting(conditions.WAITING_FOR_QUEUE, text + _some([pod.worker for pod in gated]))
-    lack = shortage(obs, membership)
+    lack = describe_shortage(situation)
     if lack is not None:
         return Waiting(lack.reason, lack.message, wake_after=lack.wake_after)
-    pending = [pod for pod in membership.members.values() if not pod.ip]
+    pending = [pod for pod in situation.members.values() if not pod.ip]
     if pending:
         said = next((f"; {pod.name}: {pod.message}" for pod in pending if pod.message), "")
         return Waiting(conditions.WAITING_FOR_PODS, f"pods not up yet: {_some([pod.worker for pod in pending])}{said}")
     return None
 
 
-def waiting_for_sidecars(obs: Observation, membership: Membership, recovery: Recovery) -> Waiting | None:
+def waiting_for_sidecars(situation: Situation, recovery: Recovery) -> Waiting | None:
     """Until every sidecar has answered since the failure was noticed, and lately."""
-    lately = _FRESH + _FRESH_PER_WORKER * obs.job.spec.workers
-    since = max(recovery.detected_at, obs.now - lately)
-    owing = [pod for pod in membership.members.values() if not _answered(obs, pod, since)]
+    lately = _FRESH + _FRESH_PER_WORKER * situation.size
+    since = max(recovery.detected_at, situation.now - lately)
+    owing = [pod for pod in situation.members.values() if not _answered(situation, pod, since)]
     if not owing:
         return None
     said = next((f"; {pod.name}: {pod.message}" for pod in owing if pod.message), "")

@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 
 from tiercheck.protocol.chain import rebuildable
 from tiercheck.protocol.report import Report
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.actions import Probe
 from tiercheck_operator.controller.inventories import inventories
-from tiercheck_operator.controller.membership import Membership
 from tiercheck_operator.controller.memory import rooms
-from tiercheck_operator.controller.observation import Observation
-from tiercheck_operator.controller.placing import Layout, Unplaceable, judge, lay_out
-from tiercheck_operator.controller.record import JobRecord, PlacementRecord
-from tiercheck_operator.controller.status import Finding
+from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.controller.placing import Layout, Unplaceable, describe_placement, lay_out
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Probe
+from tiercheck_operator.model.findings import Finding
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import JobRecord, PlacementRecord
 from tiercheck_operator.planning.inventory import Artifacts
 from tiercheck_operator.planning.placement import Unplaceable as Impossible
 from tiercheck_operator.planning.replan import Surroundings, finish, give_up, named, plan_round
@@ -52,38 +52,39 @@ class Replanned:
 
 
 def replan(
-    obs: Observation,
-    membership: Membership,
+    situation: Situation,
     status: JobRecord,
     saved: SavedPlacement,
     reports: Mapping[int, Report],
 ) -> Replanned:
     """Of a job that trains; a job on its way back is placed anew as a whole. `reports`: those of the current attempt."""
-    if status.recovery is not None or len(reports) < obs.job.spec.workers:
+    if status.recovery is not None or len(reports) < situation.size:
         return Replanned(saved)
-    if obs.job.spec.topology_problem:
-        told = Finding(conditions.TOPOLOGY_NOT_FOUND, f"{obs.job.spec.topology_problem}. Copies stay where they are")
+    if situation.job.spec.topology_problem:
+        told = Finding(
+            conditions.TOPOLOGY_NOT_FOUND, f"{situation.job.spec.topology_problem}. Copies stay where they are"
+        )
         return Replanned(saved, placed=told)
     if saved.leaving:
-        return _under_way(obs, membership, status, saved, reports)
-    if any(way.new is None or way.new.unschedulable_since is None for way in membership.departures.values()):
+        return _under_way(situation, status, saved, reports)
+    if any(way.new is None or way.new.unschedulable_since is None for way in situation.membership.departures.values()):
         return Replanned(saved)  # an attempt is about to begin elsewhere
-    room = rooms(obs.job.spec, reports.values())
-    layout = lay_out(obs, membership, room.bytes, room.copy_bytes)
+    room = rooms(situation.job.spec, situation.copies, reports.values())
+    layout = lay_out(situation, room.bytes, room.copy_bytes)
     if isinstance(layout, Unplaceable):
         return Replanned(saved, placed=Finding(layout.reason, f"{layout.message}. Copies stay where they are"))
-    checked = _digest(obs, layout, room.copies)
+    checked = _digest(situation, layout, room.copies)
     if checked == saved.replanning.checked:
         return Replanned(saved)
     try:
-        change = _change(obs, layout, saved, room.copies)
+        change = _change(situation, layout, saved, room.copies)
     except ValueError as error:
         return Replanned(
             saved, placed=Finding(conditions.INVALID_SPEC, f"spec.tiers.peer: {error}. Copies stay where they are")
         )
     if change.saved is None:
         return _settled(layout, saved, checked, change.reason)
-    return _patiently(obs, layout, saved, change)
+    return _patiently(situation, layout, saved, change)
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def _other_encoding(obs: Observation, layout: Layout, saved: SavedPlacement, roo
             None,
             reason=f"tiers.peer changes at the next restart: the memory of {named(full)} has no room for the old and the new copies together",
         )
-    return _Change(anew, True, tuple(range(obs.job.spec.workers)))
+    return _Change(anew, True, tuple(range(obs.size)))
 
 
 def _kept_by(placement: SavedPlacement) -> Counter[int]:
@@ -140,7 +141,7 @@ def _kept_by(placement: SavedPlacement) -> Counter[int]:
 
 def _settled(layout: Layout, saved: SavedPlacement, checked: str, delayed: str) -> Replanned:
     """Nothing moves: what the placement is worth now is told, and not thought about again until something changes."""
-    placed = judge(layout.describe(saved), layout)
+    placed = describe_placement(layout.describe(saved), layout)
     finding = (
         Finding(conditions.MOVE_DELAYED, f"{delayed}. {placed.message}")
         if delayed
@@ -158,12 +159,12 @@ def _patiently(obs: Observation, layout: Layout, saved: SavedPlacement, change: 
     wish = _short([change.saved.holders(), [(g.members, g.holders) for g in change.saved.groups], change.saved.leaving])
     if known.wish != wish:
         waits = replace(saved, replanning=replace(known, checked="", wish=wish, since=obs.now))
-        return Replanned(waits, judge(layout.describe(saved), layout).record, wake=patience)
+        return Replanned(waits, describe_placement(layout.describe(saved), layout).record, wake=patience)
     left = max(known.since, known.moved) + patience - obs.now
     if left > 0:
         return Replanned(saved, wake=left)
     begun = replace(change.saved, replanning=Replanning(moved=obs.now))
-    record = None if begun.leaving else judge(layout.describe(begun), layout).record
+    record = None if begun.leaving else describe_placement(layout.describe(begun), layout).record
     return Replanned(begun, record, _moving(layout, saved, change), wake=_LOOK_EVERY)
 
 
@@ -188,29 +189,28 @@ def _moving(layout: Layout, saved: SavedPlacement, change: _Change) -> Finding:
 
 
 def _under_way(
-    obs: Observation,
-    membership: Membership,
+    situation: Situation,
     status: JobRecord,
     saved: SavedPlacement,
     reports: Mapping[int, Report],
 ) -> Replanned:
     leaving, holders = dict(saved.leaving), saved.holders()
-    complete = _completeness(obs, status, leaving, reports)
+    complete = _completeness(situation, status, leaving, reports)
     moving = {worker: holders[worker] for worker in leaving}
     done = finish(moving, leaving, complete)
-    overdue = obs.now - saved.replanning.moved > _STUCK
+    overdue = situation.now - saved.replanning.moved > _STUCK
     if len(done) < len(leaving) and not overdue:
         # All leave together: to the sidecars each change of holders is a new beginning.
         fresh = {holder for worker in leaving for holder in holders[worker] if holder not in leaving[worker]}
-        probes = tuple(Probe(membership.members[worker].uid) for worker in sorted(fresh))
+        probes = tuple(Probe(situation.members[worker].uid) for worker in sorted(fresh))
         return Replanned(saved, probes=probes, wake=_LOOK_EVERY)
     stuck = {worker: gone for worker, gone in leaving.items() if worker not in done}
     back = give_up({worker: holders[worker] for worker in stuck}, stuck, complete)
-    ended = replace(saved.with_holders({**done, **back}), leaving=(), replanning=Replanning(moved=obs.now))
-    layout = lay_out(obs, membership)
+    ended = replace(saved.with_holders({**done, **back}), leaving=(), replanning=Replanning(moved=situation.now))
+    layout = lay_out(situation)
     if isinstance(layout, Unplaceable):
         return Replanned(ended)
-    placed = judge(layout.describe(ended), layout)
+    placed = describe_placement(layout.describe(ended), layout)
     finding = Finding(placed.reason, placed.message)
     if stuck:
         said = f"the new holders of {named(stuck)} took nothing for {_STUCK:.0f} s, so the old ones stay"
@@ -246,7 +246,7 @@ def _completeness(
 def _digest(obs: Observation, layout: Layout, room: Mapping[int, int]) -> str:
     """Of everything that the placement depends on, but for itself."""
     spec, topology = obs.job.spec, layout.topology
-    where = {node: [topology.domain(node, level) for level in topology.level_names] for node in sorted({*layout.nodes})}
+    where = {node: topology.path(node) for node in sorted({*layout.nodes})}
     return _short(
         [
             layout.nodes,
@@ -254,7 +254,7 @@ def _digest(obs: Observation, layout: Layout, room: Mapping[int, int]) -> str:
             sorted(layout.suspects),
             sorted(layout.avoided),
             sorted(room.items()),
-            spec.copies,
+            obs.copies,
             spec.parity,
             layout.level,
             spec.spread_required,

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.observation import ContainerState, HostSign, Observation, PodView
-from tiercheck_operator.controller.record import JobRecord, parse_time, rfc3339
 from tiercheck_operator.controller.signs_of_life import answers, silence
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.observed import ContainerState, HostSign, Observation, PodView
+from tiercheck_operator.model.status import JobRecord, parse_time, rfc3339
 
 _NEXT = (
     "Training goes on. What it held is verified again, and the next version is copied as usual; nothing is lost unless other pods are lost "
@@ -21,11 +21,11 @@ _NEXT = (
 
 def sidecar_ended(obs: Observation, record: JobRecord, workers: Collection[int]) -> str:
     """A sentence about a sidecar of `workers` that was restarted since the newest version was complete; empty: there is none."""
-    tier = record.tiers.get("peer" if obs.job.spec.copies or obs.job.spec.parity else "local")
+    tier = record.tiers.get("peer" if obs.copies or obs.job.spec.parity else "local")
     complete = parse_time(tier.time) if tier is not None else None
-    for pod in sorted(obs.pods, key=lambda pod: (pod.worker, -pod.incarnation)):
+    for pod in sorted(obs.living, key=lambda pod: (pod.worker, -pod.incarnation)):
         ended = pod.sidecar.ended_at
-        if pod.worker not in workers or pod.terminal or pod.deleting or not pod.sidecar.restarts or ended is None:
+        if pod.worker not in workers or not pod.sidecar.restarts or ended is None:
             continue
         if complete is None or complete <= ended:
             return f"the sidecar of worker {pod.worker} {_how(pod)} and was restarted. {_NEXT}.{_advice(pod)}"
@@ -35,8 +35,7 @@ def sidecar_ended(obs: Observation, record: JobRecord, workers: Collection[int])
 def away(obs: Observation) -> list[PodView]:
     """Members of the attempt whose sidecars do not answer, for longer than a call may get lost. None if nobody
     answers: that is our own trouble."""
-    pods = sorted((pod for pod in obs.pods if pod.uid in obs.attempt_pods), key=lambda pod: pod.worker)
-    living = [pod for pod in pods if not pod.terminal and not pod.deleting]
+    living = sorted((pod for pod in obs.living if pod.uid in obs.attempt_pods), key=lambda pod: pod.worker)
     if not any(answers(obs, pod) for pod in living):
         return []
     return [pod for pod in living if _away(obs, pod)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from tiercheck_operator.controller.observation import ContainerState, Observation, PodView
+from tiercheck_operator.model.observed import ContainerState, Observation, PodView
 from tiercheck_operator.planning.suspicion import Training
 
 _STARTS = 150.0

@@ -9,33 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller import conditions
-from tiercheck_operator.controller.actions import Action, CreateSpare, Promote
-from tiercheck_operator.controller.membership import (
-    Membership,
-    avoided,
-    judge,
+from tiercheck_operator.controller.membership import Membership, SparePool, classify_pod
+from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.controller.replacing import (
+    avoided_hosts,
+    is_held_by_avoidance,
     next_incarnation,
-    removal,
-    shunned,
-    stuck,
+    remove_pod,
+    shunned_hosts,
 )
-from tiercheck_operator.controller.observation import Observation, PodView
-from tiercheck_operator.controller.record import SparesRecord
-from tiercheck_operator.controller.signs_of_life import restart_due, silence, was_up
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Action, CreateSpare, Promote
+from tiercheck_operator.model.observed import PodView
+from tiercheck_operator.model.status import SparesRecord
 from tiercheck_operator.planning.takeover import choose_spare
-from tiercheck_operator.planning.topology import HOST, Topology, levels_from_spec, spread_level
-
-
-@dataclass(frozen=True)
-class SparePool:
-    """The spares by number, each in one of three states."""
-
-    ready: tuple[PodView, ...]
-    """Sidecar and launcher wait."""
-    coming: tuple[PodView, ...]
-    lost: tuple[PodView, ...]
+from tiercheck_operator.planning.topology import HOST, Topology
 
 
 @dataclass(frozen=True)
@@ -53,20 +41,6 @@ class Upkeep:
         return frozenset(each.worker for each in self.takeovers)
 
 
-def find_spares(obs: Observation) -> SparePool:
-    """Judge every spare by the rules for members, but that nobody accuses one."""
-    ready, coming, lost = [], [], []
-    silent = _silent(obs)
-    for pod in sorted(obs.spares, key=lambda pod: (pod.spare or 0, pod.uid)):
-        if pod.uid in silent or judge(obs, pod, {}) is not None:
-            lost.append(pod)
-        elif _waits(obs, pod):
-            ready.append(pod)
-        else:
-            coming.append(pod)
-    return SparePool(tuple(ready), tuple(coming), tuple(lost))
-
-
 @dataclass(frozen=True)
 class SparesStanding:
     """What the status says about spares."""
@@ -77,12 +51,12 @@ class SparesStanding:
     message: str
 
 
-def spares_standing(obs: Observation) -> SparesStanding | None:
+def describe_spares(situation: Situation) -> SparesStanding | None:
     """None: no spares are wanted, and there are none."""
-    wanted = obs.job.spec.spares
-    if not wanted and not obs.spares:
+    wanted = situation.wanted_spares
+    if not wanted and not situation.spares:
         return None
-    pool = find_spares(obs)
+    pool = situation.spare_pool
     record = SparesRecord(wanted, min(wanted, len(pool.ready)))
     if record.ready == wanted:
         reason = conditions.SPARES_WAITING if wanted else conditions.NO_SPARES
@@ -91,7 +65,7 @@ def spares_standing(obs: Observation) -> SparesStanding | None:
     homeless = next((pod for pod in pool.coming if pod.homeless), None)
     if homeless is not None:
         advice = "The job does without it; add nodes, or ask for fewer in spec.spares."
-        if obs.job.spec.wanted_workers is not None:
+        if situation.shrunk:
             advice = "With as many as it lacks workers the job grows back; add nodes."
         message = f"{told}. {homeless.name}: {homeless.message.rstrip('.')}. {advice}"
         return SparesStanding(record, False, conditions.SPARES_UNSCHEDULABLE, message)
@@ -99,56 +73,63 @@ def spares_standing(obs: Observation) -> SparesStanding | None:
     return SparesStanding(record, False, conditions.SPARES_COMING, f"{told}{said}")
 
 
-def keep_spares(obs: Observation, membership: Membership) -> Upkeep:
+def keep_spares(situation: Situation) -> Upkeep:
     """Spares for workers that lack a pod, and new spares behind them. Workers go first wherever there is only so much room."""
-    pool = find_spares(obs)
-    renamed = _renamed(obs, membership)
-    takeovers = (*renamed, *_takeovers(obs, membership, pool, {each.worker for each in renamed}))
+    pool = situation.spare_pool
+    renamed = _renamed(situation)
+    takeovers = (*renamed, *_takeovers(situation, pool, {each.worker for each in renamed}))
     used = {each.pod.uid for each in takeovers}
     left = [pod for pod in (*pool.ready, *pool.coming) if pod.uid not in used]
     actions: list[Action] = []
     for pod in pool.lost:
-        actions += removal(obs, pod, judge(obs, pod, {}) or "this spare has not answered for too long")
-    hindered = [pod for pod in left if stuck(obs, pod)]
-    surplus = _surplus(pool, [pod for pod in left if pod not in hindered], obs.job.spec.spares)
+        actions += remove_pod(
+            situation, pod, classify_pod(situation, pod, {}) or "this spare has not answered for too long"
+        )
+    hindered = [pod for pod in left if is_held_by_avoidance(situation, pod)]
+    surplus = _surplus(pool, [pod for pod in left if pod not in hindered], situation.wanted_spares)
     for pod in hindered:
-        actions += removal(obs, pod, "this spare found no node while it avoided some that are well again")
+        actions += remove_pod(situation, pod, "this spare found no node while it avoided some that are well again")
     for pod in surplus:
-        actions += removal(obs, pod, "no more than so many spares are wanted")
+        actions += remove_pod(situation, pod, "no more than so many spares are wanted")
     kept = len(left) - len(hindered) - len(surplus)
-    missing = obs.job.spec.spares - kept
+    missing = situation.wanted_spares - kept
     taken = {each.worker for each in takeovers}
-    if missing <= 0 or not _workers_housed(obs, membership, taken):
+    if missing <= 0 or not _workers_housed(situation, taken):
         return Upkeep(takeovers, tuple(actions))
-    pause = _pause(obs, pool)
+    pause = _pause(situation, pool)
     if pause > 0:
         return Upkeep(takeovers, tuple(actions), pause)
-    first = max((pod.spare for pod in obs.all_pods if pod.spare is not None), default=-1) + 1
-    avoid = avoided(obs, membership)
-    actions += [CreateSpare(number, avoid, shunned(obs)) for number in range(first, first + missing)]
+    first = max((pod.spare for pod in situation.all_pods if pod.spare is not None), default=-1) + 1
+    avoid = avoided_hosts(situation)
+    actions += [CreateSpare(number, avoid, shunned_hosts(situation)) for number in range(first, first + missing)]
     return Upkeep(takeovers, tuple(actions))
 
 
-def _renamed(obs: Observation, membership: Membership) -> tuple[Promote, ...]:
+def _renamed(situation: Situation) -> tuple[Promote, ...]:
     """Survivors of a job that goes on smaller, for the workers that were lost: rather than spares, and rather than new pods that
     have found a node meanwhile, because their memory holds state.
     """
-    members, numbers = membership.members, range(obs.job.spec.workers)
-    vacant = [worker for worker in numbers if not membership.housed(worker)]
-    empty = [worker for worker in numbers if worker not in vacant and members[worker].uid not in obs.attempt_pods]
-    survivors = sorted((pod for pod in membership.beyond if pod.resource_version), key=lambda pod: pod.worker)
-    pairs = zip(survivors, (*vacant, *empty), strict=False)
-    return tuple(Promote(pod, worker, next_incarnation(obs, worker)) for pod, worker in pairs)
-
-
-def _takeovers(obs: Observation, membership: Membership, pool: SparePool, taken: set[int]) -> tuple[Promote, ...]:
-    workers = (worker for worker in range(obs.job.spec.workers) if worker not in taken)
-    vacant = [worker for worker in workers if _needs_pod(membership, worker)]
-    usable = {pod.spare or 0: pod for pod in pool.ready if pod.node not in membership.suspects and pod.resource_version}
-    if not vacant or not usable:
+    if not situation.membership.beyond:
         return ()
-    topology, level = _topology(obs)
-    nodes = [pod.node for pod in membership.members.values() if pod.node]
+    members, numbers = situation.members, range(situation.size)
+    vacant = [worker for worker in numbers if not situation.membership.housed(worker)]
+    empty = [worker for worker in numbers if worker not in vacant and members[worker].uid not in situation.attempt_pods]
+    survivors = sorted((pod for pod in situation.membership.beyond if pod.resource_version), key=lambda pod: pod.worker)
+    pairs = zip(survivors, (*vacant, *empty), strict=False)
+    return tuple(Promote(pod, worker, next_incarnation(situation, worker)) for pod, worker in pairs)
+
+
+def _takeovers(situation: Situation, pool: SparePool, taken: set[int]) -> tuple[Promote, ...]:
+    suspects = situation.membership.suspects
+    usable = {pod.spare or 0: pod for pod in pool.ready if pod.node not in suspects and pod.resource_version}
+    if not usable:
+        return ()
+    workers = (worker for worker in range(situation.size) if worker not in taken)
+    vacant = [worker for worker in workers if _needs_pod(situation.membership, worker)]
+    if not vacant:
+        return ()
+    topology, level = _topology(situation)
+    nodes = [pod.node for pod in situation.members.values() if pod.node]
     found = []
     for worker in vacant:
         number = choose_spare(nodes, {n: pod.node or "" for n, pod in usable.items()}, topology, level)
@@ -156,7 +137,7 @@ def _takeovers(obs: Observation, membership: Membership, pool: SparePool, taken:
             break
         pod = usable.pop(number)
         nodes.append(pod.node or "")
-        found.append(Promote(pod, worker, next_incarnation(obs, worker)))
+        found.append(Promote(pod, worker, next_incarnation(situation, worker)))
     return tuple(found)
 
 
@@ -166,9 +147,9 @@ def _needs_pod(membership: Membership, worker: int) -> bool:
     return member is None or member.homeless or (going is not None and going.new is None)
 
 
-def _workers_housed(obs: Observation, membership: Membership, taken: set[int]) -> bool:
+def _workers_housed(situation: Situation, taken: set[int]) -> bool:
     """Whether every worker has a node: a new spare must not take the place of one."""
-    return all(worker in taken or membership.housed(worker) for worker in range(obs.job.spec.workers))
+    return all(worker in taken or situation.membership.housed(worker) for worker in range(situation.size))
 
 
 def _surplus(pool: SparePool, left: Sequence[PodView], wanted: int) -> list[PodView]:
@@ -178,39 +159,15 @@ def _surplus(pool: SparePool, left: Sequence[PodView], wanted: int) -> list[PodV
     return order[: max(0, len(left) - wanted)]
 
 
-def _waits(obs: Observation, pod: PodView) -> bool:
-    known = obs.reports.get(pod.uid)
-    return (
-        pod.node is not None
-        and known is not None
-        and known.report is not None
-        and known.silent_since is None
-        and known.report.trainer.state is TrainerState.WAITING
-    )
-
-
-def _silent(obs: Observation) -> set[str]:
-    """Spares that have been silent for too long, while somebody else of the job answers."""
-    answering = any(known.silent_since is None and known.answered_at for known in obs.reports.values())
-    if not answering:
-        return set()
-    return {
-        pod.uid
-        for pod in obs.spares
-        if was_up(obs, pod) and restart_due(obs, pod) is None and (silence(obs, pod) or 0.0) > obs.patience.silent
-    }
-
-
-def _pause(obs: Observation, pool: SparePool) -> float:
+def _pause(situation: Situation, pool: SparePool) -> float:
     """Seconds to wait before another spare is made: those that never came up are not replaced in a tight loop."""
     failed = [pod.created for pod in pool.lost if pod.phase == "Failed" and pod.ip is None]
-    return max(failed) + obs.patience.retry - obs.now if failed else 0.0
+    return max(failed) + situation.patience.retry - situation.now if failed else 0.0
 
 
-def _topology(obs: Observation) -> tuple[Topology, str]:
-    labels = {name: node.labels for name, node in obs.nodes.items()}
+def _topology(situation: Situation) -> tuple[Topology, str]:
     try:
-        levels = levels_from_spec(obs.job.spec.topology_preset, obs.job.spec.topology_levels)
-        return Topology.build(labels, levels), spread_level(levels, obs.job.spec.spread_level).name
+        return situation.topology, situation.spread.name
     except ValueError:  # reported where the members are placed
+        labels = {name: node.labels for name, node in situation.nodes.items()}
         return Topology.build(labels, (HOST,)), HOST.name

@@ -3,91 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import Version
-from tiercheck_operator.controller import conditions
 from tiercheck_operator.controller.budget import Budget, wanted_budget
-from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.full_size import size_standing
-from tiercheck_operator.controller.kept_copies import as_it_is
-from tiercheck_operator.controller.last_words import last_words
+from tiercheck_operator.controller.elastic import describe_size
 from tiercheck_operator.controller.memory import equal_share, forecast, largest_share, measured
-from tiercheck_operator.controller.observation import Observation
-from tiercheck_operator.controller.proofs import newest_proofs
-from tiercheck_operator.controller.record import Condition, JobRecord, MemoryRecord, TierRecord, rfc3339
-from tiercheck_operator.controller.saving import EVERY_STEP, TURNED_OFF, saved
+from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.controller.placing import describe_now
+from tiercheck_operator.controller.saving import EVERY_STEP, TURNED_OFF, add_last_words, describe_saving, newest_proofs
 from tiercheck_operator.controller.sidecar_ends import sidecar_away, sidecar_ended
-from tiercheck_operator.controller.spares import SparesStanding, spares_standing
-from tiercheck_operator.controller.stalled import restored_bytes
-from tiercheck_operator.controller.suspend import resumed
+from tiercheck_operator.controller.spares import SparesStanding, describe_spares
+from tiercheck_operator.controller.standstill import restored_bytes
 from tiercheck_operator.manifests.node_memory import forbidden
 from tiercheck_operator.manifests.resources import limits_advice
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A reason and a message, on their way to a condition."""
-
-    reason: str
-    message: str
-
-
-@dataclass(frozen=True)
-class Findings:
-    """What this reconcile found out, beyond the record itself."""
-
-    unplaced: Finding | None = None
-    """Why pods or copies have no place."""
-    placed: Finding | None = None
-    """Set when the placement was made in this reconcile."""
-    waiting: Finding | None = None
-    """What the next attempt waits for."""
-    copied: bool = False
-    """Every copy that the placement asks for has been made, of some version."""
-    suspended: bool = False
-    suspending: bool = False
-    completed: bool = False
-    failed: Finding | None = None
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.findings import Finding, Findings
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import Condition, JobRecord, MemoryRecord, TierRecord, rfc3339
 
 
 def derive_status(
-    obs: Observation, record: JobRecord, findings: Findings, reports: Mapping[int, Report]
+    situation: Situation, record: JobRecord, findings: Findings, reports: Mapping[int, Report]
 ) -> tuple[JobRecord, Budget]:
     """`record` with everything that follows from it, evictions included. `reports`: those of the current attempt, by worker."""
-    record = _progress(obs, record, reports)
-    generation = obs.job.generation
+    record = _progress(situation, record, reports)
+    generation = situation.job.generation
     record = replace(
         record,
-        checkpoint=saved(obs, record, reports),
-        memory=_memory(obs, record, reports),
-        placement=as_it_is(record, copied=findings.copied),
+        checkpoint=describe_saving(situation, record, reports),
+        memory=_memory(situation, record, reports),
+        placement=describe_now(record, copied=findings.copied),
         observed_generation=generation,
-        started=_started(obs, record, findings),
-        completed=record.completed or (rfc3339(obs.now) if findings.completed or findings.failed else None),
+        started=_started(situation, record, findings),
+        completed=record.completed or (rfc3339(situation.now) if findings.completed or findings.failed else None),
     )
     over = findings.completed or findings.failed is not None
     if over or findings.suspended or findings.suspending:
-        record = last_words(obs, record)
+        record = add_last_words(situation, record)
     if over:
         record = replace(record, recovery=None)
     if over or findings.suspended:  # the memory went with the pods
         remote = {name: tier for name, tier in record.tiers.items() if name == "remote"}
         record = replace(record, placement=None, tiers=remote)
     idle = over or findings.suspended or findings.suspending
-    spares = None if idle else spares_standing(obs)
-    record = replace(record, proofs=newest_proofs(obs, record, reports), spares=spares.record if spares else None)
+    spares = None if idle else describe_spares(situation)
+    record = replace(record, proofs=newest_proofs(situation, record, reports), spares=spares.record if spares else None)
     wanted = [
-        _placed(obs, findings),
-        _ended_protection(record, findings) or _protected(obs, record, reports),
+        _placed(situation, findings),
+        _ended_protection(record, findings) or _protected(situation, record, reports),
         _deltas_active(record, findings),
-        _throttled(obs, {} if idle else reports),
-        _remote_safe(obs, reports),
-        _spares_ready(obs, spares),
-        _full_size(obs, record),
+        _throttled(situation, {} if idle else reports),
+        _remote_safe(situation, reports),
+        _spares_ready(situation, spares),
+        _full_size(situation, record),
         *_restoring_and_running(record, findings),
-        _suspended(obs, findings),
+        _suspended(situation, findings),
         _outcome(conditions.COMPLETED, Finding(conditions.ALL_SUCCEEDED, "training succeeded on every worker"))
         if findings.completed
         else None,
@@ -97,26 +70,27 @@ def derive_status(
         entry if entry.observed_generation == generation else replace(entry, observed_generation=generation)
         for entry in record.conditions
     )
-    merged = _merge(obs, known, [entry for entry in wanted if entry is not None])
+    merged = _merge(situation, known, [entry for entry in wanted if entry is not None])
     record = replace(record, conditions=merged)
     record = replace(record, phase=_phase(record, findings))
-    budget = wanted_budget(obs, record, idle=idle)
+    budget = wanted_budget(situation, record, idle=idle)
     if budget.reason != conditions.NO_BUDGET or record.condition(conditions.EVICTABLE) is not None:
         evictable = _condition(conditions.EVICTABLE, budget.open, Finding(budget.reason, budget.message))
-        record = replace(record, conditions=_merge(obs, record.conditions, [evictable]))
+        record = replace(record, conditions=_merge(situation, record.conditions, [evictable]))
     return record, budget
 
 
-def _started(obs: Observation, record: JobRecord, findings: Findings) -> str | None:
+def _started(situation: Situation, record: JobRecord, findings: Findings) -> str | None:
     """As in a batch/v1 Job: not set before a job that was created suspended may start, and anew when a suspended one goes on."""
     if findings.suspended or findings.suspending:
         return record.started
-    return rfc3339(obs.now) if record.started is None or resumed(obs) is not None else record.started
+    anew = record.started is None or situation.resumption is not None
+    return rfc3339(situation.now) if anew else record.started
 
 
-def finally_told(obs: Observation, record: JobRecord) -> JobRecord:
+def add_final_words(obs: Observation, record: JobRecord) -> JobRecord:
     """Of a job that has ended: `record` with what its sidecars have said since."""
-    told = last_words(obs, record)
+    told = add_last_words(obs, record)
     known = record.condition(conditions.PROTECTED)
     if told == record or known is None or known.reason != conditions.ENDED:
         return told
@@ -138,7 +112,7 @@ def _progress(obs: Observation, record: JobRecord, reports: Mapping[int, Report]
     trainers = [report.trainer for report in reports.values()]
     steps = [trainer.step for trainer in trainers if trainer.step is not None]
     seconds = [trainer.step_seconds for trainer in trainers if trainer.step_seconds is not None]
-    step = min(steps) if steps and len(steps) == obs.job.spec.workers else record.step
+    step = min(steps) if steps and len(steps) == obs.size else record.step
     pace = round(sum(seconds) / len(seconds), 6) if seconds else record.step_seconds
     tiers = dict(record.tiers)
     if 0 in reports:
@@ -166,7 +140,7 @@ def _placed(obs: Observation, findings: Findings) -> Condition | None:
         return _condition(conditions.PLACED, False, findings.unplaced)
     if findings.placed is not None:
         return _condition(conditions.PLACED, True, findings.placed)
-    known = obs.job.status.condition(conditions.PLACED)
+    known = obs.conditions.get(conditions.PLACED)
     if known is None or known.status:
         return known
     return _condition(conditions.PLACED, True, Finding(conditions.ALL_PLACED, "every worker has a pod on a node"))
@@ -187,7 +161,7 @@ def _unprotected(record: JobRecord, reason: str) -> Condition:
 
 def _protected(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> Condition | None:
     if not reports:
-        known = obs.job.status.condition(conditions.PROTECTED)
+        known = obs.conditions.get(conditions.PROTECTED)
         if known is None or not known.status or _copies_made(obs, record):
             return known
         return _condition(conditions.PROTECTED, False, _COPIES_LACK)
@@ -265,7 +239,7 @@ def _placed_for_others(obs: Observation) -> bool:
     """By the placement, because a change of the spec takes effect with the next attempt."""
     placement = obs.placement
     if placement is None:
-        return obs.job.spec.copies > 0 or obs.job.spec.parity is not None
+        return obs.copies > 0 or obs.job.spec.parity is not None
     return bool(placement.groups) or any(placement.holders().values())
 
 
@@ -274,7 +248,11 @@ def _memory(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) 
     if known is not None or (record.memory is not None and record.attempt):
         return known or record.memory
     placement = obs.placement
-    share = equal_share(obs.job.spec) if placement is None else largest_share(placement.holders(), placement.groups)
+    share = (
+        equal_share(obs.job.spec, obs.size)
+        if placement is None
+        else largest_share(placement.holders(), placement.groups)
+    )
     return forecast(obs.job.spec, share)
 
 
@@ -301,14 +279,14 @@ def _throttled(obs: Observation, reports: Mapping[int, Report]) -> Condition | N
             if problem.reason == conditions.SIDECAR_THROTTLED:
                 found = Finding(conditions.SIDECAR_THROTTLED, f"worker {worker}: {problem.message}")
                 return _condition(conditions.THROTTLED, True, found)
-    if obs.job.status.condition(conditions.THROTTLED) is None:
+    if obs.conditions.get(conditions.THROTTLED) is None:
         return None
     return _condition(conditions.THROTTLED, False, Finding(conditions.NOT_THROTTLED, "no sidecar is held back"))
 
 
 def _remote_safe(obs: Observation, reports: Mapping[int, Report]) -> Condition | None:
     """Once there was something to say. Only worker 0 tries the store; without its word the last one stands."""
-    known = obs.job.status.condition(conditions.REMOTE_SAFE)
+    known = obs.conditions.get(conditions.REMOTE_SAFE)
     if 0 not in reports or not reports[0].remote.configured:
         return known
     for problem in reports[0].problems:
@@ -323,13 +301,13 @@ def _remote_safe(obs: Observation, reports: Mapping[int, Report]) -> Condition |
 def _spares_ready(obs: Observation, standing: SparesStanding | None) -> Condition | None:
     if standing is not None:
         return _condition(conditions.SPARES_READY, standing.enough, Finding(standing.reason, standing.message))
-    if obs.job.status.condition(conditions.SPARES_READY) is None:
+    if obs.conditions.get(conditions.SPARES_READY) is None:
         return None
     return _condition(conditions.SPARES_READY, False, Finding(conditions.NO_SPARES, "no spares are wanted now"))
 
 
-def _full_size(obs: Observation, record: JobRecord) -> Condition | None:
-    found = size_standing(obs, record)
+def _full_size(situation: Situation, record: JobRecord) -> Condition | None:
+    found = describe_size(situation, record)
     return None if found is None else _condition(conditions.FULL_SIZE, found.full, Finding(found.reason, found.message))
 
 
@@ -382,7 +360,7 @@ def _suspended(obs: Observation, findings: Findings) -> Condition | None:
             if obs.job.spec.remote
             else Finding(conditions.SUSPENDING, "trainers stop; without spec.tiers.remote their state is lost"),
         )
-    if obs.job.status.condition(conditions.SUSPENDED) is None:
+    if obs.conditions.get(conditions.SUSPENDED) is None:
         return None
     return _condition(conditions.SUSPENDED, False, Finding(conditions.RESUMED, "spec.suspend is false"))
 
@@ -398,15 +376,16 @@ def _outcome(kind: str, finding: Finding) -> Condition:
 
 
 def _phase(record: JobRecord, findings: Findings) -> str:
-    if record.holds(conditions.FAILED):
+    holds = {entry.type for entry in record.conditions if entry.status}
+    if conditions.FAILED in holds:
         return "Failed"
-    if record.holds(conditions.COMPLETED):
+    if conditions.COMPLETED in holds:
         return "Completed"
     if findings.suspended or findings.suspending:
         return "Suspended" if findings.suspended else "Suspending"
     if record.recovery is not None and record.recovery.released_at is None and _coming_back(record):
         return "Restoring"
-    if record.holds(conditions.RUNNING):
+    if conditions.RUNNING in holds:
         return "Running"
     return "Pending" if findings.unplaced is not None else "Starting"
 

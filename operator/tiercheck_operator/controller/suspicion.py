@@ -5,18 +5,19 @@ The rule itself is `planning.suspicion`. Here it gets its evidence, and its answ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tiercheck.protocol.report import Break, TrainerState
-from tiercheck_operator.controller.actions import Probe
-from tiercheck_operator.controller.causes import Cause
-from tiercheck_operator.controller.observation import HostSign, Observation, PodView
 from tiercheck_operator.controller.signs_of_life import answers, restart_due, silence, training, was_up
+from tiercheck_operator.model.actions import Probe
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import HostSign, Observation, PodView
 from tiercheck_operator.planning.suspicion import (
     Accusation,
     Limits,
     Suspicion,
+    Training,
     Witness,
     quiet_for,
     suspected,
@@ -38,14 +39,29 @@ class Doubt:
     """Its node is to be avoided: nothing of the job answers there, or nothing at all."""
 
 
-def doubts(obs: Observation) -> dict[str, Doubt]:
+@dataclass(frozen=True)
+class Testimony:
+    """What the running pods say of each other, heard once per look."""
+
+    running: Sequence[PodView]
+    witnesses: Sequence[Witness]
+    training: Training
+
+
+def hear_witnesses(obs: Observation) -> Testimony:
+    """Of all pods that were up and are not being ended."""
+    running = [pod for pod in obs.living if was_up(obs, pod)]
+    homes = {(pod.worker, pod.address): pod.uid for pod in running}
+    return Testimony(running, [_witness(obs, pod, homes) for pod in running], training(obs))
+
+
+def find_doubts(obs: Observation, heard: Testimony) -> dict[str, Doubt]:
     """By pod UID. Never all running pods: then it is we who are cut off."""
-    running = _running(obs)
+    running, witnesses = heard.running, heard.witnesses
     pods = {pod.uid: pod for pod in running}
-    witnesses = _witnesses(obs, running)
     silent = {witness.pod: witness for witness in witnesses if witness.silent is not None}
     found = {}
-    for uid, suspicion in suspected(witnesses, _limits(obs), training(obs)).items():
+    for uid, suspicion in suspected(witnesses, _limits(obs), heard.training).items():
         here = [other.uid for other in running if other.node == pods[uid].node]
         gone = all(other in silent for other in here)
         # A kubelet that lives would have told of processes that are not there any more.
@@ -59,16 +75,15 @@ def doubts(obs: Observation) -> dict[str, Doubt]:
     return found
 
 
-def checks(obs: Observation) -> list[Probe]:
+def due_probes(obs: Observation, heard: Testimony) -> list[Probe]:
     """Ask those whom peers cannot reach at once: a long poll under way would notice their death seconds
     later. While anybody is silent, also ask all who have not answered since then, because what ended it may
     have ended them, once more when it is time to give it up; and one who answers whether training makes
     steps, which are no news."""
-    running = _running(obs)
-    witnesses = _witnesses(obs, running)
+    running, witnesses = heard.running, heard.witnesses
     named = {entry.pod for witness in witnesses for entry in witness.accuses}
     silent = [witness for witness in witnesses if witness.silent is not None]
-    limits, trained = _limits(obs), training(obs)
+    limits, trained = _limits(obs), heard.training
     last = [unconfirmed(witnesses, quiet_for(witness, trained), limits) for witness in silent]
     at_once = set[str]().union(*last)
     if silent:
@@ -85,29 +100,16 @@ def checks(obs: Observation) -> list[Probe]:
     return due
 
 
-def next_look(obs: Observation) -> float | None:
+def seconds_to_next_look(obs: Observation, heard: Testimony) -> float | None:
     """Seconds until time alone may give somebody up; None: nobody is silent, accused, or new where no kubelet has taken it."""
-    witnesses = _witnesses(obs, _running(obs))
-    uneasy = any(witness.silent is not None or witness.accuses for witness in witnesses)
-    return _ASK_AGAIN if uneasy or any(not (pod.claimed or pod.deleting or pod.terminal) for pod in obs.pods) else None
+    uneasy = any(witness.silent is not None or witness.accuses for witness in heard.witnesses)
+    return _ASK_AGAIN if uneasy or any(not pod.claimed for pod in obs.living) else None
 
 
 def doubted_nodes(obs: Observation) -> frozenset[str]:
     """Names of nodes that this job's own pods give reason to suspect."""
-    found = doubts(obs)
+    found = find_doubts(obs, hear_witnesses(obs))
     return frozenset(pod.node for pod in obs.pods if pod.node and pod.uid in found and found[pod.uid].of_node)
-
-
-def trainer_failed(obs: Observation, pod: PodView) -> bool:
-    """Whether the pod's trainer failed in the current attempt."""
-    report = obs.report(pod)
-    return (
-        report is not None and report.attempt == obs.job.status.attempt and report.trainer.state is TrainerState.FAILED
-    )
-
-
-def _running(obs: Observation) -> list[PodView]:
-    return [pod for pod in obs.pods if not pod.terminal and not pod.deleting and was_up(obs, pod)]
 
 
 def _limits(obs: Observation) -> Limits:
@@ -117,14 +119,10 @@ def _limits(obs: Observation) -> Limits:
     )
 
 
-def _witnesses(obs: Observation, running: list[PodView]) -> list[Witness]:
-    homes = {(pod.worker, pod.address): pod.uid for pod in running}
-    return [_witness(obs, pod, homes) for pod in running]
-
-
 def _witness(obs: Observation, pod: PodView, homes: Mapping[tuple[int, str], str]) -> Witness:
     known, silent = obs.reports.get(pod.uid), silence(obs, pod)
-    report = obs.report(pod) if silent is None else None
+    report = obs.newest_reports.get(pod.uid) if silent is None else None
+    current = obs.current_reports.get(pod.uid)
     accuses = tuple(
         Accusation(homes[each.worker, each.host], max(0.0, obs.now - each.since), each.how is Break.SILENT)
         for each in (report.unreachable if report is not None else ())
@@ -138,7 +136,7 @@ def _witness(obs: Observation, pod: PodView, homes: Mapping[tuple[int, str], str
         heard=0.0 if known is None or known.answered_at is None else obs.now - known.answered_at,
         held=None if silent is None else _held(obs, pod),
         takes_part=silent is None or pod.uid in obs.attempt_pods,
-        failed=trainer_failed(obs, pod),
+        failed=current is not None and current.trainer.state is TrainerState.FAILED,
         accuses=accuses,
     )
 
@@ -151,7 +149,7 @@ def _held(obs: Observation, pod: PodView) -> float | None:
     """As `restart_due`. A pod whose memory nobody else has is worth any wait that its kubelet names. One
     that was never in an attempt holds nothing, and another one in its place would fare no better."""
     due = restart_due(obs, pod)
-    if due is None or (pod.uid in obs.attempt_pods and (obs.job.spec.copies or obs.job.spec.parity is not None)):
+    if due is None or (pod.uid in obs.attempt_pods and (obs.copies or obs.job.spec.parity is not None)):
         return due
     return min(due, 0.0) if pod.uid in obs.attempt_pods else 0.0
 

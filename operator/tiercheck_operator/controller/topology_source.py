@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tiercheck_operator.controller.observation import JobView
 from tiercheck_operator.kube import ApiFailure, Kube
+from tiercheck_operator.model.observed import JobView
 from tiercheck_operator.planning.kueue_topology import levels_of
 from tiercheck_operator.planning.topology import HOST
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 
 from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.report import RestoreState, TrainerState
-from tiercheck_operator.controller.causes import Cause
 from tiercheck_operator.controller.directives import members_digest
 from tiercheck_operator.controller.domain_loss import lost_domain
 from tiercheck_operator.controller.exits import cause_of_exit, describe_exit, facts_of_exit, failed_trainers
-from tiercheck_operator.controller.failure_rules import merged
-from tiercheck_operator.controller.hang import find_hang
-from tiercheck_operator.controller.membership import Loss, Membership
-from tiercheck_operator.controller.observation import Observation
-from tiercheck_operator.controller.reached import newest_step
-from tiercheck_operator.controller.record import NO_FACTS, Facts, Recovery
+from tiercheck_operator.controller.failure_rules import merge_facts
+from tiercheck_operator.controller.membership import Loss
+from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.controller.standstill import find_hang
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import NO_FACTS, Facts, Recovery
 
 _REMEMBERED = 16
 """Failed restores, and workers that moved for one, kept in the status."""
@@ -33,48 +33,46 @@ class Trigger:
     """Workers that move because they could not be restored where they were."""
 
 
-def find_trigger(obs: Observation, membership: Membership) -> Trigger | None:
+def find_trigger(situation: Situation) -> Trigger | None:
     """The cause that explains most of what is wrong with the current attempt; None: nothing is."""
-    status = obs.job.status
+    status = situation.job.status
     if status.attempt == 0:
-        return Trigger(Cause.FIRST_START, "the job starts", obs.now)
-    complete = not membership.missing(obs.job.spec.workers)
-    if not complete or members_digest(membership.members) != status.members:
-        return _lost_members(obs, membership)
-    mismatch = replay_mismatch(obs, membership)
+        return Trigger(Cause.FIRST_START, "the job starts", situation.now)
+    complete = not situation.membership.missing(situation.size)
+    if not complete or members_digest(situation.members) != status.members:
+        return _lost_members(situation)
+    mismatch = replay_mismatch(situation)
     if mismatch is not None:
         return mismatch
-    failed = failed_trainers(obs, membership.members)
+    failed = failed_trainers(situation, situation.members)
     if failed:
         first = failed[0]
-        pod = membership.members[first.worker]
-        at = min(report.trainer.ended_at or obs.now for report in failed)
+        pod = situation.members[first.worker]
+        at = min(report.trainer.ended_at or situation.now for report in failed)
         return Trigger(cause_of_exit(first, pod), describe_exit(first, pod), at, facts_of_exit(first, pod))
     if status.recovery is not None and status.recovery.released_at is None:
-        for worker in sorted(membership.members):
-            report = obs.report(membership.members[worker])
-            if report is not None and report.attempt == status.attempt and report.restore.state is RestoreState.FAILED:
+        for worker, report in situation.attempt_reports.items():
+            if report.restore.state is RestoreState.FAILED:
                 why = "; ".join(sentence for rank in report.restore.ranks for sentence in rank.failures)
                 return Trigger(
                     Cause.RESTORE_FAILED,
                     f"worker {worker} could not restore {report.restore.version}: {why}"[:1000],
                     None,
                 )
-    return _hung(obs, membership) or _diverged(obs, membership)
+    return _hung(situation) or _diverged(situation)
 
 
-def replay_mismatch(obs: Observation, membership: Membership) -> Trigger | None:
+def replay_mismatch(situation: Situation) -> Trigger | None:
     """A rank that replayed its chain and did not get the state that was recorded, or found its replicas' snapshots to differ; its command
     ends, and that is no crash.
 
     Only chains of the current attempt count: what was found bad before was not chosen again.
     """
-    version = obs.job.status.restored_version
-    if obs.job.status.recovery is None or version is None:
+    version = situation.job.status.restored_version
+    if situation.job.status.recovery is None or version is None:
         return None
-    for worker in sorted(membership.members):
-        report = obs.report(membership.members[worker])
-        if report is None or report.attempt != obs.job.status.attempt or report.restore.version != version:
+    for worker, report in situation.attempt_reports.items():
+        if report.restore.version != version:
             continue
         for rank in report.restore.ranks:
             for bad in report.quarantined:
@@ -88,27 +86,24 @@ def replay_mismatch(obs: Observation, membership: Membership) -> Trigger | None:
     return None
 
 
-def _hung(obs: Observation, membership: Membership) -> Trigger | None:
-    recovery = obs.job.status.recovery
+def _hung(situation: Situation) -> Trigger | None:
+    recovery = situation.job.status.recovery
     if recovery is not None and recovery.decided_at is not None and recovery.released_at is None:
         return None
-    found = find_hang(obs, membership.members)
+    found = find_hang(situation, situation.members)
     if found is None:
         return None
     node = found.laggard.node if found.laggard is not None else None
     return Trigger(Cause.HUNG, found.message, found.since, Facts(nodes=(node,) if node else ()))
 
 
-def _diverged(obs: Observation, membership: Membership) -> Trigger | None:
+def _diverged(situation: Situation) -> Trigger | None:
     """Too many steps in a row that the sanity gate refused. Nothing of them was kept, so the newest version is a good one."""
-    limit, status = obs.job.spec.rollback_after, obs.job.status
+    limit, status = situation.job.spec.rollback_after, situation.job.status
     if limit is None or (status.recovery is not None and status.recovery.released_at is None):
         return None
-    for worker in sorted(membership.members):
-        report = obs.report(membership.members[worker])
-        if report is None or report.attempt != status.attempt or report.trainer.state is not TrainerState.RUNNING:
-            continue
-        if report.trainer.not_finite >= limit:
+    for worker, report in situation.attempt_reports.items():
+        if report.trainer.state is TrainerState.RUNNING and report.trainer.not_finite >= limit:
             return Trigger(
                 Cause.DIVERGED,
                 f"loss, gradient or state of worker {worker} was not finite for {report.trainer.not_finite} steps in a row, up to "
@@ -118,14 +113,14 @@ def _diverged(obs: Observation, membership: Membership) -> Trigger | None:
     return None
 
 
-def update_recovery(obs: Observation, trigger: Trigger | None) -> Recovery | None:
+def update_recovery(situation: Situation, trigger: Trigger | None) -> Recovery | None:
     """The recovery under way, once `trigger` is taken into account. What is known of its beginning is kept."""
-    recovery = _updated(obs, trigger)
+    recovery = _updated(situation, trigger)
     if recovery is None or recovery.decided_at is not None:
         return recovery
     moved = trigger.stalled if trigger is not None else ()
     stalled = tuple(dict.fromkeys((*recovery.stalled, *moved)))[-_REMEMBERED:]
-    return replace(recovery, reached=newest_step(obs), stalled=stalled)
+    return replace(recovery, reached=situation.newest_step, stalled=stalled)
 
 
 def _updated(obs: Observation, trigger: Trigger | None) -> Recovery | None:
@@ -155,7 +150,7 @@ def _updated(obs: Observation, trigger: Trigger | None) -> Recovery | None:
             return replace(current, message=trigger.message, failed_at=at, facts=trigger.facts)
         if trigger.cause is known:
             longer = max(current.message, trigger.message, key=len)
-            return replace(current, message=longer, facts=merged(current.facts, trigger.facts))
+            return replace(current, message=longer, facts=merge_facts(current.facts, trigger.facts))
         return current
     # Something else went wrong on the way back: the job has been down since the first failure.
     failed = current.failed_versions
@@ -168,17 +163,19 @@ def _updated(obs: Observation, trigger: Trigger | None) -> Recovery | None:
     return replace(fresh, failed_at=min(current.failed_at, at), noticed_at=noticed)
 
 
-def _lost_members(obs: Observation, membership: Membership) -> Trigger:
-    losses = sorted(membership.losses, key=lambda loss: (-loss.cause.weight, loss.worker))
+def _lost_members(situation: Situation) -> Trigger:
+    losses = sorted(situation.membership.losses, key=lambda loss: (-loss.cause.weight, loss.worker))
     if not losses:
         return Trigger(Cause.POD_DELETED, "the pods of the attempt are not the same any more", None)
     times = [loss.at for loss in losses if loss.at is not None]
     # The survivors' broken collectives date the fault better than the moment when Kubernetes noticed it.
-    times += [report.trainer.ended_at for report in failed_trainers(obs, membership.members) if report.trainer.ended_at]
-    saved = obs.placement.members if obs.placement is not None else ()
-    alive = {pod.uid for pod in membership.members.values()}
+    times += [
+        report.trainer.ended_at for report in failed_trainers(situation, situation.members) if report.trainer.ended_at
+    ]
+    saved = situation.placement.members if situation.placement is not None else ()
+    alive = {pod.uid for pod in situation.members.values()}
     nobody_left = len(saved) > 1 and not any(member.pod_uid in alive for member in saved)
-    domain = lost_domain(obs, membership)
+    domain = lost_domain(situation)
     together = Cause.DOMAIN_LOST if domain is not None and domain.certain else losses[0].cause
     cause = Cause.ALL_PODS_LOST if nobody_left else together
     told = [domain.message] if domain is not None else []
@@ -192,7 +189,7 @@ def _lost_members(obs: Observation, membership: Membership) -> Trigger:
     )
     stalled = tuple(loss.worker for loss in losses if loss.cause is Cause.RESTORE_STALLED)
     message = "; ".join([*told, _summary(losses)])
-    return Trigger(cause, message, min(times, default=None), merged(NO_FACTS, facts), stalled)
+    return Trigger(cause, message, min(times, default=None), merge_facts(NO_FACTS, facts), stalled)
 
 
 def _node_of(loss: Loss) -> str | None:

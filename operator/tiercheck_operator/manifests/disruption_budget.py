@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck_operator.controller.observation import JobView
 from tiercheck_operator.manifests import owned
+from tiercheck_operator.model.observed import JobView
 
 
 def build_budget(job: JobView, min_available: int) -> dict[str, Any]:

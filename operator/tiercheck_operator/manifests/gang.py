@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tiercheck_operator.controller.observation import JobView
 from tiercheck_operator.manifests import owned
+from tiercheck_operator.model.observed import JobView
 
 
 @dataclass(frozen=True)

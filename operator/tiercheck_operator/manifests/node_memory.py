@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck_operator.controller.observation import JobView
+from tiercheck_operator.model.observed import JobView
 
 _VOLUME = "tiercheck-node-memory"
 

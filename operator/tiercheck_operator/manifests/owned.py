@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck_operator.controller.observation import JobView
+from tiercheck_operator.model.observed import JobView
 from tiercheck_operator.planning import saved_placement
 
 MANAGED_BY = "app.kubernetes.io/managed-by"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tiercheck_operator.controller.observation import JobView
 from tiercheck_operator.manifests import owned
+from tiercheck_operator.model.observed import JobView
 from tiercheck_operator.planning.saved_placement import SavedPlacement, placement_data, read_placement_data
 
 

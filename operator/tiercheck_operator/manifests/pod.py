@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck_operator.controller.observation import ANNOTATION_AVOIDED, JobView
 from tiercheck_operator.manifests import owned, remote_settings
 from tiercheck_operator.manifests.gang import join_gang
 from tiercheck_operator.manifests.host_network import is_on_host, resolve_cluster_names, spare_ports, worker_ports
 from tiercheck_operator.manifests.node_memory import NodeMemory, environment, memory_volume, node_volume, preparation
 from tiercheck_operator.manifests.resources import Resources, share_out
+from tiercheck_operator.model.observed import ANNOTATION_AVOIDED, JobView
 from tiercheck_operator.planning.quantity import parse_quantity
 from tiercheck_operator.planning.topology import levels_from_spec, spread_level
 

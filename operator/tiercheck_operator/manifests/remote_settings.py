@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tiercheck_operator.controller.observation import JobView
+from tiercheck_operator.model.observed import JobView
 
 REMOTE_DIR = "/tiercheck/remote"
 REMOTE_VOLUME = "tiercheck-remote"

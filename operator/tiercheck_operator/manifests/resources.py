@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from tiercheck_operator.controller.observation import JobSpec
+from tiercheck_operator.model.spec import JobSpec
 from tiercheck_operator.planning.quantity import parse_amount, parse_quantity
 
 OVERHEAD = 512 * 2**20

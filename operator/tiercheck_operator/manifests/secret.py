@@ -7,8 +7,8 @@ import binascii
 from dataclasses import dataclass
 from typing import Any
 
-from tiercheck_operator.controller.observation import JobView
 from tiercheck_operator.manifests import owned
+from tiercheck_operator.model.observed import JobView
 
 
 @dataclass(frozen=True)

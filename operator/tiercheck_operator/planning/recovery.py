@@ -31,10 +31,10 @@ __all__ = [
     "Inventory",
     "Missing",
     "Recover",
+    "RecoveryProblem",
     "Refuse",
     "RemoteInventory",
     "RestoreSeconds",
-    "Situation",
     "SourceChoice",
     "Sources",
     "StartFresh",
@@ -53,7 +53,7 @@ class RestoreSeconds:
 
 
 @dataclass(frozen=True)
-class Situation:
+class RecoveryProblem:
     """All that the decision depends on."""
 
     ranks: int
@@ -126,7 +126,7 @@ class Refuse:
 Decision = Recover | StartFresh | Wait | Refuse
 
 
-def decide_recovery(situation: Situation) -> Decision:
+def decide_recovery(situation: RecoveryProblem) -> Decision:
     """The version with the least expected loss among those that every rank can rebuild, or what to do without one.
 
     Raises ValueError if `ranks` is not a multiple of `ranks_per_worker`.
@@ -165,7 +165,7 @@ def decide_recovery(situation: Situation) -> Decision:
     )
 
 
-def _expected_loss(version: Version, newest_step: int, stock: ResizedStock, situation: Situation) -> float:
+def _expected_loss(version: Version, newest_step: int, stock: ResizedStock, situation: RecoveryProblem) -> float:
     """Seconds until training is back where it was. Without a step time every step counts more than any restore."""
     tier = stock.farthest_tier(version)
     estimate = situation.restore_seconds
@@ -177,7 +177,7 @@ def _expected_loss(version: Version, newest_step: int, stock: ResizedStock, situ
     return lost * situation.step_seconds + restore[tier]
 
 
-def _without_version(situation: Situation, stock: ResizedStock) -> Decision:
+def _without_version(situation: RecoveryProblem, stock: ResizedStock) -> Decision:
     asked = situation.target_step
     what = "no version" if asked is None else f"step {asked}"
     if not situation.history.branches and asked is None:
@@ -203,7 +203,7 @@ def _why(
     chosen: Version,
     rebuildable: Sequence[Version],
     tier_counts: Mapping[Tier, int],
-    situation: Situation,
+    situation: RecoveryProblem,
 ) -> list[str]:
     if situation.target_step is not None:
         head = f"step {chosen.step}: asked for by spec.restore"
@@ -222,7 +222,7 @@ def _why(
     return sentences
 
 
-def _resized(chosen: Version, stock: ResizedStock, situation: Situation) -> list[str]:
+def _resized(chosen: Version, stock: ResizedStock, situation: RecoveryProblem) -> list[str]:
     if not stock.is_resized(chosen):
         return []
     return [f"made by {stock.ranks_of(chosen)} ranks, from which {situation.ranks} read their parts"]

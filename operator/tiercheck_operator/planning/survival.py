@@ -13,7 +13,7 @@ from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.planning.code_group import CodeGroup
 from tiercheck_operator.planning.inventory import Artifacts, Inventory, RemoteInventory
 from tiercheck_operator.planning.placement import Placement
-from tiercheck_operator.planning.recovery import Recover, RestoreSeconds, Situation, decide_recovery
+from tiercheck_operator.planning.recovery import Recover, RecoveryProblem, RestoreSeconds, decide_recovery
 from tiercheck_operator.planning.stock import Stock
 
 _HISTORY = History((Branch(1, 0),))
@@ -83,7 +83,7 @@ def fallback(
         inventories.append(Inventory(victim, {victim: mine}))
     stored = frozenset() if remote is None else frozenset({Version(newest - remote, 1)})
     decision = decide_recovery(
-        Situation(
+        RecoveryProblem(
             ranks=2,
             ranks_per_worker=1,
             history=history,

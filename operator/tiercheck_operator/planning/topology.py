@@ -178,6 +178,10 @@ class Topology:
             return node if index == len(self.levels) - 1 else None
         return path[index]
 
+    def path(self, node: str) -> tuple[str | None, ...]:
+        """The domains of `node` at all levels, as `domain` names them."""
+        return self._paths.get(node) or (*(None for _ in self.levels[1:]), node)
+
     def distance(self, a: str, b: str) -> int:
         """How far apart two nodes are: 0 the same host, then one more per level up to the first that they share."""
         for steps, level in enumerate(reversed(self.levels)):

@@ -9,7 +9,7 @@ from tiercheck.protocol.artifact import Share
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.planning.inventory import Artifacts, Inventory, RemoteInventory
-from tiercheck_operator.planning.recovery import Recover, Situation, StartFresh, decide_recovery
+from tiercheck_operator.planning.recovery import Recover, RecoveryProblem, StartFresh, decide_recovery
 from tiercheck_operator.planning.scenario import Scenario
 
 HISTORY = History((Branch(1, 0),))
@@ -57,7 +57,7 @@ def what_if(scenario: Scenario, lost: Collection[int] = (), step: int | None = N
     for group in placement.groups:
         for index, holder in enumerate(group.holders):
             blocks.setdefault(holder, {})[Share(index, group.members)] = copy
-    situation = Situation(
+    situation = RecoveryProblem(
         ranks=len(scenario.sites),
         ranks_per_worker=1,  # the ranks of a worker share its fate and its holders
         history=HISTORY,

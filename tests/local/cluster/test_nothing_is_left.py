@@ -21,8 +21,7 @@ pytestmark = pytest.mark.cluster
 
 # A grandchild in a session of its own, deaf to SIGTERM: what process groups would miss.
 STUBBORN = (
-    "setsid sh -c \"trap '' TERM; echo up; while :; do sleep 0.1; done\" & trap '' TERM; while :; do "
-    "sleep 0.1; done"
+    "setsid sh -c \"trap '' TERM; echo up; while :; do sleep 0.1; done\" & trap '' TERM; while :; do sleep 0.1; done"
 )
 
 

@@ -50,9 +50,7 @@ def _pod_defaults(pod: Object) -> None:
                 }
                 container[probe] = defaults | container[probe]
                 if "httpGet" in container[probe]:
-                    container[probe]["httpGet"] = {"path": "/", "scheme": "HTTP"} | container[probe][
-                        "httpGet"
-                    ]
+                    container[probe]["httpGet"] = {"path": "/", "scheme": "HTTP"} | container[probe]["httpGet"]
     for volume in spec.get("volumes", []):
         if set(volume) == {"name"}:
             volume["emptyDir"] = {}
@@ -163,11 +161,7 @@ def _event_faults(event: Object) -> list[FieldCause]:
     about, own = (event.get("involvedObject") or {}).get("namespace"), event["metadata"]["namespace"]
     if (about or "default") == own:
         return []
-    return [
-        FieldCause(
-            "involvedObject.namespace", f'Invalid value: "{about or ""}": does not match event.namespace'
-        )
-    ]
+    return [FieldCause("involvedObject.namespace", f'Invalid value: "{about or ""}": does not match event.namespace')]
 
 
 def check_types(kind: str, value: Object) -> None:
@@ -177,15 +171,11 @@ def check_types(kind: str, value: Object) -> None:
     for field in ("data", "stringData", "binaryData"):
         for item in (value.get(field) or {}).values():
             if not isinstance(item, str):
-                why = (
-                    f"json: cannot unmarshal {type(item).__name__} into Go struct field {kind}.{field} of "
-                    "type string"
-                )
+                why = f"json: cannot unmarshal {type(item).__name__} into Go struct field {kind}.{field} of type string"
                 raise bad_request(f'{kind} in version "v1" cannot be handled as a {kind}: {why}')
             if kind == "Secret" and field == "data" and not _is_base64(item):
                 raise bad_request(
-                    'Secret in version "v1" cannot be handled as a Secret: illegal base64 data at input byte '
-                    "0"
+                    'Secret in version "v1" cannot be handled as a Secret: illegal base64 data at input byte 0'
                 )
 
 
@@ -244,9 +234,7 @@ def prepare_update(collection: str, new: Object, old: Object) -> list[FieldCause
 
 
 def _pod_update_faults(new: Object, old: Object) -> list[FieldCause]:
-    if _frozen(new) != _frozen(old) or not all(
-        t in new.get("tolerations", []) for t in old.get("tolerations", [])
-    ):
+    if _frozen(new) != _frozen(old) or not all(t in new.get("tolerations", []) for t in old.get("tolerations", [])):
         message = (
             "Forbidden: pod updates may not change fields other than `spec.containers[*].image`,"
             "`spec.initContainers[*].image`,`spec.activeDeadlineSeconds`,`spec.tolerations` (only additions "

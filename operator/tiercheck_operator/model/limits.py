@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tiercheck_operator.controller.record import JobRecord, render_record
+from tiercheck_operator.model.status import JobRecord, render_record
 
 LIMIT = 16 * 1024
 """Bytes of the status as JSON; with spec, metadata and managedFields the object stays below 20 KiB."""
@@ -23,7 +23,7 @@ _RECOVERIES = 3
 """Of the history, that go only after sentences were cut."""
 
 
-def bounded(record: JobRecord) -> JobRecord:
+def fit_status(record: JobRecord) -> JobRecord:
     """`record` with nothing left out, unless it would be too large."""
     record = _with_messages(record, _MESSAGES)
     allowed = _MESSAGES

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiercheck.protocol.directive import Directive
-from tiercheck_operator.controller.observation import PodView
-from tiercheck_operator.controller.record import JobRecord
+from tiercheck_operator.model.observed import PodView
+from tiercheck_operator.model.status import JobRecord
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 

@@ -7,30 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck.protocol.report import SPARE
-from tiercheck_operator.controller.failure_spec import (
-    DEFAULT_RESET_SECONDS,
-    parse_hang,
-    parse_health_check,
-    parse_rules,
-)
-from tiercheck_operator.controller.node_signs import NO_SETTINGS, NodeSigns
-from tiercheck_operator.controller.observation import (
+from tiercheck_operator.model.kueue_labels import handed_on
+from tiercheck_operator.model.node_signs import NO_SETTINGS, NodeSigns
+from tiercheck_operator.model.observed import (
     ANNOTATION_AVOIDED,
     ANNOTATION_GIVEN_UP,
-    Attach,
     ContainerState,
     ContainerView,
-    JobSpec,
     JobView,
     NodeView,
     PodView,
 )
-from tiercheck_operator.controller.record import parse_record, parse_time
-from tiercheck_operator.manifests.queueing import handed_on
-from tiercheck_operator.planning.quantity import parse_duration, parse_quantity
+from tiercheck_operator.model.spec import read_spec
+from tiercheck_operator.model.status import parse_record, parse_time
 
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 _LOST_TAINTS = {"node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", _OUT_OF_SERVICE}
@@ -50,7 +41,7 @@ def parse_job(raw: Mapping[str, Any]) -> JobView:
         generation=int(metadata.get("generation") or 0),
         resource_version=str(metadata.get("resourceVersion") or ""),
         deleting=bool(metadata.get("deletionTimestamp")),
-        spec=_spec(raw["spec"]),
+        spec=read_spec(raw["spec"]),
         status=parse_record(raw.get("status") or {}),
         queue_labels=handed_on(metadata.get("labels")),
         queue_annotations=handed_on(metadata.get("annotations")),
@@ -63,102 +54,8 @@ def identity_of(raw: Mapping[str, Any]) -> str:
     return str(owner.get("uid") or raw["metadata"]["uid"])
 
 
-def _spec(raw: Mapping[str, Any]) -> JobSpec:
-    tiers = raw.get("tiers") or {}
-    local, peer, remote = (tiers.get(name) or {} for name in ("local", "peer", "remote"))
-    spread = peer.get("spread") or {}
-    topology = raw.get("topology") or {}
-    levels = topology.get("levels")
-    checkpoint = raw.get("checkpoint") or {}
-    parity, policy = peer.get("parity"), raw.get("failurePolicy") or {}
-    copies = 0 if parity else _or(peer.get("copies"), 1 if int(raw["workers"]) > 1 else 0)
-    wanted = (raw.get("restore") or {}).get("from")
-    ttl = raw.get("ttlSecondsAfterFinished")
-    return JobSpec(
-        workers=int(raw["workers"]),
-        procs_per_worker=int(raw.get("procsPerWorker") or 1),
-        suspend=bool(raw.get("suspend")),
-        managed_by=str(raw.get("managedBy") or names.CONTROLLER),
-        template=raw.get("template") or {},
-        attach=_attach(raw.get("attach")),
-        topology_preset=topology.get("preset"),
-        topology_levels=tuple(levels) if levels else None,
-        kueue_topology=topology.get("kueueTopology"),
-        size_limit=str(local.get("sizeLimit") or "8Gi"),
-        copies=int(copies),
-        spread_level=spread.get("level"),
-        spread_required=spread.get("mode") == "Required",
-        snapshot_every=_int((checkpoint.get("snapshot") or {}).get("everySteps")),
-        remote=remote if remote.get("s3") or remote.get("directory") else None,
-        restore_step=int(wanted["step"]) if isinstance(wanted, Mapping) and wanted.get("step") is not None else None,
-        max_restarts=int(_or(policy.get("maxRestarts"), 10)),
-        rules=parse_rules(policy.get("rules")),
-        reset_seconds=float(_or(policy.get("resetAfterSeconds"), DEFAULT_RESET_SECONDS)),
-        hang=parse_hang(policy.get("hang")),
-        health_check=parse_health_check(policy.get("healthCheck")),
-        active_deadline=_float(raw.get("activeDeadlineSeconds")),
-        ttl_seconds=None if ttl is None else float(ttl),
-        gang=(raw.get("gang") or {}).get("scheduler"),
-        gang_queue=str((raw.get("gang") or {}).get("queue") or ""),
-        eviction_hold=_eviction_hold(raw.get("disruptionBudget") or {}),
-        spares=int(raw.get("spares") or 0),
-        min_workers=_int((raw.get("elastic") or {}).get("minWorkers")),
-        capacity_timeout=_float(policy.get("capacityTimeoutSeconds")),
-        restore_stall=float(_or(policy.get("restoreStallSeconds"), JobSpec.restore_stall)),
-        node_memory=local.get("medium") == "NodeMemory",
-        sidecar_resources=_resources((raw.get("sidecar") or {}).get("resources") or {}),
-        parity=(int(parity["data"]), int(parity["parity"])) if parity else None,
-        peer_bandwidth=_bytes(peer.get("bandwidth")),
-        peer_encrypted=peer.get("encryption") == "Required",
-        delta=DeltaMode((checkpoint.get("delta") or {}).get("mode") or DeltaMode.AUTO),
-        sanity_gate=checkpoint.get("sanityGate") != "Off",
-        verify_all=checkpoint.get("verify") == "Full",
-        state_size=_bytes(checkpoint.get("stateSize")),
-        rollback_after=_int(policy.get("rollbackAfterNonFinite")),
-        rehearse_every=_rehearse_every((raw.get("restore") or {}).get("rehearseEvery")),
-    )
-
-
-def _eviction_hold(raw: Mapping[str, Any]) -> float | None:
-    return None if raw.get("mode") == "Off" else float(_or(raw.get("holdSeconds"), JobSpec.eviction_hold))
-
-
-def _rehearse_every(text: str | None) -> float | None:
-    if text is None:
-        return JobSpec.rehearse_every
-    return None if text in ("Off", "0") else parse_duration(text)
-
-
-def _attach(raw: Mapping[str, Any] | None) -> Attach | None:
-    if not raw:
-        return None
-    owner = raw["owner"]
-    return Attach(owner["apiVersion"], owner["kind"], owner["name"], owner["uid"], raw["container"])
-
-
-def _resources(raw: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """YAML gives whole cores as numbers. Raises ValueError."""
-    given = {kind: {name: str(text) for name, text in (raw.get(kind) or {}).items()} for kind in ("requests", "limits")}
-    for quantities in given.values():
-        for text in quantities.values():
-            parse_quantity(text)
-    return {kind: quantities for kind, quantities in given.items() if quantities}
-
-
 def _int(value: Any) -> int | None:
     return None if value is None else int(value)
-
-
-def _float(value: Any) -> float | None:
-    return None if value is None else float(value)
-
-
-def _bytes(value: Any) -> int | None:
-    return None if value is None else parse_quantity(value)
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
 
 
 def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
@@ -186,6 +83,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
     scheduled = conditions.get("PodScheduled") or {}
     gates = tuple(str(entry.get("name")) for entry in spec.get("schedulingGates") or [])
     unschedulable = scheduled.get("status") == "False" and not gates
+    sidecar = _named(spec.get("initContainers"), names.SIDECAR_CONTAINER)
     created = parse_time(metadata.get("creationTimestamp")) or 0.0
     deletion = parse_time(metadata.get("deletionTimestamp"))
     grace = float(metadata.get("deletionGracePeriodSeconds") or 0)
@@ -210,7 +108,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         # A kubelet that takes a pod says since when (PodStatus of the API reference).
         claimed=not spec.get("nodeName") or bool(status.get("startTime")),
         unschedulable_since=(parse_time(scheduled.get("lastTransitionTime")) or created) if unschedulable else None,
-        sidecar_image=_sidecar_image(spec),
+        sidecar_image=str(sidecar.get("image") or ""),
         avoided=frozenset(
             name for name in ((metadata.get("annotations") or {}).get(ANNOTATION_AVOIDED) or "").split(",") if name
         ),
@@ -224,7 +122,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         gates=gates,
         resource_version=str(metadata.get("resourceVersion") or ""),
         given_up=str((metadata.get("annotations") or {}).get(ANNOTATION_GIVEN_UP) or ""),
-        first_port=_first_port(spec),
+        first_port=_first_port(sidecar),
         sidecar=_container(spec.get("initContainers"), status.get("initContainerStatuses"), names.SIDECAR_CONTAINER),
     )
 
@@ -257,9 +155,12 @@ def _trainer_name(attached: str) -> str:
         return names.TRAINER_CONTAINER
 
 
+def _named(entries: Any, name: str) -> Mapping[str, Any]:
+    return next((entry for entry in entries or [] if entry.get("name") == name), {})
+
+
 def _container(specs: Any, statuses: Any, name: str, policy: str = "Always") -> ContainerView:
-    spec: Mapping[str, Any] = next((entry for entry in specs or [] if entry.get("name") == name), {})
-    status: Mapping[str, Any] = next((entry for entry in statuses or [] if entry.get("name") == name), {})
+    spec, status = _named(specs, name), _named(statuses, name)
     # A container that runs again has its last end in lastState; one that does not, or not yet, may have it in state.
     ended = (status.get("state") or {}).get("terminated") or (status.get("lastState") or {}).get("terminated") or {}
     return ContainerView(
@@ -274,13 +175,9 @@ def _container(specs: Any, statuses: Any, name: str, policy: str = "Always") -> 
     )
 
 
-def _first_port(spec: Mapping[str, Any]) -> int | None:
-    for container in spec.get("initContainers") or []:
-        if container.get("name") == names.SIDECAR_CONTAINER:
-            found = {entry.get("name"): entry.get("containerPort") for entry in container.get("ports") or []}
-            port = _int(found.get(names.CONTROL_PORT_NAME))
-            return None if port == names.CONTROL_PORT else port
-    return None
+def _first_port(sidecar: Mapping[str, Any]) -> int | None:
+    port = _int(_named(sidecar.get("ports"), names.CONTROL_PORT_NAME).get("containerPort"))
+    return None if port == names.CONTROL_PORT else port
 
 
 def _container_state(status: Mapping[str, Any]) -> ContainerState:
@@ -297,11 +194,6 @@ def _back_off(message: str) -> float:
     found = _BACK_OFF.search(message)
     units = {"h": 3600.0, "m": 60.0, "s": 1.0}
     return sum(float(n) * units[unit] for n, unit in re.findall(r"([\d.]+)([hms])", found.group(1))) if found else 0.0
-
-
-def _sidecar_image(spec: Mapping[str, Any]) -> str:
-    containers = spec.get("initContainers") or []
-    return next((str(e.get("image") or "") for e in containers if e.get("name") == names.SIDECAR_CONTAINER), "")
 
 
 def _pod_message(status: Mapping[str, Any], scheduled: Mapping[str, Any]) -> str:

@@ -9,13 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import Any
 
 from tiercheck.protocol.address import join_address
-from tiercheck.protocol.directive import RESTORE_STALL, DeltaMode, HealthCheck
 from tiercheck.protocol.report import SPARE, Report
-from tiercheck_operator.controller.failure_spec import DEFAULT_HANG, DEFAULT_RESET_SECONDS, FailureRule, HangSpec
-from tiercheck_operator.controller.record import JobRecord
+from tiercheck_operator.model.spec import JobSpec
+from tiercheck_operator.model.status import Condition, JobRecord
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 ANNOTATION_AVOIDED = "tiercheck.io/avoided-nodes"
@@ -59,99 +57,6 @@ class Patience:
 
 
 @dataclass(frozen=True)
-class Attach:
-    """`spec.attach`: another controller's workload, whose pods are the job's workers."""
-
-    api_version: str
-    kind: str
-    name: str
-    uid: str
-    container: str
-    """The one that runs the training command."""
-
-
-@dataclass(frozen=True)
-class JobSpec:
-    """The part of `spec` that decisions use."""
-
-    workers: int
-    """That it goes on with; see `wanted_workers`."""
-    procs_per_worker: int
-    suspend: bool
-    managed_by: str
-    template: Mapping[str, Any]
-    topology_preset: str | None
-    topology_levels: tuple[Mapping[str, str], ...] | None
-    """The user's own, or those of the Kueue Topology once it was found."""
-    size_limit: str
-    copies: int
-    spread_level: str | None
-    spread_required: bool
-    snapshot_every: int | None
-    """None: chosen from the sizes."""
-    remote: Mapping[str, Any] | None
-    """`spec.tiers.remote` as it is; None: no remote tier."""
-    restore_step: int | None
-    """`spec.restore.from.step`; None: the latest."""
-    max_restarts: int
-    """Of those that count."""
-    ttl_seconds: float | None
-    eviction_hold: float | None = 600.0
-    """Seconds that a restore may keep workers from being evicted; None: no PodDisruptionBudget."""
-    rules: tuple[FailureRule, ...] = ()
-    reset_seconds: float = DEFAULT_RESET_SECONDS
-    """Of training beyond the last crash after which restarts are counted anew."""
-    hang: HangSpec | None = DEFAULT_HANG
-    """None: hangs are not looked for."""
-    health_check: HealthCheck | None = None
-    """None: every place is good enough."""
-    active_deadline: float | None = None
-    """Seconds that the job may be active; None: as long as it takes."""
-    gang: str | None = None
-    """`spec.gang.scheduler`; None: pods are placed one by one."""
-    gang_queue: str = ""
-    spares: int = 0
-    """Warm pods beside the workers' own."""
-    wanted_workers: int | None = None
-    """What the spec asks for, if the job goes on with fewer (`elastic.in_size`); None: it does not."""
-    min_workers: int | None = None
-    """`spec.elastic.minWorkers`; None: the job never goes on smaller."""
-    capacity_timeout: float | None = None
-    """Seconds; None: the operator's default."""
-    node_memory: bool = False
-    """`spec.tiers.local.medium` is NodeMemory."""
-    sidecar_resources: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """`spec.sidecar.resources`: requests and limits that the user gives the sidecar."""
-    attach: Attach | None = None
-    """None: the pods are made from the template."""
-    parity: tuple[int, int] | None = None
-    """`spec.tiers.peer.parity` as (data, parity), in place of copies; None: copies."""
-    peer_bandwidth: int | None = None
-    peer_encrypted: bool = False
-    """`spec.tiers.peer.encryption` is Required."""
-    delta: DeltaMode = DeltaMode.AUTO
-    sanity_gate: bool = True
-    verify_all: bool = False
-    state_size: int | None = None
-    """Bytes of one rank's snapshot, as far as the user knows before the job starts."""
-    kueue_topology: str | None = None
-    """Name of a Kueue Topology that the levels are to be taken from."""
-    topology_problem: str = ""
-    """Why they are not, as a sentence; then the host is the only level."""
-    rollback_after: int | None = None
-    """Steps in a row that the sanity gate may refuse before the job goes back; None: it never does for that."""
-    restore_stall: float = RESTORE_STALL
-    """Seconds without a byte after which a source of a restore is given up."""
-    rehearse_every: float | None = 600.0
-    """Seconds between two proofs that a tier would come back; None: none are made."""
-
-    @property
-    def full_size(self) -> int:
-        """Workers that the user asks for, with however many it goes on."""
-        return self.wanted_workers or self.workers
-
-
-@dataclass(frozen=True)
 class JobView:
     name: str
     namespace: str
@@ -165,7 +70,7 @@ class JobView:
     """Of the job, to be handed on to its pods for a queue."""
     queue_annotations: Mapping[str, str] = field(default_factory=dict)
     sidecar_image: str = ""
-    """What the sidecars of this job are, see `sidecar_image.pinned`; empty: not known yet."""
+    """What the sidecars of this job are, see `replacing.choose_sidecar_image`; empty: not known yet."""
     cluster: str = ""
     """UID of the cluster's namespace kube-system, for its pods; empty: not known (yet)."""
 
@@ -351,6 +256,27 @@ class Observation:
     budget_problem: str = ""
     """Why it cannot be as wanted, as a sentence."""
 
+    @cached_property
+    def size(self) -> int:
+        """Workers that the job goes on with: those of its spec, or fewer while no node takes the others."""
+        size, asked = self.job.status.size, self.job.spec.workers
+        return size.workers if size is not None and 0 < size.workers < asked else asked
+
+    @cached_property
+    def shrunk(self) -> bool:
+        """Whether the job goes on with fewer workers than its spec asks for."""
+        return self.size < self.job.spec.workers
+
+    @cached_property
+    def copies(self) -> int:
+        """Of each worker's state: in a smaller job at most as many as there are others."""
+        return min(self.job.spec.copies, self.size - 1) if self.shrunk else self.job.spec.copies
+
+    @cached_property
+    def wanted_spares(self) -> int:
+        """Those of the spec, and one for each worker that a smaller job lacks: with these it grows back."""
+        return self.job.spec.spares + self.job.spec.workers - self.size
+
     @property
     def all_pods(self) -> tuple[PodView, ...]:
         return (*self.pods, *self.spares)
@@ -360,10 +286,32 @@ class Observation:
         """UIDs of the pods that the current attempt was placed with; empty: there is no attempt."""
         return frozenset() if self.placement is None else frozenset(saved.pod_uid for saved in self.placement.members)
 
+    @cached_property
+    def living(self) -> tuple[PodView, ...]:
+        """Pods of workers that have not ended, and that nobody ends."""
+        return tuple(pod for pod in self.pods if not (pod.terminal or pod.deleting))
+
+    @cached_property
+    def current_reports(self) -> Mapping[str, Report]:
+        """The newest reports that are of the current attempt, by pod UID."""
+        attempt = self.job.status.attempt
+        return {uid: report for uid, report in self.newest_reports.items() if report.attempt == attempt}
+
+    @cached_property
+    def newest_reports(self) -> Mapping[str, Report]:
+        """The newest report of each sidecar, by pod UID, as that of the worker that the pod is."""
+        found = {pod.uid: self.report(pod) for pod in self.all_pods}
+        return {uid: report for uid, report in found.items() if report is not None}
+
+    @cached_property
+    def conditions(self) -> Mapping[str, Condition]:
+        """Those that the job has been told to have, by type."""
+        return {entry.type: entry for entry in self.job.status.conditions}
+
     def report(self, pod: PodView) -> Report | None:
         """The newest report of the pod's sidecar, as that of the worker that the pod is: it may not know that yet."""
         known = self.reports.get(pod.uid)
         report = known.report if known else None
-        if report is None or pod.is_spare or report.worker == pod.worker:
+        if report is None or pod.worker in (SPARE, report.worker):
             return report
         return replace(report, worker=pod.worker)

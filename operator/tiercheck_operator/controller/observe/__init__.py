@@ -1,0 +1,1 @@
+"""What one look shows, and what follows from it."""

@@ -1,0 +1,118 @@
+"""What follows from one look at a job: its members, spares and topology, each derived once.
+
+A `Situation` is the observation itself with what all decisions ask of it, so it is handed on in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+from tiercheck.protocol.report import Report
+from tiercheck_operator.controller.attached import start_again
+from tiercheck_operator.controller.membership import Membership, SparePool, find_members, find_spares
+from tiercheck_operator.controller.suspicion import Testimony, find_doubts, hear_witnesses
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import JobRecord, Recovery
+from tiercheck_operator.planning.topology import Level, Topology, levels_from_spec, spread_level
+
+
+@dataclass(frozen=True)
+class Situation(Observation):
+    """One look and what follows from it. Nothing is derived that nobody asks for."""
+
+    @classmethod
+    def of(cls, obs: Observation) -> Situation:
+        """Of a job that its owner started again: as at its beginning."""
+        obs = _without_stale_size(start_again(obs) or obs)
+        return cls(**{field.name: getattr(obs, field.name) for field in fields(obs)})
+
+    @cached_property
+    def testimony(self) -> Testimony:
+        """What sidecars say of each other, and their silence."""
+        return hear_witnesses(self)
+
+    @cached_property
+    def membership(self) -> Membership:
+        """Which pods are the job's workers, and which were lost."""
+        return find_members(self, find_doubts(self, self.testimony))
+
+    @cached_property
+    def members(self) -> Mapping[int, PodView]:
+        """By worker."""
+        return self.membership.members
+
+    @cached_property
+    def spare_pool(self) -> SparePool:
+        return find_spares(self)
+
+    @cached_property
+    def attempt_reports(self) -> Mapping[int, Report]:
+        """Reports of the current attempt, by worker, in their order."""
+        known = self.current_reports
+        return {worker: known[pod.uid] for worker, pod in sorted(self.members.items()) if pod.uid in known}
+
+    @cached_property
+    def newest_step(self) -> int:
+        """The newest step that the current attempt, or one on the way to it, is known to have made; 0: none.
+
+        Sidecars of pods that are lost count too: what they have said is all that is known of the last steps.
+        """
+        status = self.job.status
+        reports = [known.report for known in self.reports.values() if known.report is not None]
+        steps = [report.trainer.step or 0 for report in reports if report.attempt == status.attempt]
+        recovery = status.recovery
+        if recovery is not None:
+            steps.append(recovery.reached)
+            if recovery.decided_at is not None:
+                steps.append(recovery.step + recovery.lost_steps)
+        return max([*steps, status.step or 0])
+
+    @cached_property
+    def resumption(self) -> Recovery | None:
+        """The recovery that brings a suspended job back; None: it was not suspended."""
+        status = self.job.status
+        told = self.conditions.get(conditions.SUSPENDED)
+        if not is_suspending(status) and not (told is not None and told.status):
+            return None
+        if not status.attempt:
+            return Recovery(Cause.FIRST_START.value, "the job starts", self.now, self.now)
+        return Recovery(Cause.RESUMED.value, "spec.suspend is false again", self.now, self.now)
+
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """The kinds of failure domain, widest first. Raises ValueError if spec.topology contradicts itself."""
+        return levels_from_spec(self.job.spec.topology_preset, self.job.spec.topology_levels)
+
+    @cached_property
+    def spread(self) -> Level:
+        """The level whose domains copies must not share. Raises ValueError as `levels` does."""
+        return spread_level(self.levels, self.job.spec.spread_level)
+
+    @cached_property
+    def topology(self) -> Topology:
+        """Of all nodes. Raises ValueError as `levels` does."""
+        return Topology.build({name: node.labels for name, node in self.nodes.items()}, self.levels)
+
+    @cached_property
+    def member_topology(self) -> Topology:
+        """Of the members' nodes: a level that none of them carries does not count. Raises ValueError."""
+        names = {pod.node or "" for pod in self.members.values()}
+        labels = {name: self.nodes[name].labels if name in self.nodes else {} for name in names}
+        return Topology.build(labels, self.levels)
+
+
+def is_suspending(status: JobRecord) -> bool:
+    """Whether pods have been told to finish because of spec.suspend."""
+    return status.recovery is not None and Cause.parse(status.recovery.cause) is Cause.SUSPENDING
+
+
+def _without_stale_size(obs: Observation) -> Observation:
+    """A size that the spec no longer allows: it was changed while the job was suspended."""
+    size = obs.job.status.size
+    if size is None or 0 < size.workers < obs.job.spec.workers:
+        return obs
+    return replace(obs, job=replace(obs.job, status=replace(obs.job.status, size=None)))

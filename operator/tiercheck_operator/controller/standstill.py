@@ -1,0 +1,169 @@
+"""What stands still although every process is there: training, or a restore; and at which worker.
+
+The sidecars notice both. A step couples all ranks, so the one that is behind is the one to look at; where
+all have finished the same step, only the stacks in the trainers' logs can tell.
+
+A sidecar gives up each source from which nothing comes for `failurePolicy.restoreStallSeconds` and goes on
+to the next one, which counts as progress. So one that stands still for longer hangs itself, as in a read of
+a dead mount; and one that has no source left says so by a restore that failed. Bytes count, not the time
+that they take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tiercheck.protocol.report import Report, RestoreState, TrainerState
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import HangRecord, JobRecord, Recovery
+
+_TIMES = 2
+"""Hangs in a row behind the same worker on the same node after which it moves."""
+_PATIENCE = 2.0
+"""Times `restoreStallSeconds` that a restore may stand still before its worker moves: what may pass in the sidecar passes before."""
+_NAMED = 4
+_MOST = 2**60
+"""Bytes that are believed: the API has 64 bits for the sum."""
+
+
+@dataclass(frozen=True)
+class Hang:
+    since: float
+    """Last sign of life, unix seconds by a node's clock."""
+    message: str
+    laggard: PodView | None
+    """The pod of the worker that is behind all others; None: no single one is."""
+
+
+def find_hang(obs: Observation, pods: Mapping[int, PodView]) -> Hang | None:
+    """What is known of a hang of the current attempt; None: there is none. `pods`: by worker."""
+    running = {worker: report for worker in sorted(pods) if (report := _running(obs, pods[worker])) is not None}
+    stalled = [report.trainer.stalled_since for report in running.values() if report.trainer.stalled_since is not None]
+    if not stalled:
+        return None
+    since = min(stalled)
+    worker = _behind(running) if len(running) == obs.size else None
+    idle = max(0.0, obs.now - since)
+    return Hang(since, f"no step for {idle:.0f} s: {_told(running, worker)}", None if worker is None else pods[worker])
+
+
+def held_up_again(obs: Observation, pods: Mapping[int, PodView]) -> PodView | None:
+    """The pod whose worker holds the others up as it did the last time, on the same node. `pods`: by worker."""
+    before = obs.job.status.hang
+    if before is None or before.times + 1 < _TIMES:
+        return None
+    found = find_hang(obs, pods)
+    laggard = found.laggard if found is not None else None
+    return laggard if laggard is not None and (laggard.worker, laggard.node) == (before.worker, before.node) else None
+
+
+def note_hang(status: JobRecord, hang: Hang | None) -> HangRecord | None:
+    """For the status, when a hang leads to a new attempt."""
+    if hang is None or hang.laggard is None or hang.laggard.node is None:
+        return None
+    worker, node, before = hang.laggard.worker, hang.laggard.node, status.hang
+    again = before is not None and (before.worker, before.node) == (worker, node)
+    return HangRecord(worker, node, before.times + 1 if before is not None and again else 1)
+
+
+def _running(obs: Observation, pod: PodView) -> Report | None:
+    report = obs.current_reports.get(pod.uid)
+    return report if report is not None and report.trainer.state is TrainerState.RUNNING else None
+
+
+def _behind(running: Mapping[int, Report]) -> int | None:
+    """The one worker whose slowest rank is behind those of all others."""
+    steps = {worker: _step(report) for worker, report in running.items()}
+    last = min(steps.values())
+    found = [worker for worker, step in steps.items() if step == last]
+    return found[0] if len(found) == 1 and len(steps) > 1 else None
+
+
+def _step(report: Report) -> int:
+    return -1 if report.trainer.slowest_step is None else report.trainer.slowest_step
+
+
+def _told(running: Mapping[int, Report], behind: int | None) -> str:
+    steps = [_step(report) for worker, report in running.items() if worker != behind]
+    logs = "the stacks of its ranks are in the log of its container trainer"
+    if behind is not None:
+        rank, step = running[behind].trainer.slowest_rank, running[behind].trainer.slowest_step
+        where = "has not made a step in this attempt" if step is None else f"(rank {rank}) is at step {step}"
+        return f"worker {behind} {where}, all others at step {min(steps)} or later; {logs}"
+    logs = "the stacks of the ranks are in the logs of the containers trainer"
+    if max(steps) < 0:
+        return f"no worker has made a step in this attempt; {logs}"
+    return f"no single worker is behind, the newest step is {max(steps)}; {logs}"
+
+
+def why_stalled(obs: Observation, report: Report) -> str:
+    """Why the worker should be restored on another node, as a clause; empty: it need not, or it has moved for that already."""
+    recovery = obs.job.status.recovery
+    if recovery is None or recovery.released_at is not None or report.worker in recovery.stalled:
+        return ""
+    restore, bound = report.restore, obs.job.spec.restore_stall
+    if _idle(report) > _PATIENCE * bound:
+        return f"its restore stood still for {_idle(report):.0f} s ({_waits_for(report)})"
+    if restore.state is RestoreState.FAILED and restore.stalled and _tried_before(recovery):
+        return f"its restore failed again: nothing came from {_named(restore.stalled)}"
+    return ""
+
+
+def stalled_restore_message(
+    obs: Observation, status: JobRecord, reports: Mapping[int, Report]
+) -> tuple[str, str] | None:
+    """Reason and message for the condition Restoring; None: all get on. `reports`: of the attempt, by worker."""
+    recovery = status.recovery
+    if recovery is None or recovery.released_at is not None:
+        return None
+    bound = obs.job.spec.restore_stall
+    still = [worker for worker in sorted(reports) if _idle(reports[worker]) > bound]
+    if not still:
+        return None
+    first = still[0]
+    whose = f"worker {first}" if len(still) == 1 else f"worker {first} and those of {len(still) - 1} other workers"
+    next_one = (
+        "It has moved for that once already, so its node is not to blame"
+        if first in recovery.stalled
+        else "If others get on, and hold what it holds, it moves to another node"
+    )
+    return (
+        conditions.RESTORE_STALLED,
+        f"the restore of {whose} stands still: nothing came for more than {bound:.0f} s ({_waits_for(reports[first])}). {next_one}. Look at "
+        "what it waits for",
+    )
+
+
+def restored_bytes(reports: Mapping[int, Report]) -> tuple[int, int]:
+    """Bytes that are back, and that there will be, of all workers as far as is known."""
+    done = wanted = 0
+    for report in reports.values():
+        progress, here = report.restore.progress, sum(rank.bytes for rank in report.restore.ranks)
+        done += here if progress is None else progress.bytes
+        wanted += here if progress is None else progress.wanted
+    return min(max(0, done), _MOST), min(max(0, wanted), _MOST)
+
+
+def _idle(report: Report) -> float:
+    """Seconds that its restore has stood still."""
+    running = report.restore.state is RestoreState.RUNNING
+    return report.restore.progress.idle_seconds if running and report.restore.progress is not None else 0.0
+
+
+def _waits_for(report: Report) -> str:
+    sources = report.restore.progress.sources if report.restore.progress is not None else ()
+    return f"it waits for {_named(sources)}" if sources else "its sidecar does not say for what"
+
+
+def _named(sources: tuple[str, ...]) -> str:
+    more = f" and {len(sources) - _NAMED} more" if len(sources) > _NAMED else ""
+    return ", ".join(source[:100] for source in sources[:_NAMED]) + more
+
+
+def _tried_before(recovery: Recovery) -> bool:
+    """Whether a restore failed on this way back before the one of the current attempt."""
+    noted = recovery.decided_at is None and recovery.cause == Cause.RESTORE_FAILED.value
+    return len(recovery.failed_versions) > noted

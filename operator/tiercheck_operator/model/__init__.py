@@ -1,0 +1,1 @@
+"""What every room of the operator knows by name. It imports none of them."""

@@ -1,0 +1,149 @@
+"""Reads and writes frozen dataclasses as the API spells them: each field is named once, where it is declared.
+
+A field stands at its own name in camelCase, or where `Annotated[..., At("elsewhere.inTheObject")]` says.
+It is not written at its default. msgspec could do it for Structs only: `dataclasses.replace` does not take
+them, and nothing would check its arguments. And two threads that use a Struct for the first time at once can
+end the process.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class At:
+    """Names from the outside in, with dots between; empty: the object that the class itself is read from."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class As:
+    """How the API has a value: `read` makes ours of it, `write` its own of ours. None: as the type says."""
+
+    read: Callable[[Any], Any] | None = None
+    write: Callable[[Any], Any] | None = None
+
+
+ALWAYS = object()
+"""Of a field that is written at its default too."""
+OURS = object()
+"""Of a field that the object does not have."""
+
+
+class _Field(NamedTuple):
+    name: str
+    path: tuple[str, ...]
+    read: Callable[[Any], Any]
+    write: Callable[[Any], Any]
+    absent: Any
+    """What it is if the object does not say; MISSING: the object has to."""
+    unwritten: Any
+    """The value at which it is left out."""
+
+
+def read_as(kind: type[T], raw: Mapping[str, Any], *, lenient: bool = False) -> T:
+    """What the object says, and defaults for the rest. `lenient`: without one, texts are empty and numbers 0.
+
+    Null, empty lists and empty objects say nothing. Raises KeyError on what is missing, anything on nonsense.
+    """
+    values, plan = {}, _plan(_known(kind), lenient)
+    for field in plan:
+        found: Any = raw
+        for name in field.path:
+            found = (found or {}).get(name)
+        if found or isinstance(found, (int, float)) or (found is not None and field.absent is MISSING):
+            values[field.name] = field.read(found)
+        elif field.absent is MISSING:
+            raise KeyError(".".join(field.path))
+        else:
+            values[field.name] = field.absent
+    return kind(**values)
+
+
+def spell(value: Any) -> Any:
+    """The object of a dataclass; lists and objects of what holds some. Without None and empty objects."""
+    if isinstance(value, Mapping):
+        return {name: spell(inner) for name, inner in value.items()}
+    if isinstance(value, tuple):
+        return [spell(inner) for inner in value]
+    if not is_dataclass(value):
+        return value
+    raw: dict[str, Any] = {}
+    for field in _plan(_known(type(value)), False):
+        inner = getattr(value, field.name)
+        written = {} if inner is None or inner == field.unwritten else field.write(inner)
+        if written != {}:
+            for name in reversed(field.path):
+                written = {name: written}
+            _add(raw, written)
+    return raw
+
+
+def _add(raw: dict[str, Any], more: dict[str, Any]) -> None:
+    for name, value in more.items():
+        if isinstance(value, dict) and name in raw:
+            _add(raw[name], value)
+        else:
+            raw[name] = value
+
+
+def _known(kind: Any) -> Any:
+    return kind  # mypy takes no class for hashable
+
+
+@cache
+def _plan(kind: type, lenient: bool) -> tuple[_Field, ...]:
+    found, hints = [], get_type_hints(kind, include_extras=True)
+    for field in fields(kind):
+        plain, marks = _unwrapped(hints[field.name])
+        if OURS in marks:
+            continue
+        first, *others = field.name.split("_")
+        usual = first + "".join(map(str.title, others))
+        path = next((mark.path for mark in marks if isinstance(mark, At)), usual)
+        write = next((mark.write for mark in marks if isinstance(mark, As) and mark.write), spell)
+        default = absent = field.default if field.default_factory is MISSING else field.default_factory()
+        if default is MISSING and lenient:
+            made = get_origin(plain) or plain
+            absent = made() if made in (str, int, float, bool, tuple) else None
+        unwritten = MISSING if ALWAYS in marks else default
+        steps = tuple(path.split(".")) if path else ()
+        found.append(_Field(field.name, steps, _reader(hints[field.name], lenient), write, absent, unwritten))
+    return tuple(found)
+
+
+def _reader(hint: Any, lenient: bool) -> Callable[[Any], Any]:
+    plain, marks = _unwrapped(hint)
+    origin, inside = get_origin(plain), get_args(plain)
+    for mark in marks:
+        if isinstance(mark, As) and mark.read:
+            return mark.read
+    if origin in (tuple, frozenset):
+        each = _reader(inside[0], lenient)
+        return lambda raw: origin(each(inner) for inner in raw if inner not in (None, {}))
+    if origin is Mapping and inside[1] is not Any:
+        value = _reader(inside[1], lenient)
+        return lambda raw: {str(name): value(inner) for name, inner in raw.items() if inner not in (None, {})}
+    if is_dataclass(plain):
+        return lambda raw: read_as(_known(plain), raw, lenient=lenient)
+    return plain if origin is None and plain is not Any else lambda raw: raw
+
+
+def _unwrapped(hint: Any) -> tuple[Any, list[Any]]:
+    """The type without its marks and without None, and the marks."""
+    marks: list[Any] = []
+    while get_origin(hint) in (Annotated, Union, types.UnionType):
+        if get_origin(hint) is Annotated:
+            marks += hint.__metadata__
+            hint = hint.__origin__
+        else:
+            hint = next(each for each in get_args(hint) if each is not type(None))
+    return hint, marks

@@ -1,0 +1,309 @@
+"""The job's status as decisions use it, and its spelling in the API. It is the only thing the controller remembers.
+
+`parse_record(render_record(r)) == r` up to the rounding of times; unknown fields are dropped, missing ones have defaults, so that
+a status written by an older version is understood.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+from tiercheck.protocol.version import Branch, History, Version
+from tiercheck_operator.model.spelling import ALWAYS, As, At, read_as, spell
+
+
+def rfc3339(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(int(seconds), datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def precise(seconds: float) -> str:
+    """The same to the millisecond, for moments between which seconds are measured."""
+    moment = datetime.datetime.fromtimestamp(round(seconds, 3), datetime.UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def parse_time(text: object) -> float | None:
+    """Unix seconds of an RFC 3339 time; None if it is none."""
+    if not isinstance(text, str):
+        return None
+    try:
+        moment = datetime.datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError:
+        return None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp()
+
+
+Moment = Annotated[
+    float,
+    As(read=lambda raw: parse_time(raw) if isinstance(raw, str) else float(raw), write=precise),
+]
+"""Unix seconds. The first operators wrote them as numbers."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A metav1.Condition. `changed` is lastTransitionTime, RFC 3339."""
+
+    type: str
+    status: Annotated[bool, As(read=lambda text: text == "True", write=str)]
+    reason: str
+    message: str
+    changed: Annotated[str, At("lastTransitionTime")]
+    observed_generation: Annotated[int, ALWAYS] = 0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What `failurePolicy.rules` look at."""
+
+    exit_code: int | None = None
+    """Of the training command that failed first; None: none did, or it did not say."""
+    reasons: tuple[str, ...] = ()
+    """Beside the cause: what the launcher, the container or the pod gave as theirs."""
+    nodes: tuple[str, ...] = ()
+    """Where it happened."""
+
+
+NO_FACTS = Facts()
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """A recovery under way, from the moment something failed to the first step after it. Times are unix seconds."""
+
+    cause: str
+    message: str
+    """What failed, as a sentence."""
+    failed_at: Moment
+    detected_at: Moment
+    attempt: int | None = None
+    """The attempt that it led to; None: not decided yet."""
+    reason: str = ""
+    """Why this version was chosen, as a sentence."""
+    step: Annotated[int, ALWAYS] = 0
+    """0: from scratch."""
+    version_attempt: Annotated[int, ALWAYS] = 0
+    lost_steps: Annotated[int, ALWAYS] = 0
+    decided_at: Moment | None = None
+    restored_at: Moment | None = None
+    released_at: Moment | None = None
+    failed_versions: tuple[Version, ...] = ()
+    """Versions whose restore failed on the way back, once per failure, oldest first."""
+    facts: Annotated[Facts, At("")] = Facts()
+    rule: str = ""
+    """Name of the rule that decided what the failure counts as; empty: none."""
+    tries: int = 0
+    """Attempts on the way back that ended before their first step."""
+    reached: Annotated[int, At("reachedStep")] = 0
+    """The newest step that the ended attempt is known to have made; it is only heard of every few seconds."""
+    noticed_at: Moment | None = None
+    """When the first failure since the last step was noticed, if `detected_at` is of a later one."""
+    stalled: Annotated[tuple[int, ...], At("stalledWorkers")] = ()
+    """Workers that have got another node on the way back because they could not be restored where they were."""
+
+    @property
+    def version(self) -> Version | None:
+        return Version(self.step, self.version_attempt) if self.step else None
+
+
+@dataclass(frozen=True)
+class TierRecord:
+    step: int
+    time: str
+    lag_steps: int
+
+
+@dataclass(frozen=True)
+class ProofRecord:
+    """The oldest of all ranks' newest proofs of one tier."""
+
+    step: int
+    time: str
+    """RFC 3339."""
+
+
+@dataclass(frozen=True)
+class PlacementRecord:
+    hash: str
+    spread_achieved: str
+    tolerates: Annotated[tuple[str, ...], At("toleratesOnceComplete")]
+    """Once copies are `complete`."""
+    unprotected_workers: int
+    unprotected_reason: str = ""
+    """Which they are and why, in one sentence; empty if there are none."""
+    complete: Annotated[bool, At("tolerance")] = False
+    """Whether all of what the placement asks for lies where it should, of some version."""
+
+    @property
+    def survives(self) -> tuple[str, ...]:
+        """What may vanish now with nothing lost from memory."""
+        return self.tolerates if self.complete else ()
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """What is saved. `snapshot_every`: steps, 0 if not decided yet. `deltas`: "EveryStep", "Off", or empty if not known yet."""
+
+    snapshot_every: Annotated[int, At("snapshotEverySteps")] = 0
+    deltas: str = ""
+    deltas_reason: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryRecord:
+    """Bytes of the worker that needs most."""
+
+    needed: Annotated[int, At("neededBytes")]
+    limit: Annotated[int, At("limitBytes")]
+    local: Annotated[int, At("localBytes")]
+    peer: Annotated[int, At("peerBytes")]
+
+
+@dataclass(frozen=True)
+class SparesRecord:
+    wanted: int
+    ready: int
+
+
+@dataclass(frozen=True)
+class SizeRecord:
+    """Of a job that goes on with fewer workers than its spec asks for."""
+
+    workers: int
+    room_since: Moment | None = None
+    """Since when it could grow back, unix seconds; None: it cannot."""
+
+
+@dataclass(frozen=True)
+class HangRecord:
+    """Who held the others up when training hung last, and how often in a row."""
+
+    worker: int
+    node: str
+    times: int
+
+
+@dataclass(frozen=True)
+class FailedStartRecord:
+    """Whose command failed before its first step when the last attempts on the way back began, and how often in a row there."""
+
+    worker: int
+    node: str
+    times: int
+    moved: Annotated[tuple[int, ...], At("movedWorkers")] = ()
+    """Workers that have got another node for that since the last step."""
+
+
+def _to_the_microsecond(seconds: float) -> float:
+    return round(seconds, 6)
+
+
+def _read_history(raw: Sequence[Mapping[str, Any]]) -> History:
+    return History(tuple(read_as(Branch, entry) for entry in raw))
+
+
+def _write_history(history: History) -> Any:
+    return spell(history.branches)
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    observed_generation: Annotated[int, ALWAYS] = 0
+    attempt: Annotated[int, ALWAYS] = 0
+    phase: Annotated[str, ALWAYS] = ""
+    members: str = ""
+    sidecar_image: str = ""
+    """With which the job's pods are made, until it is suspended."""
+    history: Annotated[History, As(_read_history, _write_history)] = field(default_factory=History)
+    crashes: Annotated[int, At("restarts.crash"), ALWAYS] = 0
+    counted: Annotated[int, At("restarts.counted"), ALWAYS] = 0
+    """Restarts that count against maxRestarts now."""
+    crash_step: Annotated[int, At("restarts.crashStep"), ALWAYS] = 0
+    """The newest step known when a restart was last counted."""
+    disruptions: Annotated[int, At("restarts.disruption"), ALWAYS] = 0
+    step: Annotated[int | None, At("progress.step")] = None
+    step_seconds: Annotated[float | None, At("progress.stepSeconds"), As(write=_to_the_microsecond)] = None
+    restored_bytes: Annotated[int, At("progress.restoredBytes")] = 0
+    """That a restore under way has brought back."""
+    restore_bytes: Annotated[int, At("progress.restoreBytes")] = 0
+    """That it will have brought back in the end, as far as is known; 0: none is under way."""
+    tiers: Mapping[str, TierRecord] = field(default_factory=dict)
+    proofs: Annotated[Mapping[str, ProofRecord], At("restore.lastProof.tiers")] = field(default_factory=dict)
+    """By tier, where all ranks have one."""
+    placement: PlacementRecord | None = None
+    size: SizeRecord | None = None
+    """None: as many workers as the spec asks for."""
+    spares: SparesRecord | None = None
+    checkpoint: CheckpointRecord | None = None
+    memory: MemoryRecord | None = None
+    recovery: Recovery | None = None
+    hang: HangRecord | None = None
+    failed_start: FailedStartRecord | None = None
+    last_recovery: Mapping[str, Any] | None = None
+    """As in the API: nothing is decided by it."""
+    recoveries: tuple[Mapping[str, Any], ...] = ()
+    """The newest that have ended, newest first; spelled like `last_recovery`, with shorter sentences."""
+    started: Annotated[str | None, At("startTime")] = None
+    completed: Annotated[str | None, At("completionTime")] = None
+    conditions: tuple[Condition, ...] = ()
+
+    def condition(self, kind: str) -> Condition | None:
+        return next((entry for entry in self.conditions if entry.type == kind), None)
+
+    def holds(self, kind: str) -> bool:
+        """Whether the condition is there and true."""
+        found = self.condition(kind)
+        return found is not None and found.status
+
+    @property
+    def restored_version(self) -> Version | None:
+        """What the current attempt began from; None: from scratch."""
+        branches = self.history.branches
+        if not branches or not branches[-1].base_step:
+            return None
+        base = branches[-1].base_step
+        owner = self.history.owner(base)
+        return None if owner is None else Version(base, owner)
+
+    @property
+    def resized_from(self) -> int:
+        """How many ranks made that version, if not as many as the attempt has; 0: as many."""
+        version = self.restored_version
+        if version is None:
+            return 0
+        made, now = self.history.ranks_of(version), self.history.ranks
+        return made if made and now and made != now else 0
+
+
+def parse_record(raw: Mapping[str, Any]) -> JobRecord:
+    """Of `status` as the API gives it."""
+    if placement := raw.get("placement"):
+        tolerates = placement.get("toleratesOnceComplete") or placement.get("tolerates")
+        raw = {**raw, "placement": {**placement, "toleratesOnceComplete": tolerates}}
+    if recovery := raw.get("recovery"):
+        failed = recovery.get("failedAt") or recovery.get("detectedAt")
+        raw = {**raw, "recovery": {**recovery, "cause": recovery.get("cause") or "Unknown", "failedAt": failed}}
+    return read_as(JobRecord, raw, lenient=True)
+
+
+def render_record(record: JobRecord) -> dict[str, Any]:
+    """`status` for the API: what the record's fields say, and what people want to read beside it."""
+    raw: dict[str, Any] = spell(record if record.restore_bytes else replace(record, restored_bytes=0))
+    raw["restarts"]["total"] = record.crashes + record.disruptions
+    if record.restore_bytes:
+        raw["progress"]["restoredBytes"] = record.restored_bytes
+    if record.proofs:
+        oldest = min(record.proofs.values(), key=lambda proof: (proof.time, proof.step))
+        raw["restore"]["lastProof"] |= {"step": oldest.step, "time": oldest.time}
+    if (placement := record.placement) is not None:
+        raw["placement"]["tolerates"] = list(placement.survives)
+        if placement.complete:
+            raw["placement"]["tolerance"] = ", ".join(placement.tolerates) or "nothing"
+            del raw["placement"]["toleratesOnceComplete"]
+    if record.recovery is not None and record.recovery.attempt is None:
+        for name in ("step", "versionAttempt", "lostSteps"):
+            del raw["recovery"][name]  # step 0 would read as a start from scratch
+    return raw
