@@ -21,7 +21,6 @@ from tiercheck_cli.explain.screen import what_if_screen, why
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.files import made_up_nodes, read_job
 from tiercheck_cli.layout import layout_of, planned
-from tiercheck_cli.recoveries import PastRecovery, recoveries
 from tiercheck_operator.model.causes import Cause
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
