@@ -16,8 +16,8 @@ from benchmarks.job import Job, until
 from benchmarks.models import Gpt, MasterAdamW, Words
 from benchmarks.scale import Scale
 from tiercheck import Checkpointer
-from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.version import Kind
 
 _STEPS = 4
 

@@ -36,22 +36,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plain_wire import plain_wires
-from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, Tier
 from tiercheck.protocol.report import RestoreReport, RestoreState
-from tiercheck.protocol.slot import SlotLayout
-from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar.board import SidecarState
-from tiercheck_sidecar.config import SidecarConfig
+from tiercheck.protocol.version import Branch, History, Kind, Version
 from tiercheck_sidecar.exchange.fetch import Dial, fetch
 from tiercheck_sidecar.exchange.frames import CONGESTION_CONTROL, Wire
 from tiercheck_sidecar.exchange.handshake import Identity, dial
-from tiercheck_sidecar.exchange.line import Line
-from tiercheck_sidecar.exchange.sender import Pushed, push
 from tiercheck_sidecar.exchange.server import ExchangeServer
-from tiercheck_sidecar.exchange.streams import STREAMS
-from tiercheck_sidecar.tags import Tagger, digest_and_tag
+from tiercheck_sidecar.model.config import SidecarConfig
+from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.replicate.sender import Pushed, push
+from tiercheck_sidecar.replicate.streams import STREAMS, Line
 from tiercheck_sidecar.vault import Seal, Vault
+from tiercheck_sidecar.vault.tags import Tagger, digest_and_tag
 
 MIB = 1 << 20
 _HOLDERS = (1, 2)

@@ -23,7 +23,7 @@ from tiercheck.protocol.directive import DeltaMode, Directive, Peer, Phase, Poli
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report, RestoreState
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_operator.credentials import issue
+from tiercheck_operator.kubernetes.certificates import issue
 from tiercheck_sidecar.decoding import decode
 
 T = TypeVar("T")

@@ -38,27 +38,25 @@ from typing import Any
 
 import numpy as np
 
-from tiercheck.protocol.artifact import Artifact
+from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Phase, Policy, Tier
-from tiercheck.protocol.slot import SlotLayout
-from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar.board import SidecarState
-from tiercheck_sidecar.config import SidecarConfig
-from tiercheck_sidecar.digest import CHUNK
+from tiercheck.protocol.version import Artifact, Branch, History, Version
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import Identity, dial
-from tiercheck_sidecar.exchange.line import Line
 from tiercheck_sidecar.exchange.server import ExchangeServer
-from tiercheck_sidecar.exchange.streams import STREAMS
+from tiercheck_sidecar.model.config import SidecarConfig
+from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.parity import coding
-from tiercheck_sidecar.parity.groups import shares
+from tiercheck_sidecar.parity.coding import shares
 from tiercheck_sidecar.parity.holder import ParityHolder
-from tiercheck_sidecar.parity.push import converse, push
+from tiercheck_sidecar.parity.link import converse, push
 from tiercheck_sidecar.parity.rebuild import rebuild
 from tiercheck_sidecar.parity.session import serving
 from tiercheck_sidecar.parity.unfold import FRAGMENT
-from tiercheck_sidecar.tags import Tagger, digest_and_tag
+from tiercheck_sidecar.replicate.streams import STREAMS, Line
 from tiercheck_sidecar.vault import Seal, Vault
+from tiercheck_sidecar.vault.digest import CHUNK
+from tiercheck_sidecar.vault.tags import Tagger, digest_and_tag
 
 CODES = ((4, 1), (4, 2))
 """Members and blocks: XOR, and Reed-Solomon."""

@@ -13,11 +13,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tiercheck.protocol.artifact import Share
-from tiercheck.protocol.version import History, Version
-from tiercheck_operator.planning.parity import ParityPolicy, place_parity
-from tiercheck_operator.planning.placement import Placement, PlacementPolicy, WorkerSite, place
-from tiercheck_operator.planning.recovery import Artifacts, Inventory, RecoveryProblem, RemoteInventory, decide_recovery
+from tiercheck.protocol.version import History, Share, Version
+from tiercheck_operator.planning.parity.parity import ParityPolicy, place_parity
+from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, WorkerSite, place
+from tiercheck_operator.planning.recovery.recovery import (
+    Artifacts,
+    Inventory,
+    RecoveryProblem,
+    RemoteInventory,
+    decide_recovery,
+)
 from tiercheck_operator.planning.topology import Topology, levels_from_spec
 
 LIMIT = 1.0

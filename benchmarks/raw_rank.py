@@ -8,12 +8,12 @@ from pathlib import Path
 from types import TracebackType
 
 from benchmarks.job import Job
+from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.local import Hello, Reply
 from tiercheck.protocol.names import ENV_RUN_DIR, SOCKET_NAME
 from tiercheck.protocol.requests import BeginSlot, CompleteSlot, ReportRestored, Request, ReserveSlots
-from tiercheck.protocol.slot import SlotLayout
 from tiercheck.protocol.version import Version
-from tiercheck.trainer.sidecar_link import SidecarLink
+from tiercheck.trainer.backends.sidecar_link import SidecarLink
 
 _SECONDS = 120.0
 _PIECE = 16 << 20

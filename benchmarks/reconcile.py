@@ -32,8 +32,8 @@ from tiercheck.protocol.report import (
 )
 from tiercheck.protocol.version import Version
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.loop import JobLoop, Surroundings
-from tiercheck_operator.kube import ApiFailure, Kube
+from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
+from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.observed import ContainerState, NodeView, PodView, WorkerReport
 from tiercheck_operator.model.parsing import parse_pod

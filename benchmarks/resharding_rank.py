@@ -26,15 +26,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from benchmarks.ranks import be_rank
 from tiercheck import Checkpointer
-from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.encoding import from_json, to_json
 from tiercheck.protocol.manifest import Digests
-from tiercheck.trainer.backend import Offer, Ranges
+from tiercheck.protocol.version import Artifact
+from tiercheck.trainer.backends.backend import Offer, Ranges
 from tiercheck.trainer.checkpointer import Found, find
-from tiercheck_sidecar.digest import digest, digest_chunk, piece
-from tiercheck_sidecar.lending import Lender
+from tiercheck_sidecar.restore.resharded_reads import Lender
 from tiercheck_sidecar.vault import NotHeld, Vault
+from tiercheck_sidecar.vault.digest import digest, digest_chunk, piece
 
 _LAYERS = 4
 _SMALL = 256 * 1024

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from benchmarks.ranks import be_rank
 from tiercheck import Checkpointer
-from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.version import Kind
+from tiercheck.trainer.backends.folder_backend import FolderBackend
 from tiercheck.trainer.checkpointer import Found
-from tiercheck.trainer.folder_backend import FolderBackend
 
 _LAYERS = 16
 _WARM = 3

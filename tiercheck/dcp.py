@@ -37,14 +37,14 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from tiercheck.protocol.names import ENV_RUN_DIR
 from tiercheck.supervised import begin, supervise
-from tiercheck.trainer import gloo_threads, stacks
-from tiercheck.trainer.backend import Backend, Offer, RestoreError, WarnOnce
-from tiercheck.trainer.dcp_reader import TierCheckReader
-from tiercheck.trainer.dcp_writer import Slots, TierCheckWriter
-from tiercheck.trainer.folder_backend import FolderBackend
-from tiercheck.trainer.last_words import LastWords
-from tiercheck.trainer.ranks import distributed, rank_and_world
-from tiercheck.trainer.sidecar_backend import SidecarBackend
+from tiercheck.trainer.backends.backend import Backend, Offer, RestoreError, WarnOnce
+from tiercheck.trainer.backends.folder_backend import FolderBackend
+from tiercheck.trainer.backends.sidecar_backend import SidecarBackend
+from tiercheck.trainer.dcp.reader import TierCheckReader
+from tiercheck.trainer.dcp.writer import Slots, TierCheckWriter
+from tiercheck.trainer.process import process_end
+from tiercheck.trainer.process.process_end import LastWords
+from tiercheck.trainer.replicas.ranks import distributed, rank_and_world
 
 __all__ = ["Storage", "TierCheckReader", "TierCheckWriter"]
 
@@ -76,7 +76,7 @@ class Storage:
         self._backend, self._slots = backend, Slots(backend, self.rank, self.world_size)
         self._last_words: LastWords | None = None
         if run_dir:
-            stacks.answer_with_stacks()
+            process_end.answer_with_stacks()
             self._last_words = LastWords(backend.failing)
         self.process_group: dist.ProcessGroup | None = dist.new_group(backend="gloo") if distributed() else None
         """Gloo, and of saving alone: a save in a thread must not meet the collectives of training."""
@@ -96,7 +96,7 @@ class Storage:
                 "tiercheck-progress",
                 lambda: supervise(self._deliver, self._died, lambda pause: not self._stop.wait(pause)),
             )
-        gloo_threads.wait_at_exit()
+        process_end.wait_at_exit()
         atexit.register(self.close)
 
     @property

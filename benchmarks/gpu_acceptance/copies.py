@@ -9,10 +9,10 @@ from benchmarks.amounts import GIB, MIB
 from benchmarks.gpu_acceptance.checks import Found, Setting
 from benchmarks.gpu_acceptance.station import Station, ensure_room
 from tiercheck import Checkpointer
-from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.requests import CompleteSlot
-from tiercheck.trainer.slot_file import SlotReader
+from tiercheck.protocol.version import Kind
+from tiercheck.trainer.state.slot_file import SlotReader
 
 
 def torn(setting: Setting) -> Found:

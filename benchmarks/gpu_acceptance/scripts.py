@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from benchmarks.gpu_acceptance.checks import Found, Setting
 from benchmarks.gpu_acceptance.station import Station
 from tiercheck import Checkpointer
-from tiercheck.protocol.artifact import Kind
-from tiercheck.trainer.leaves import NotCapturable
+from tiercheck.protocol.version import Kind
+from tiercheck.trainer.state.leaves import NotCapturable
 
 
 @dataclass

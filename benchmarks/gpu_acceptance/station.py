@@ -14,7 +14,6 @@ from pathlib import Path
 
 from benchmarks.gpu_acceptance.checks import Setting, Skip
 from tiercheck.protocol import names
-from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.encoding import from_json, to_json
 from tiercheck.protocol.local import Hello, Reply, Welcome
@@ -29,10 +28,10 @@ from tiercheck.protocol.requests import (
     Request,
     ReserveSlots,
 )
-from tiercheck.protocol.version import Version
-from tiercheck.trainer import sidecar_backend
-from tiercheck.trainer.sidecar_backend import SidecarBackend
-from tiercheck.trainer.slot_file import SlotReader
+from tiercheck.protocol.version import Kind, Version
+from tiercheck.trainer.backends import sidecar_backend
+from tiercheck.trainer.backends.sidecar_backend import SidecarBackend
+from tiercheck.trainer.state.slot_file import SlotReader
 
 PATIENT = 600.0
 """Seconds within which an answer comes, on however busy a machine: what hangs is ended by the runner."""

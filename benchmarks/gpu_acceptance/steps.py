@@ -21,7 +21,7 @@ from benchmarks.gpu_acceptance.station import PATIENT, Station
 from benchmarks.models import Gpt
 from benchmarks.workload import UpdateClock
 from tiercheck import Checkpointer
-from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.version import Kind
 
 EVERY = 3
 """The cadence of bf16 parameters with bf16 moments and gradients: a snapshot is as large as three deltas."""

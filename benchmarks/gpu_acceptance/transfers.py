@@ -15,12 +15,12 @@ from benchmarks.amounts import GIB, MIB, rate_text
 from benchmarks.figure import Figure, Sense
 from benchmarks.gpu_acceptance.checks import Found, Setting
 from benchmarks.gpu_acceptance.station import slot_of
-from tiercheck.protocol.slot import SlotLayout
+from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.version import Version
-from tiercheck.trainer import copying
-from tiercheck.trainer.accelerator import accelerator_of
-from tiercheck.trainer.flight import Flight
-from tiercheck.trainer.slot_file import SlotReader, SlotWriter
+from tiercheck.trainer.save import staging
+from tiercheck.trainer.save.accelerator import accelerator_of
+from tiercheck.trainer.save.flight import Flight
+from tiercheck.trainer.state.slot_file import SlotReader, SlotWriter
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _copy(items: list[tuple[str, Tensor]], views: dict[str, Tensor]) -> None:
     device = accelerator_of(tensor for _, tensor in items)
     if device is None:
         for name, tensor in items:
-            copying.copy_tensor(views[name], tensor)
+            staging.copy_tensor(views[name], tensor)
         return
     before = torch.cuda.current_stream()
     try:
@@ -197,7 +197,7 @@ def _gate(setting: Setting, dtype: torch.dtype) -> Figure:
     if setting.gpu:
         look = best(setting, lambda: torch.stack(torch.aminmax(source)).isfinite(), 3)
     else:
-        look = best(setting, lambda: copying.non_finite([("x", target)]), 3)
+        look = best(setting, lambda: staging.non_finite([("x", target)]), 3)
     rates = f"looking {rate_text(size / look)}, copying {rate_text(size / copy)}"
     return Figure(f"looking, as a share of copying {dtype}", against=rates, ratio=look / copy, bound=1.0, unit="%")
 

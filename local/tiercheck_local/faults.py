@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiercheck.failpoints import STRUCK, Arming
-from tiercheck.protocol.slot import NotASlot, SlotHeader, read_header
+from tiercheck.protocol.artifacts.slot import NotASlot, SlotHeader, read_header
 from tiercheck.warm import IDLE_NAME
 from tiercheck_cli.api_server import NODES, PODS, Object, RequestFailed
 from tiercheck_local import links, markers

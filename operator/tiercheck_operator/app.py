@@ -23,19 +23,17 @@ import kubernetes
 from tiercheck.protocol import names
 from tiercheck.redaction import log_redacted
 from tiercheck_operator.attach.service import AttachService
-from tiercheck_operator.cluster_identity import ClusterIdentity
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.loop import JobLoop, Surroundings
+from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
 from tiercheck_operator.election.elector import Elector, boot_clock
-from tiercheck_operator.health import stuck, verdict
-from tiercheck_operator.kube import ApiFailure, Kube, load_configuration
+from tiercheck_operator.kubernetes.client import ApiFailure, Kube, load_configuration
+from tiercheck_operator.kubernetes.identity import ClusterIdentity
+from tiercheck_operator.kubernetes.resync import Resync, WatchedKind, stuck, verdict
+from tiercheck_operator.kubernetes.watches import ClusterView, Strange, Watched, dated, version_of
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.parsing import identity_of, parse_node, parse_pod
 from tiercheck_operator.pages import Pages
-from tiercheck_operator.resync import Kind, Resync
-from tiercheck_operator.strange import Strange
-from tiercheck_operator.watched import ClusterView, Watched, dated, version_of
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +85,11 @@ class Operator:
         self._resync = Resync(
             self._kube,
             {
-                "Pod": Kind("/api/v1", "pods", f"labelSelector={names.LABEL_JOB_UID}", self._view.pods, self._pod_gone),
-                "Node": Kind("/api/v1", "nodes", "", self._view.nodes, self._node_gone, namespaced=False),
-                names.KIND: Kind(jobs, names.PLURAL, "", self._jobs, self._job_gone),
+                "Pod": WatchedKind(
+                    "/api/v1", "pods", f"labelSelector={names.LABEL_JOB_UID}", self._view.pods, self._pod_gone
+                ),
+                "Node": WatchedKind("/api/v1", "nodes", "", self._view.nodes, self._node_gone, namespaced=False),
+                names.KIND: WatchedKind(jobs, names.PLURAL, "", self._jobs, self._job_gone),
             },
             namespaces=config.namespaces,
             every=config.watch_check_seconds,

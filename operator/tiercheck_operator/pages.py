@@ -12,8 +12,7 @@ from functools import partial
 
 from aiohttp import web
 
-from tiercheck.arrivals import Arrivals
-from tiercheck.strangers import Strangers, hang_up
+from tiercheck.connections import Arrivals, Strangers, hang_up
 
 _PATIENCE = 10.0
 """Seconds that a connection lasts, whatever comes over it."""

@@ -17,15 +17,14 @@ import aiohttp
 from msgspec.json import Decoder
 
 from tiercheck.protocol import names
-from tiercheck.protocol.address import endpoint, join_address
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.names import endpoint, join_address
 from tiercheck.protocol.plain_json import Malformed, decode_with
 from tiercheck.protocol.report import Report
-from tiercheck_operator.clock_skew import ClockSkew, by_our_clock
-from tiercheck_operator.manifests.secret import Credentials
+from tiercheck_operator.manifests.owned import Credentials
 from tiercheck_operator.model.observed import HostSign, WorkerReport
-from tiercheck_operator.plausible import plausible
+from tiercheck_operator.plausible import ClockSkew, by_our_clock, plausible
 
 log = logging.getLogger(__name__)
 

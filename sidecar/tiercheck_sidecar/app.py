@@ -11,45 +11,43 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from tiercheck.connections import Strangers
 from tiercheck.protocol import names
-from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Directive, Phase
 from tiercheck.protocol.report import SPARE
+from tiercheck.protocol.version import Artifact
 from tiercheck.redaction import log_redacted
-from tiercheck.strangers import Strangers
-from tiercheck_sidecar import metrics
-from tiercheck_sidecar.api import ControlApi, server_context
-from tiercheck_sidecar.board import SidecarState
-from tiercheck_sidecar.config import ConfigError, SidecarConfig
-from tiercheck_sidecar.coordinator import Coordinator
-from tiercheck_sidecar.ending import may_go
+from tiercheck_sidecar.control import metrics
+from tiercheck_sidecar.control.api import ControlApi, routes, server_context
+from tiercheck_sidecar.control.own_credentials import own_credentials
+from tiercheck_sidecar.control.ports import GuardedPort, named_addresses
+from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.exchange.handshake import Identity
-from tiercheck_sidecar.exchange.pulse import Pulse
+from tiercheck_sidecar.exchange.heartbeat import Pulse
 from tiercheck_sidecar.exchange.server import ExchangeServer
-from tiercheck_sidecar.guarded_port import GuardedPort
-from tiercheck_sidecar.lending import FOLDER
-from tiercheck_sidecar.named_addresses import named_addresses
-from tiercheck_sidecar.node_memory import FolderClaim, sweep_job
+from tiercheck_sidecar.model.config import ConfigError, SidecarConfig
+from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.offload.job_store import JobStore
 from tiercheck_sidecar.offload.remote_inventory import RemoteListing
 from tiercheck_sidecar.offload.remote_source import RemoteSource
+from tiercheck_sidecar.offload.renewal import renewed
 from tiercheck_sidecar.offload.upload import Uploader
-from tiercheck_sidecar.own_credentials import own_credentials
 from tiercheck_sidecar.parity.holder import ParityHolder
 from tiercheck_sidecar.parity.sender import ParitySender
 from tiercheck_sidecar.parity.session import serving
-from tiercheck_sidecar.reclaim import Reclaimer
 from tiercheck_sidecar.rehearsal.rehearser import Rehearser
-from tiercheck_sidecar.renewal import renewed
-from tiercheck_sidecar.replicate import Replicator
-from tiercheck_sidecar.report import Reporter
-from tiercheck_sidecar.restore import Restorer
-from tiercheck_sidecar.restore_sources import RestoreSources
+from tiercheck_sidecar.replicate.replicate import Replicator
+from tiercheck_sidecar.restore.resharded_reads import FOLDER
+from tiercheck_sidecar.restore.restore import Restorer
+from tiercheck_sidecar.restore.sources import RestoreSources
 from tiercheck_sidecar.throttling import EVERY, ThrottleWatch, read_cpu_stat
-from tiercheck_sidecar.tier_api import routes
-from tiercheck_sidecar.tiers import TierClient
-from tiercheck_sidecar.trainer_socket import TrainerSocket
+from tiercheck_sidecar.trainer.pod_socket import TrainerSocket
 from tiercheck_sidecar.vault import Vault
+from tiercheck_sidecar.vault.node_memory import FolderClaim, sweep_job
+from tiercheck_sidecar.versions.coordinator import Coordinator
+from tiercheck_sidecar.versions.ending import may_go
+from tiercheck_sidecar.versions.reclaim import Reclaimer
+from tiercheck_sidecar.versions.tiers import TierClient
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,8 @@
-"""Calls that may never come back, as into a mount whose server is gone: each has a thread of its own, and is left behind when nothing comes.
+"""Calls to places that may fail, or never answer; and the errors by which every source of a restore says so.
+
+How a source of a restore fails: so that exchange, parity and the remote tier say it in the same words.
+
+Calls that may never come back, as into a mount whose server is gone: each has a thread of its own, and is left behind when nothing comes.
 
 No thread can be ended from outside, and one that waits for a dead file server not even by SIGKILL. What is left behind is told with
 its next byte that nobody wants it any more, and gives back what it holds. Until then its place is not called again: one that hangs
@@ -17,7 +21,17 @@ from typing import TypeVar
 from tiercheck.protocol.directive import RESTORE_STALL
 from tiercheck.supervised import begin
 from tiercheck_sidecar.exchange.frames import Wire
-from tiercheck_sidecar.source_errors import SourceFailed
+
+
+class SourceFailed(Exception):
+    """A source could not give the artifact; the message is a sentence."""
+
+
+class SourceCorrupt(SourceFailed):
+    """It gave bytes that do not match their digests: it must not be asked again."""
+
+
+pass  # HOUSE
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from tiercheck.protocol.report import (
 from tiercheck.protocol.version import Version
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model import conditions
-from tiercheck_sidecar.metrics import ReportCollector
+from tiercheck_sidecar.control.metrics import ReportCollector
 
 MONITORED = {
     "metrics": {

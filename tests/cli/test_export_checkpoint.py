@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 from tests.lives import Lives
 from tiercheck import Checkpointer
 from tiercheck.dcp import Storage
-from tiercheck.protocol.contents import Chunk, WholeTensor
-from tiercheck.protocol.pieces import Box
+from tiercheck.protocol.artifacts.contents import Chunk, WholeTensor
+from tiercheck.protocol.artifacts.pieces import Box
 from tiercheck_cli.checkpoint.remote import settings_of_job, settings_of_url
 from tiercheck_cli.checkpoint.saved import SavedArtifact, read_box, slabs
 from tiercheck_cli.failure import CannotDo

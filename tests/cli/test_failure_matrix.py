@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tiercheck.trainer import last_words
+from tiercheck.trainer.process import process_end
 from tiercheck_operator.model.causes import Cause
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def test_every_cause_has_its_place(cause: Cause) -> None:
 
 
 def test_every_reason_that_a_rank_gives_is_offered_to_rules() -> None:
-    words = {value for name, value in vars(last_words).items() if name.isupper() and isinstance(value, str)}
+    words = {value for name, value in vars(process_end).items() if name.isupper() and isinstance(value, str)}
     assert {word for word in words if f"`{word}`" not in FAILURES} == set()
 
 

@@ -15,7 +15,7 @@ import recorded
 import yaml
 from test_as_a_plugin import start
 
-from tiercheck_operator.credentials import issue
+from tiercheck_operator.kubernetes.certificates import issue
 
 
 class Answers(BaseHTTPRequestHandler):

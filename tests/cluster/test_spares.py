@@ -110,7 +110,7 @@ def janitor(cluster: LocalCluster, node: str) -> Iterator[None]:
     container = {
         "name": "janitor",
         "image": "tiercheck-sidecar",
-        "command": [sys.executable, "-m", "tiercheck_sidecar.node_memory", names.NODE_MEMORY_DIR, "--watch", "0"],
+        "command": [sys.executable, "-m", "tiercheck_sidecar.vault.node_memory", names.NODE_MEMORY_DIR, "--watch", "0"],
         "volumeMounts": [{"name": "memory", "mountPath": names.NODE_MEMORY_DIR}],
     }
     volume = {"name": "memory", "hostPath": {"path": base, "type": "DirectoryOrCreate"}}

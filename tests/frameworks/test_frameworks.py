@@ -17,9 +17,9 @@ import pytest
 
 from tests.lives import Lives, Said
 from tests.trainer.scripted_sidecar import ScriptedSidecar
-from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.local import Welcome
+from tiercheck.protocol.version import Kind
 
 pytestmark = pytest.mark.timeout(400)  # to import transformers takes long where others are busy
 

@@ -15,38 +15,36 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tiercheck.protocol.artifact import Share
-from tiercheck.protocol.contents import Incomplete, check_complete, contents
+from tiercheck.protocol.artifacts.contents import Incomplete, check_complete, contents
+from tiercheck.protocol.artifacts.pieces import Box, NotCovered, Piece, cover, pieces_table, read_pieces
+from tiercheck.protocol.artifacts.slot import PIECES, NotASlot, SlotLayout, beginning, read_header, read_tensors
 from tiercheck.protocol.directive import Directive, Tier
 from tiercheck.protocol.encoding import Malformed, from_json, to_json
 from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Welcome
 from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
-from tiercheck.protocol.pieces import Box, NotCovered, Piece, cover
-from tiercheck.protocol.pieces_table import pieces_table, read_pieces
 from tiercheck.protocol.plain_json import decode_with, parse_json
 from tiercheck.protocol.requests import BeginSlot, BorrowArtifact, Request, ReserveSlots
-from tiercheck.protocol.slot import PIECES, NotASlot, SlotLayout, beginning, read_header, read_tensors
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Share, Version
 from tiercheck_cli.checkpoint.saved import open_folder
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.report.record import RecordError, RunRecord
 from tiercheck_operator.attach.injection import Attachment
-from tiercheck_operator.clock_skew import by_our_clock
 from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
 from tiercheck_operator.model.parsing import parse_job
 from tiercheck_operator.planning.saved_placement import read_placement_data
+from tiercheck_operator.plausible import by_our_clock
 from tiercheck_operator.sidecars import read_report
 from tiercheck_sidecar.decoding import decode, decode_request, with_checksum
-from tiercheck_sidecar.digest import digest, is_well_formed
 from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, Say, WireBroken, from_bitmap
 from tiercheck_sidecar.exchange.handshake import CallerClaim, CallerProof, Challenge
-from tiercheck_sidecar.node_memory import FolderOwner
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.remote.config import parse as parse_remote
 from tiercheck_sidecar.remote.errors import RemoteConfigError
+from tiercheck_sidecar.vault.digest import digest, is_well_formed
 from tiercheck_sidecar.vault.inventory import take_inventory
+from tiercheck_sidecar.vault.node_memory import FolderOwner
 from tiercheck_sidecar.vault.seal import Seal, read_seal, seal_path
-from tiercheck_sidecar.watermark import TierReport, TierVerdict
+from tiercheck_sidecar.versions.watermark import TierReport, TierVerdict
 
 _FIRST_RELEASE = Path(__file__).parents[1] / "protocol" / "first_release"
 _VERSION = Version(5, 1)

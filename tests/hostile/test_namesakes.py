@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from tiercheck_operator.controller.belongings import Belongings
-from tiercheck_operator.kube import ApiFailure, Kube
+from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.model.parsing import parse_job
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 

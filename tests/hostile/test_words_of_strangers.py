@@ -16,10 +16,9 @@ from tiercheck_operator.app import Operator
 from tiercheck_operator.attach.injection import Attachment
 from tiercheck_operator.attach.owners import Owner, Unattachable
 from tiercheck_operator.config import Config
+from tiercheck_operator.kubernetes.client import fill
+from tiercheck_operator.kubernetes.watches import ClusterView, Strange
 from tiercheck_operator.model.parsing import parse_job, parse_node, parse_pod
-from tiercheck_operator.paths import fill
-from tiercheck_operator.strange import Strange
-from tiercheck_operator.watched import ClusterView
 
 Object = dict[str, Any]
 MINE = pod(up(0))

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests.access import Access
-from tiercheck_operator.certificates import issue_pair
+from tiercheck_operator.kubernetes.certificates import issue_pair
 
 
 @contextmanager

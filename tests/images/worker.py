@@ -21,10 +21,10 @@ from tiercheck.protocol.encoding import from_json, to_json
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import Branch, History
 from tiercheck_local.addresses import free_ports
-from tiercheck_operator.controller.directives import policy
-from tiercheck_operator.credentials import issue
+from tiercheck_operator.controller.attempt.directives import policy
+from tiercheck_operator.kubernetes.certificates import issue
+from tiercheck_operator.manifests.owned import build_secret
 from tiercheck_operator.manifests.pod import build_pod
-from tiercheck_operator.manifests.secret import build_secret
 from tiercheck_operator.model.parsing import parse_job
 
 _RESTRICTED = {

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import kubernetes
 import pytest
 
-from tiercheck_operator.kube import ApiFailure, Kube, NotLeading, load_configuration
+from tiercheck_operator.kubernetes.client import ApiFailure, Kube, NotLeading, load_configuration
 
 HOST = "127.83.5.2"
 
@@ -90,7 +90,7 @@ async def test_while_the_server_is_busy_no_other_call_is_made_either(server: Scr
     await kube.create("/first", {})
     server.script = [BUSY]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tiercheck_operator.kube._BUSY_TRIES", 1)
+        patch.setattr("tiercheck_operator.kubernetes.client._BUSY_TRIES", 1)
         with pytest.raises(ApiFailure, match="429"):
             await kube.create("/second", {})
     refused = server.asked[-1][2]

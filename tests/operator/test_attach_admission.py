@@ -14,9 +14,9 @@ from tiercheck.protocol import names
 from tiercheck_local.apiserver.store.patch import json_patch
 from tiercheck_operator.attach.admission import Admission
 from tiercheck_operator.attach.injection import Attachment, Outfit, attached_job, job_name
-from tiercheck_operator.attach.json_patch import difference
 from tiercheck_operator.attach.owners import Owner, Unattachable, find_owner, find_seat
-from tiercheck_operator.kube import ApiFailure, Kube
+from tiercheck_operator.attach.webhook import difference
+from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.model.parsing import identity_of, parse_job, parse_pod
 
 PLURALS = {"Job": "jobs", "JobSet": "jobsets", "PyTorchJob": "pytorchjobs", "TierCheckPolicy": "tiercheckpolicies"}

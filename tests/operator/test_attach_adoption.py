@@ -14,7 +14,7 @@ from tests.operator.test_attach_admission import Server, admitted, made_job
 from tiercheck.protocol import names
 from tiercheck_operator.attach.adoption import Adoption
 from tiercheck_operator.attach.left_out import LeftOut, must_go
-from tiercheck_operator.kube import ApiFailure
+from tiercheck_operator.kubernetes.client import ApiFailure
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.parsing import parse_pod
 

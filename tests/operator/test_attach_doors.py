@@ -18,7 +18,7 @@ from moments import until
 from tiercheck_local.addresses import free_ports
 from tiercheck_operator.attach import doors
 from tiercheck_operator.attach.doors import LARGEST, Doors
-from tiercheck_operator.certificates import issue_pair
+from tiercheck_operator.kubernetes.certificates import issue_pair
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

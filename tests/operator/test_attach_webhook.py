@@ -22,8 +22,8 @@ from tiercheck_operator.attach.admission import Admission
 from tiercheck_operator.attach.injection import Outfit
 from tiercheck_operator.attach.trust import Bundle, Trust, renewed
 from tiercheck_operator.attach.webhook import PATH, Webhook
-from tiercheck_operator.belonging import DEPLOYMENT
-from tiercheck_operator.kube import ApiFailure
+from tiercheck_operator.kubernetes.client import ApiFailure
+from tiercheck_operator.kubernetes.identity import DEPLOYMENT
 
 NOW = datetime.datetime(2027, 1, 1, tzinfo=datetime.UTC)
 DAY = datetime.timedelta(days=1)

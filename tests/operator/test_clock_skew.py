@@ -11,7 +11,7 @@ from world_in_memory import World
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Proof, TrainerReport, TrainerState
 from tiercheck.protocol.version import Version
-from tiercheck_operator.clock_skew import ClockSkew, by_our_clock
+from tiercheck_operator.plausible import ClockSkew, by_our_clock
 
 NOW = 1_800_000_000.0
 

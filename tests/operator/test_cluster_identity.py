@@ -10,11 +10,11 @@ import pytest
 from world_in_memory import REMOTE, World
 
 from tiercheck.protocol import names
-from tiercheck_operator.cluster_identity import ClusterIdentity
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.belongings import Belongings
 from tiercheck_operator.controller.execute import Executor
-from tiercheck_operator.kube import ApiFailure, Kube
+from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.kubernetes.identity import ClusterIdentity
+from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.model.actions import CreatePod, CreateSpare
 
 

@@ -10,8 +10,8 @@ import pytest
 from test_pod_manifest import make_job
 
 from tiercheck.protocol.names import TLS_SERVER_NAME
-from tiercheck_operator.credentials import issue
-from tiercheck_operator.manifests.secret import Credentials, build_secret, parse_secret
+from tiercheck_operator.kubernetes.certificates import issue
+from tiercheck_operator.manifests.owned import Credentials, build_secret, parse_secret
 
 
 def handshake(server: Credentials, trusted: Credentials, name: str, folder: Path) -> None:

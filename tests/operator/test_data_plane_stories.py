@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from world_in_memory import REMOTE, World, make_spec
 
-from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Problem
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Kind, Version
 from tiercheck_operator.model.actions import Push
 from tiercheck_operator.model.status import Condition, render_record
 

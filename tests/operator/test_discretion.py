@@ -14,10 +14,10 @@ from test_job_loop import StandIn, new_job, surroundings
 from world_in_memory import World
 
 from tiercheck_local.controlplane.kubeconfig import write_kubeconfig
-from tiercheck_operator.controller.discretion import discreet
-from tiercheck_operator.controller.loop import JobLoop
-from tiercheck_operator.event_posting import EventPoster, ObjectEvents
-from tiercheck_operator.kube import ApiFailure, Kube
+from tiercheck_operator.controller.reconciler import JobLoop
+from tiercheck_operator.controller.status.discretion import discreet
+from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents
 from tiercheck_operator.model.actions import Notice
 from tiercheck_operator.model.status import render_record
 

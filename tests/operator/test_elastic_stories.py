@@ -15,7 +15,7 @@ from world_in_memory import REMOTE, World, make_spec
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Quarantined, TrainerState
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_operator.controller import elastic as elastic_module
+from tiercheck_operator.controller.members import elastic as elastic_module
 from tiercheck_operator.model.actions import Promote
 from tiercheck_operator.model.status import Condition, SizeRecord, render_record
 

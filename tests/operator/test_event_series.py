@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from world_in_memory import START, World
 
-from tiercheck_operator.event_posting import EventPoster
-from tiercheck_operator.kube import ApiFailure
+from tiercheck_operator.kubernetes.client import ApiFailure
+from tiercheck_operator.kubernetes.events import EventPoster
 from tiercheck_operator.model.actions import Notice
 
 JOB = World().job

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from world_in_memory import REMOTE, World, make_spec
 
 from tiercheck.protocol.report import RankFailure, TrainerState
-from tiercheck_operator.controller.failure_rules import first_match
+from tiercheck_operator.controller.failures.failure_rules import first_match
+from tiercheck_operator.controller.failures.trigger import update_recovery
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.controller.trigger import update_recovery
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.observed import ContainerView
 from tiercheck_operator.model.spec import ExitCodes, FailureRule, HangSpec, RuleAction

@@ -11,7 +11,7 @@ from test_pod_resources import attached
 from tests.operator import attach_shapes as shapes
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
-from tiercheck_operator.controller.directives import build_directives
+from tiercheck_operator.controller.attempt.directives import build_directives
 from tiercheck_operator.manifests.pod import build_pod, build_spare
 from tiercheck_operator.model.observed import JobView, Observation, PodView
 from tiercheck_operator.model.parsing import parse_pod

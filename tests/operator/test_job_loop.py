@@ -14,8 +14,8 @@ from world_in_memory import TEMPLATE, World
 
 from tiercheck_operator.app import Operator
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.loop import JobLoop, Surroundings
-from tiercheck_operator.kube import JOBS, ApiFailure, Kube
+from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
+from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.parsing import parse_job
@@ -139,7 +139,7 @@ async def test_loop_ends_with_its_job_even_if_news_came_at_the_same_moment(betwe
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Failures are followed up at once."""
-    monkeypatch.setattr("tiercheck_operator.controller.loop._ERROR_BACKOFF", (0.0,))
+    monkeypatch.setattr("tiercheck_operator.controller.reconciler._ERROR_BACKOFF", (0.0,))
 
 
 @pytest.mark.usefixtures("hurried")

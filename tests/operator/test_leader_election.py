@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tiercheck.failpoints import Struck
 from tiercheck_operator.config import Config
-from tiercheck_operator.election.candidate import Candidate, Move, Record, Terms
+from tiercheck_operator.election.candidate import Candidate, LeaseMove, Record, Terms
 from tiercheck_operator.election.elector import Elector
 from tiercheck_operator.election.lease import parse_lease
-from tiercheck_operator.kube import ApiFailure
+from tiercheck_operator.kubernetes.client import ApiFailure
 
 TERMS = Terms(8.0, 5.0, 1.0)
 
@@ -254,9 +254,9 @@ def test_lease_that_somebody_deleted_or_annotated_is_no_reason_to_lead_twice() -
 def test_longer_terms_of_the_other_side_are_respected() -> None:
     candidate = Candidate("b", TERMS)
     held = Record("a", 60.0, 0, "x")
-    assert candidate.see(held, 0.0) is Move.WAIT
-    assert candidate.see(held, 59.0) is Move.WAIT
-    assert candidate.see(held, 60.0) is Move.TAKE
+    assert candidate.see(held, 0.0) is LeaseMove.WAIT
+    assert candidate.see(held, 59.0) is LeaseMove.WAIT
+    assert candidate.see(held, 60.0) is LeaseMove.TAKE
 
 
 STEPS = st.lists(

@@ -10,7 +10,7 @@ from kubelet_words import ended as has_ended
 from kubelet_words import held_back, node, starting, trainer_view, up
 from world_in_memory import World, make_spec
 
-from tiercheck_operator.controller.lost_nodes import why_lost
+from tiercheck_operator.controller.members.lost_nodes import why_lost
 from tiercheck_operator.model.observed import Observation, PodView
 
 

@@ -20,18 +20,16 @@ from test_sidecar_client import HOST, heard, some_report, until
 from world_in_memory import REMOTE, Sidecar, World, make_spec
 
 from tests.examples import examples
-from tiercheck.protocol.artifact import Kind, Share
 from tiercheck.protocol.directive import DeltaMode, Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Break, Holding, Problem, Proof, Report, Unreachable, Watermarks
-from tiercheck.protocol.version import Branch, History, Version
+from tiercheck.protocol.version import Branch, History, Kind, Share, Version
 from tiercheck_local.apiserver.schema.structural import faults
-from tiercheck_operator.clock_skew import by_our_clock
 from tiercheck_operator.model.status import render_record
-from tiercheck_operator.planning import stock
-from tiercheck_operator.planning.inventory import Artifacts, Inventory, RemoteInventory
-from tiercheck_operator.planning.recovery import Recover, RecoveryProblem, decide_recovery
-from tiercheck_operator.plausible import MOST, plausible
+from tiercheck_operator.planning.recovery import availability
+from tiercheck_operator.planning.recovery.inventory import Artifacts, JobInventory, RemoteInventory
+from tiercheck_operator.planning.recovery.recovery import Recover, RecoveryProblem, decide_recovery
+from tiercheck_operator.plausible import MOST, by_our_clock, plausible
 from tiercheck_operator.sidecars import JobSidecars, read_report
 
 _CRD = yaml.safe_load((Path(__file__).parents[2] / "crds" / "tiercheckjobs.yaml").read_text())
@@ -141,10 +139,10 @@ def test_a_block_that_no_code_has_is_no_block(share: Share, spec: dict[str, Any]
 
 def test_versions_without_number_are_not_all_planned_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred thousand fit into one report; with them a decision took minutes, and a gigabyte."""
-    monkeypatch.setattr(stock, "_MOST_VERSIONS", 64)
+    monkeypatch.setattr(availability, "_MOST_VERSIONS", 64)
     told = [Version(step, 1) for step in range(1, 1001)]
     remote = RemoteInventory(configured=True, reachable=True, versions=told)
-    lies = [Inventory(0, {0: Artifacts(frozenset(told[:500]), frozenset())})]
+    lies = [JobInventory(0, {0: Artifacts(frozenset(told[:500]), frozenset())})]
     situation = RecoveryProblem(2, 1, History((Branch(1, 0, 2),)), lies, remote)
     assert situation.stock.versions == tuple(told[-64:]), "the newest of them"
     outcome = decide_recovery(situation)

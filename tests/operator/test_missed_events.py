@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from moments import TURNS, Woken, ends, turns, until
 from world_in_memory import World
 
-from tiercheck_operator.health import Hearing, stuck
-from tiercheck_operator.kube import Kube
+from tiercheck_operator.kubernetes.client import Kube
+from tiercheck_operator.kubernetes.resync import Hearing, Resync, WatchedKind, stuck
+from tiercheck_operator.kubernetes.watches import ClusterView, Watched, dated
 from tiercheck_operator.model.observed import ContainerState, NodeView, PodView
-from tiercheck_operator.resync import Kind, Resync
-from tiercheck_operator.watched import ClusterView, Watched, dated
 
 OBJECTS = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 9))
 
@@ -85,7 +84,7 @@ async def test_comparing_ends_when_it_is_told_to_even_if_a_watch_listed_at_the_s
     async def gone(uid: str) -> None:
         """Nothing ever goes."""
 
-    kind = Kind("/api/v1", "pods", "", Watched[Any](), gone)
+    kind = WatchedKind("/api/v1", "pods", "", Watched[Any](), gone)
     resync = Resync(cast(Kube, Nothing()), {"Pod": kind}, namespaces=(), every=3600.0, grace=30.0)
     due = resync._due = Woken()
     began = asyncio.Event()

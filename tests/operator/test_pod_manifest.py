@@ -11,14 +11,13 @@ import pytest
 
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import DeltaMode, HangLimits, Policy
-from tiercheck_operator.controller.directives import policy
-from tiercheck_operator.manifests.placement import build_placement, parse_placement
+from tiercheck_operator.controller.attempt.directives import policy
+from tiercheck_operator.manifests.owned import build_placement, build_service, parse_placement
 from tiercheck_operator.manifests.pod import build_pod
-from tiercheck_operator.manifests.service import build_service
 from tiercheck_operator.manifests.template import template_problem
 from tiercheck_operator.model.observed import JobView
 from tiercheck_operator.model.parsing import parse_job, parse_pod
-from tiercheck_operator.planning.code_group import CodeGroup
+from tiercheck_operator.planning.parity.code_groups import CodeGroup
 from tiercheck_operator.planning.quantity import parse_duration, parse_quantity
 from tiercheck_operator.planning.saved_placement import SavedMember, SavedPlacement
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tiercheck.protocol.directive import HealthCheck
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.loop import merge_patch
+from tiercheck_operator.controller.reconciler import merge_patch
 from tiercheck_operator.model.observed import ContainerState, ContainerView
 from tiercheck_operator.model.parsing import parse_job, parse_node, parse_pod
 from tiercheck_operator.model.spec import ExitCodes, FailureRule, HangSpec, RuleAction

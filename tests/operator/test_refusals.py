@@ -10,10 +10,10 @@ import pytest
 from world_in_memory import TEMPLATE, World, make_spec
 
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.belongings import Belongings
 from tiercheck_operator.controller.decide import decide, refused
 from tiercheck_operator.controller.execute import Executor
-from tiercheck_operator.kube import ApiFailure, Kube
+from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.model.actions import CreatePod, Decision, DeletePod
 from tiercheck_operator.model.observed import Observation
 

@@ -13,11 +13,11 @@ from test_job_loop import Silent, StandIn, new_job, surroundings
 from world_in_memory import START, World
 
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.belongings import Belongings
 from tiercheck_operator.controller.execute import Executor
-from tiercheck_operator.controller.loop import JobLoop
-from tiercheck_operator.event_posting import EventPoster
-from tiercheck_operator.kube import ApiFailure, Kube
+from tiercheck_operator.controller.reconciler import JobLoop
+from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.kubernetes.events import EventPoster
+from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.model.actions import DeletePod
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.parsing import parse_pod

@@ -19,13 +19,13 @@ from moments import until as until_turn
 from world_in_memory import World
 
 from tiercheck.protocol import names
-from tiercheck.protocol.address import join_address
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.encoding import from_json, to_json
+from tiercheck.protocol.names import join_address
 from tiercheck.protocol.report import Report
 from tiercheck_operator import sidecars
-from tiercheck_operator.credentials import issue
-from tiercheck_operator.manifests.secret import Credentials
+from tiercheck_operator.kubernetes.certificates import issue
+from tiercheck_operator.manifests.owned import Credentials
 from tiercheck_operator.model.actions import Push
 from tiercheck_operator.model.observed import HostSign
 from tiercheck_operator.sidecars import JobSidecars, SidecarError

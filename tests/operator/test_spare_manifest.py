@@ -17,7 +17,7 @@ from tiercheck_operator.config import Config
 from tiercheck_operator.manifests.node_memory import NodeMemory, forbidden
 from tiercheck_operator.manifests.pod import build_pod, build_spare
 from tiercheck_operator.model.parsing import parse_pod
-from tiercheck_operator.planning.takeover import choose_spare
+from tiercheck_operator.planning.placement.replacement import choose_spare
 from tiercheck_operator.planning.topology import PRESETS, Topology
 
 NODE_MEMORY = {"tiers": {"local": {"medium": "NodeMemory", "sizeLimit": "2Gi"}}}

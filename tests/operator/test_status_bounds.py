@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from world_in_memory import START, World
 
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_operator.controller.barrier import add_summary
+from tiercheck_operator.controller.attempt.barrier import add_summary
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.limits import LIMIT, fit_status, share, size
 from tiercheck_operator.model.status import (

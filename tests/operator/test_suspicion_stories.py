@@ -8,9 +8,9 @@ import pytest
 from world_in_memory import REMOTE, World, make_spec
 
 from tiercheck_operator.controller.decide import decide
-from tiercheck_operator.controller.suspicion import doubted_nodes
-from tiercheck_operator.model.actions import CreatePod, Probe
-from tiercheck_operator.planning.suspect_nodes import SuspectNodes
+from tiercheck_operator.controller.members.suspicion import doubted_nodes
+from tiercheck_operator.model.actions import CreatePod, ProbeSidecar
+from tiercheck_operator.planning.placement.replacement import SuspectNodes
 
 
 def trained(**changes: object) -> World:
@@ -98,12 +98,12 @@ def test_accused_pod_is_asked_at_once() -> None:
     known = seen.reports[uid]
     long_ago = replace(known, answered_at=world.now - 4)
     asked = decide(replace(seen, reports={**seen.reports, uid: long_ago}))
-    assert Probe(uid) in asked.after
+    assert ProbeSidecar(uid) in asked.after
     assert asked.wake_after is not None
     assert asked.wake_after <= 1
     world.cut.clear()
     world.train(5)
-    assert not [action for action in world.last.after if isinstance(action, Probe)], "nobody is accused any more"
+    assert not [action for action in world.last.after if isinstance(action, ProbeSidecar)], "nobody is accused any more"
 
 
 def test_link_between_controller_and_one_node_moves_nobody_for_a_minute() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from world_in_memory import World, make_spec
 
-from tiercheck_operator.controller.topology_source import TopologySource
-from tiercheck_operator.kube import ApiFailure, Kube
+from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.kubernetes.topology_source import TopologySource
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.observed import JobView
 

@@ -14,7 +14,7 @@ from world_in_memory import REMOTE, World, make_spec
 from tests.examples import examples
 from tiercheck.protocol.directive import HealthCheck
 from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller.membership import left_nodes
+from tiercheck_operator.controller.members.membership import left_nodes
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.spec import ExitCodes, FailureRule, RuleAction
 

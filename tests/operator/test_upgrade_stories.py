@@ -9,8 +9,8 @@ import pytest
 from world_in_memory import World, make_spec
 
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.replacing import choose_sidecar_image
-from tiercheck_operator.manifests.pulling import with_pull_settings
+from tiercheck_operator.controller.members.replacing import choose_sidecar_image
+from tiercheck_operator.manifests.pod_settings import with_pull_settings
 from tiercheck_operator.model.status import parse_record, render_record
 
 

@@ -15,7 +15,7 @@ from tests.operator import attach_shapes as shapes
 from tiercheck.protocol import names
 from tiercheck_operator.attach.owners import Unattachable
 from tiercheck_operator.controller.decide import decide
-from tiercheck_operator.controller.status import with_refusal
+from tiercheck_operator.controller.status.status import with_refusal
 from tiercheck_operator.manifests.pod import build_pod
 from tiercheck_operator.manifests.resources import limits_advice
 from tiercheck_operator.manifests.template import deadline_problem, pod_problem

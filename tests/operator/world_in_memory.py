@@ -14,8 +14,6 @@ from typing import Any
 
 from kubelet_words import SidecarContainer, sidecar_view
 
-from tiercheck.protocol.artifact import Artifact, Kind, Share
-from tiercheck.protocol.chain import chain_to
 from tiercheck.protocol.directive import DeltaMode, Directive, ParityGroup, Phase, Restore, Source, Tier
 from tiercheck.protocol.report import (
     SPARE,
@@ -37,11 +35,11 @@ from tiercheck.protocol.report import (
     Unreachable,
     Watermarks,
 )
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Artifact, Kind, Share, Version, chain_to
 from tiercheck_operator.controller.decide import decide
-from tiercheck_operator.controller.membership import left_nodes
-from tiercheck_operator.controller.replacing import choose_sidecar_image
-from tiercheck_operator.controller.suspicion import doubted_nodes
+from tiercheck_operator.controller.members.membership import left_nodes
+from tiercheck_operator.controller.members.replacing import choose_sidecar_image
+from tiercheck_operator.controller.members.suspicion import doubted_nodes
 from tiercheck_operator.model.actions import (
     Action,
     CreatePod,
@@ -71,7 +69,7 @@ from tiercheck_operator.model.observed import (
 )
 from tiercheck_operator.model.spec import JobSpec
 from tiercheck_operator.model.status import JobRecord, parse_record, render_record
-from tiercheck_operator.planning.suspect_nodes import SuspectNodes
+from tiercheck_operator.planning.placement.replacement import SuspectNodes
 
 TEMPLATE = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["python", "train.py"]}]}}
 _LIVES = itertools.count()

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from tiercheck_operator.planning.cluster_nodes import read_nodes
-from tiercheck_operator.planning.placement import WorkerSite
+from tiercheck_operator.planning.placement.placement import WorkerSite
 from tiercheck_operator.planning.topology import Topology, levels_from_spec
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "clusters"

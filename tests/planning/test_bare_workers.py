@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.planning.clusters import uneven
-from tiercheck_operator.planning.bare import cover_bare, is_bare
-from tiercheck_operator.planning.ground import Ground
+from tiercheck_operator.planning.placement.problem import PlacementProblem
+from tiercheck_operator.planning.placement.uncovered import cover_bare, is_bare
 from tiercheck_operator.planning.topology import levels_from_spec, spread_level
 
 GENERIC = levels_from_spec("generic", None)
@@ -19,7 +19,7 @@ SEATS = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1
 @settings(deadline=None, max_examples=examples(150))
 def test_covering_takes_only_further_copies_and_breaks_no_limit(seats, copies: int, data) -> None:  # type: ignore[no-untyped-def]
     cluster = uneven(seats)
-    ground = Ground.of(cluster.sites, cluster.topology, copies, None, ())
+    ground = PlacementProblem.of(cluster.sites, cluster.topology, copies, None, ())
     workers = range(ground.workers)
     holders = [
         tuple(data.draw(st.lists(st.sampled_from([h for h in workers if h != w]), unique=True, max_size=copies)))

@@ -7,9 +7,9 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercheck_operator.planning.existing import existing_placement
-from tiercheck_operator.planning.parity import ParityPolicy, place_parity
-from tiercheck_operator.planning.placement import Placement, PlacementPolicy, WorkerSite, place
+from tiercheck_operator.planning.parity.parity import ParityPolicy, place_parity
+from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, WorkerSite, place
+from tiercheck_operator.planning.placement.previous import existing_placement
 from tiercheck_operator.planning.saved_placement import (
     SavedDomains,
     SavedMember,

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercheck.protocol.version import History, Version
-from tiercheck_operator.planning.inventory import Artifacts, Inventory, RemoteInventory
-from tiercheck_operator.planning.recovery import Recover, RecoveryProblem, decide_recovery
+from tiercheck_operator.planning.recovery.inventory import Artifacts, JobInventory, RemoteInventory
+from tiercheck_operator.planning.recovery.recovery import Recover, RecoveryProblem, decide_recovery
 
 
 @st.composite
@@ -40,8 +40,8 @@ def fates(draw: st.DrawFn) -> tuple[RecoveryProblem, RecoveryProblem]:
             return Artifacts(kept(drawn[place, "snapshots"]), kept(drawn[place, "deltas"]))
 
         inventories = (
-            Inventory(0, own={0: artifacts("own0")}, hosted={1: artifacts("at0")}),
-            Inventory(1, own={1: artifacts("own1")}, hosted={0: artifacts("at1")}),
+            JobInventory(0, own={0: artifacts("own0")}, hosted={1: artifacts("at0")}),
+            JobInventory(1, own={1: artifacts("own1")}, hosted={0: artifacts("at1")}),
         )
         return RecoveryProblem(ranks, 1, history, inventories, RemoteInventory(True, True, kept(remote)), last_step=40)
 
@@ -72,7 +72,10 @@ def test_version_completed_by_an_attempt_after_it_was_over_is_never_chosen(
     after = replace(
         before,
         history=history,
-        inventories=(Inventory(0, own=everywhere, hosted=everywhere), Inventory(1, own=everywhere, hosted=everywhere)),
+        inventories=(
+            JobInventory(0, own=everywhere, hosted=everywhere),
+            JobInventory(1, own=everywhere, hosted=everywhere),
+        ),
         remote=RemoteInventory(True, True, (*before.remote.versions, stale)),
     )
     decided = decide_recovery(after)

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercheck_operator.planning.kueue_topology import levels_of
-from tiercheck_operator.planning.topology import levels_from_spec
+from tiercheck_operator.planning.topology import levels_from_spec, levels_of
 
 
 def topology(*labels: str) -> dict[str, object]:

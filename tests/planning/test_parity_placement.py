@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.planning.clusters import Cluster, racks, uneven
 from tests.planning.test_placement import clusters
-from tiercheck_operator.planning.parity import CodeGroup, ParityPolicy, place_parity
-from tiercheck_operator.planning.placement import Placement, Unplaceable
+from tiercheck_operator.planning.parity.parity import CodeGroup, ParityPolicy, place_parity
+from tiercheck_operator.planning.placement.placement import Placement, Unplaceable
 
 LEVELS = ("zone", "rack", "host")
 COUNT = ("no", "one", "two", "three", "four")

@@ -8,8 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.planning.clusters import RACK, Cluster, racks, uneven
-from tiercheck_operator.planning.ground import Ground
-from tiercheck_operator.planning.placement import Placement, PlacementPolicy, Unplaceable, WorkerSite, place
+from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, Unplaceable, WorkerSite, place
+from tiercheck_operator.planning.placement.problem import PlacementProblem
 from tiercheck_operator.planning.topology import Topology, levels_from_spec
 
 LEVELS = ("zone", "rack", "host")
@@ -321,7 +321,7 @@ def test_no_holder_is_given_more_than_its_memory_has_room_for(rooms: list[int], 
     assert isinstance(placement, Placement)
     load = Counter(holder for kept in placement.holders for holder in kept)
     assert all(load[worker] <= room for worker, room in enumerate(rooms))
-    ground = Ground.of(sites, cluster.topology, copies, 100, frozenset())
+    ground = PlacementProblem.of(sites, cluster.topology, copies, 100, frozenset())
     able = [room for room in rooms if room >= copies]
     best = next((limit for limit in range(50) if sum(min(limit, room) for room in able) >= copies * len(rooms)), None)
     assert ground.load_limit == (max(able, default=0) if best is None else best)

@@ -12,7 +12,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from tests.examples import examples
 from tests.planning.clusters import Cluster, racks, uneven
-from tiercheck_operator.planning.placement import Placement, PlacementPolicy, Unplaceable, place
+from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, Unplaceable, place
 
 
 def most_protected(cluster: Cluster, level: str, copies: int, suspects: Collection[str] = ()) -> int:

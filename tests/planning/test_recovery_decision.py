@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.planning.clusters import racks
-from tiercheck.protocol.artifact import Artifact, Kind, Share
-from tiercheck.protocol.chain import chain_to, rebuildable
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.version import History, Version
-from tiercheck_operator.planning.code_group import CodeGroup
-from tiercheck_operator.planning.recovery import (
+from tiercheck.protocol.version import Artifact, History, Kind, Share, Version, chain_to, rebuildable
+from tiercheck_operator.planning.parity.code_groups import CodeGroup
+from tiercheck_operator.planning.recovery.recovery import (
     Artifacts,
     Inventory,
     Missing,

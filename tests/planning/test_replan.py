@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.planning.clusters import RACK, Cluster, racks, uneven
-from tiercheck_operator.planning.ground import Ground, WorkerSite
-from tiercheck_operator.planning.placement import Placement, PlacementPolicy, place
-from tiercheck_operator.planning.replan import Surroundings, finish, give_up, named, plan_round
-from tiercheck_operator.planning.standing import standing
+from tiercheck_operator.planning.placement.goals import standing
+from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, place
+from tiercheck_operator.planning.placement.problem import PlacementProblem, WorkerSite
+from tiercheck_operator.planning.replan.replan import ReplanInputs, finish, give_up, named, plan_round
 from tiercheck_operator.planning.topology import Topology, levels_from_spec, spread_level
 
 GENERIC = levels_from_spec("generic", None)
 COPY = PlacementPolicy(1, "rack", required=False)
 
 
-def around(cluster: Cluster, policy: PlacementPolicy = COPY, **more: object) -> Surroundings:
-    return Surroundings(cluster.sites, cluster.topology, policy, **more)  # type: ignore[arg-type]
+def around(cluster: Cluster, policy: PlacementPolicy = COPY, **more: object) -> ReplanInputs:
+    return ReplanInputs(cluster.sites, cluster.topology, policy, **more)  # type: ignore[arg-type]
 
 
 def placed(cluster: Cluster, policy: PlacementPolicy = COPY) -> dict[int, tuple[int, ...]]:
@@ -37,7 +37,7 @@ def relabelled(cluster: Cluster, node: str, rack: str) -> Cluster:
     return Cluster(Topology.build(labels, GENERIC), cluster.sites)
 
 
-def settled(surroundings: Surroundings, current: Mapping[int, tuple[int, ...]], limit: int = 200):  # type: ignore[no-untyped-def]
+def settled(surroundings: ReplanInputs, current: Mapping[int, tuple[int, ...]], limit: int = 200):  # type: ignore[no-untyped-def]
     """(the placement when no more rounds begin, the rounds)."""
     holders, rounds = dict(current), []
     for _ in range(limit):
@@ -131,7 +131,7 @@ def test_a_holder_whose_memory_shrank_gives_copies_away() -> None:
     before = placed(cluster)
     sites = [WorkerSite(site.worker, site.node, 50 if site.worker == 4 else 500) for site in cluster.sites]
     policy = PlacementPolicy(1, "rack", required=False, copy_bytes=100)
-    after, _ = settled(Surroundings(sites, cluster.topology, policy), before)
+    after, _ = settled(ReplanInputs(sites, cluster.topology, policy), before)
     assert all(4 not in kept for kept in after.values())
     assert sum(before[worker] != after[worker] for worker in before) == 1
 
@@ -218,11 +218,11 @@ def test_at_no_moment_are_there_fewer_complete_copies_than_were_promised_and_had
             labels[node] = {}
         else:
             policy = PlacementPolicy(min(number % 3, len(cluster.sites) - 1), "rack", required=False)
-        surroundings = Surroundings(
+        surroundings = ReplanInputs(
             cluster.sites, Topology.build(labels, GENERIC), policy, frozenset(suspects), frozenset(cordoned)
         )
         start = surroundings.topology.level_index(spread_level(GENERIC, "rack"))
-        ground = Ground.of(
+        ground = PlacementProblem.of(
             cluster.sites, surroundings.topology, policy.copies, None, frozenset(suspects) | frozenset(cordoned)
         )
         for _ in range(100):

@@ -5,11 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.version import History, Version
-from tiercheck_operator.planning.inventory import Artifacts, Inventory, Missing, RemoteInventory
-from tiercheck_operator.planning.recovery import Recover, RecoveryProblem, decide_recovery
+from tiercheck.protocol.version import Artifact, History, Kind, Version
+from tiercheck_operator.planning.recovery.inventory import Artifacts, JobInventory, Missing, RemoteInventory
+from tiercheck_operator.planning.recovery.recovery import Recover, RecoveryProblem, decide_recovery
 
 OLD, NEW = Version(8, 1), Version(12, 2)
 ranks = st.integers(1, 4)
@@ -27,7 +26,7 @@ def situations(draw: st.DrawFn) -> RecoveryProblem:
     """The old ranks made step 8; there are others now, whose workers hold anything of it."""
     before, now = draw(ranks), draw(ranks)
     inventories = [
-        Inventory(
+        JobInventory(
             worker,
             {rank: artifacts(OLD, what) for rank, what in draw(tables).items()},
             {rank: artifacts(OLD, what) for rank, what in draw(tables).items()},
@@ -91,7 +90,7 @@ def test_newer_version_of_the_present_ranks_is_taken_before_it() -> None:
         ranks=2,
         ranks_per_worker=1,
         history=History().after(1, 0, 4).after(2, 8, 2).after(3, 12, 2),
-        inventories=[Inventory(rank, {rank: held[rank]}) for rank in range(2)],
+        inventories=[JobInventory(rank, {rank: held[rank]}) for rank in range(2)],
         remote=RemoteInventory(True, True, {OLD}),
     )
     outcome = decide_recovery(job)
@@ -107,7 +106,7 @@ def test_artifacts_of_both_sizes_are_never_one_chain() -> None:
         ranks=2,
         ranks_per_worker=1,
         history=History().after(1, 0, 4).after(2, 8, 2).after(3, 9, 2),
-        inventories=[Inventory(rank, {rank: Artifacts({OLD}, {after})}) for rank in range(2)],
+        inventories=[JobInventory(rank, {rank: Artifacts({OLD}, {after})}) for rank in range(2)],
         remote=RemoteInventory(False),
     )
     assert job.stock.lacking(after) == (0, 1)
@@ -132,7 +131,7 @@ def chains(draw: st.DrawFn) -> RecoveryProblem:
         ranks=now,
         ranks_per_worker=1,
         history=History().after(1, 0, before).after(2, 8, now),
-        inventories=[Inventory(worker, {}, hosted) for worker, hosted in enumerate(held)],
+        inventories=[JobInventory(worker, {}, hosted) for worker, hosted in enumerate(held)],
         remote=RemoteInventory(True, True, draw(st.sampled_from([(), (STEPS[0],)]))),
         bad=bad,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiercheck_operator.planning.code_group import CodeGroup
+from tiercheck_operator.planning.parity.code_groups import CodeGroup
 from tiercheck_operator.planning.saved_placement import (
     Replanning,
     SavedMember,

@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.planning.clusters import example, racks
 from tiercheck.protocol.directive import Tier
-from tiercheck_operator.planning.ettr_formula import exact_ettr, first_order_ettr
-from tiercheck_operator.planning.parity import ParityPolicy
-from tiercheck_operator.planning.placement import PlacementPolicy
-from tiercheck_operator.planning.recovery import RestoreSeconds
-from tiercheck_operator.planning.scenario import FailureRates, RecoveryTimes, Saving, Scenario
-from tiercheck_operator.planning.simulation import SCRATCH, Simulation
-from tiercheck_operator.planning.simulation import simulate as simulate_with
-from tiercheck_operator.planning.survival import Survival
-from tiercheck_operator.planning.what_if import domain_losses, what_if
+from tiercheck_operator.planning.parity.parity import ParityPolicy
+from tiercheck_operator.planning.placement.placement import PlacementPolicy
+from tiercheck_operator.planning.recovery.recovery import RestoreSeconds
+from tiercheck_operator.planning.recovery.what_if import domain_losses, what_if
+from tiercheck_operator.planning.simulation.scenario import FailureRates, RecoveryTimes, Saving, Scenario
+from tiercheck_operator.planning.simulation.simulation import SCRATCH, Simulation, exact_ettr, first_order_ettr
+from tiercheck_operator.planning.simulation.simulation import simulate as simulate_with
+from tiercheck_operator.planning.simulation.survival import Survival
 
 RACK_COPY = PlacementPolicy(1, "rack", required=False)
 DAY = 86400.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiercheck_operator.planning.suspect_nodes import FIRST, LONGEST, SuspectNodes
+from tiercheck_operator.planning.placement.replacement import FIRST, LONGEST, SuspectNodes
 
 
 def test_suspected_node_is_shunned_for_a_while_after_the_last_suspicion() -> None:

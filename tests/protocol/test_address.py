@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tiercheck.protocol import names
-from tiercheck.protocol.address import endpoint, join_address, split_address
+from tiercheck.protocol.names import endpoint, join_address, split_address
 
 
 @pytest.mark.parametrize("host", ["10.1.2.3", "fd00::1", ""])

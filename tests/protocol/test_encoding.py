@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.encoding import Malformed, from_json, to_json
 from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Welcome
 from tiercheck.protocol.manifest import Manifest, parse_version_name, version_name
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.requests import REQUESTS, BeginSlot, Request
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Kind, Version
 
 MESSAGES = [Directive, Report, Manifest, Hello, Order, LauncherEvent, Reply, Welcome, *REQUESTS.values()]
 

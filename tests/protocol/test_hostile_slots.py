@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from tiercheck.protocol.contents import Incomplete, contents
-from tiercheck.protocol.pieces import Box, Piece
-from tiercheck.protocol.pieces_table import pieces_table, read_pieces
+from tiercheck.protocol.artifacts.contents import Incomplete, contents
+from tiercheck.protocol.artifacts.pieces import Box, Piece, pieces_table, read_pieces
+from tiercheck.protocol.artifacts.slot import ITEM_BYTES, NotASlot, SlotLayout, beginning, read_header, read_tensors
 from tiercheck.protocol.plain_json import MOST_VALUES, Malformed
-from tiercheck.protocol.slot import ITEM_BYTES, NotASlot, SlotLayout, beginning, read_header, read_tensors
 from tiercheck.protocol.version import Version
-from tiercheck.trainer.dtypes import _NAMES
+from tiercheck.trainer.state.leaves import _NAMES
 
 ABOUT = {"rank": "0", "step": "5", "attempt": "1", "world_size": "1", "kind": "snapshot"}
 INF = float("inf")

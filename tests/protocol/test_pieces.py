@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercheck.protocol.pieces import Box, NotCovered, Part, Piece, cover, fair_span
+from tiercheck.protocol.artifacts.pieces import Box, NotCovered, Part, Piece, cover, fair_span
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 

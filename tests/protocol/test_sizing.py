@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercheck.protocol.sizing import (
+from tiercheck.protocol.artifacts.sizing import (
     LONGEST_CADENCE,
     OWN_SLOTS,
     OWN_SLOTS_MIN,

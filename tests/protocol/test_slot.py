@@ -10,7 +10,7 @@ import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercheck.protocol.slot import PAGE, TORN, NotASlot, SlotLayout, read_header
+from tiercheck.protocol.artifacts.slot import PAGE, TORN, NotASlot, SlotLayout, read_header
 from tiercheck.protocol.version import Version
 
 ENTRIES = st.lists(

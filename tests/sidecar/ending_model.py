@@ -13,11 +13,11 @@ from tiercheck.protocol.directive import Directive, Peer, Phase, Policy
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import TrainerState
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar.board import SidecarState
-from tiercheck_sidecar.config import SidecarConfig
-from tiercheck_sidecar.coordinator import Coordinator, NotNow
-from tiercheck_sidecar.ending import WorkerEnd, is_final, may_go, owes_nothing
-from tiercheck_sidecar.watermark import RankTiers, TierReport, TierVerdict
+from tiercheck_sidecar.model.config import SidecarConfig
+from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.versions.coordinator import Coordinator, NotNow
+from tiercheck_sidecar.versions.ending import WorkerEnd, is_final, may_go, owes_nothing
+from tiercheck_sidecar.versions.watermark import RankTiers, TierReport, TierVerdict
 
 TICK = 0.5
 JOB = "uid"

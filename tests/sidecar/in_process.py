@@ -10,7 +10,7 @@ from typing import Any
 from world import DEADLINE, World, until
 
 from tiercheck_sidecar.app import Sidecar
-from tiercheck_sidecar.config import SidecarConfig
+from tiercheck_sidecar.model.config import SidecarConfig
 
 
 class Resident:

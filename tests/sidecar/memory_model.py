@@ -8,14 +8,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from tiercheck.protocol.artifact import Kind
-from tiercheck.protocol.chain import chain_to, rebuildable
+from tiercheck.protocol.artifacts.sizing import SPARE_DELTAS
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.sizing import SPARE_DELTAS
-from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar.forgetting import MemoryPlace, expendable, lacks_slot
-from tiercheck_sidecar.span import common, spans
-from tiercheck_sidecar.watermark import Copy, RankTiers, TierStanding, TierVerdict, judge
+from tiercheck.protocol.version import Branch, History, Kind, Version, chain_to, rebuildable
+from tiercheck_sidecar.model.span import common, spans
+from tiercheck_sidecar.versions.forgetting import MemoryPlace, expendable, lacks_slot
+from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierStanding, TierVerdict, judge
 
 Key = tuple[Kind, Version]
 

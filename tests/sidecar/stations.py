@@ -7,23 +7,22 @@ import os
 import random
 from pathlib import Path
 
-from tiercheck.protocol.artifact import Artifact, Kind
+from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, Tier
 from tiercheck.protocol.report import RestoreReport, RestoreState, Watermarks
-from tiercheck.protocol.slot import SlotLayout
-from tiercheck.protocol.version import History, Version
+from tiercheck.protocol.version import Artifact, History, Kind, Version
 from tiercheck_local.addresses import free_ports
-from tiercheck_sidecar.board import SidecarState
-from tiercheck_sidecar.config import SidecarConfig
-from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.fetch import Dial
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import Identity, dial
-from tiercheck_sidecar.exchange.line import Line
 from tiercheck_sidecar.exchange.server import ExchangeServer
-from tiercheck_sidecar.replicate import Replicator
+from tiercheck_sidecar.model.config import SidecarConfig
+from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.replicate.replicate import Replicator
+from tiercheck_sidecar.replicate.streams import Line
 from tiercheck_sidecar.vault import Seal, Vault
-from tiercheck_sidecar.watermark import TierVerdict
+from tiercheck_sidecar.vault.digest import length_of
+from tiercheck_sidecar.versions.watermark import TierVerdict
 
 JOB = "uid-of-the-job"
 TOKEN = "token"

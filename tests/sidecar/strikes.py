@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from tiercheck import supervised
-from tiercheck_sidecar import supervision, trainer_socket
+from tiercheck_sidecar import supervision
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.supervision import Threads
+from tiercheck_sidecar.trainer import pod_socket
 from tiercheck_sidecar.vault import vault
 
 
@@ -71,7 +72,7 @@ class Strikes:
         monkeypatch.setattr(socket.socket, "accept", accept)
         monkeypatch.setattr(Wire, "receive", receive)
         monkeypatch.setattr(vault, "digest_and_tag", digest_and_tag)
-        monkeypatch.setattr(trainer_socket, "queue", SimpleNamespace(SimpleQueue=Queue))
+        monkeypatch.setattr(pod_socket, "queue", SimpleNamespace(SimpleQueue=Queue))
         monkeypatch.setattr(supervised, "FIRST", 0.01)
         monkeypatch.setattr(supervised, "LONGEST", 0.1)
         monkeypatch.setattr(supervision, "MOST_DEATHS", 1000)

@@ -105,7 +105,7 @@ def test_library_is_copied_whole_and_again(tmp_path: Path) -> None:
         target = install(tmp_path / "lib")
     assert (target / "protocol" / "slot.py").is_file()
     assert [each.name for each in (tmp_path / "lib").iterdir()] == ["tiercheck"]
-    code = "import tiercheck.protocol.slot as s; print(s.__file__)"
+    code = "import tiercheck.protocol.artifacts.slot as s; print(s.__file__)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercheck_sidecar.cadence import UNDECIDED, WITHOUT_DELTAS, Cadence, Needs, decide
-from tiercheck_sidecar.tiers import pace
+from tiercheck_sidecar.model.cadence import UNDECIDED, WITHOUT_DELTAS, Cadence, Needs, decide
+from tiercheck_sidecar.versions.tiers import pace
 
 
 def test_deltas_cost_as_much_as_a_snapshot_between_two_of_them() -> None:

@@ -11,10 +11,9 @@ from test_restore import training
 from world import FakeLauncher, World, layout, until
 
 from tiercheck.protocol import names
-from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Kind, Version
 from tiercheck_sidecar.vault import Vault
 
 MakeWorld = Callable[..., World]

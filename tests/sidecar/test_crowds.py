@@ -19,16 +19,15 @@ from hypothesis import strategies as st
 from stations import Stations
 from world import World, write_credentials
 
-from tiercheck import arrivals
+from tiercheck import connections
+from tiercheck.connections import Guest, Strangers, who_gives_way
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Peer
-from tiercheck.strangers import Guest, Strangers, who_gives_way
-from tiercheck_sidecar import guarded_port
-from tiercheck_sidecar.api import ControlApi, server_context
+from tiercheck_sidecar.control import ports
+from tiercheck_sidecar.control.api import ControlApi, server_context
+from tiercheck_sidecar.control.ports import GuardedPort, named_addresses
+from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.exchange import server
-from tiercheck_sidecar.guarded_port import GuardedPort
-from tiercheck_sidecar.named_addresses import named_addresses
-from tiercheck_sidecar.report import Reporter
 
 MakeStations = Callable[..., Stations]
 ROOM = 16
@@ -88,7 +87,7 @@ def test_whoever_comes_finds_room_and_no_one_else_takes_that_of_a_named_address(
     arrivals: list[str], named: frozenset[str], most: int, per_address: int
 ) -> None:
     guests: list[Guest] = []
-    for address in arrivals:
+    for address in connections:
         loser = who_gives_way(guests, address, named, most, per_address)
         counts = Counter(guest.address for guest in guests if guest.address not in named)
         if loser is not None:
@@ -173,7 +172,7 @@ async def test_stranger_is_hung_up_on_and_who_has_the_token_may_stay(
         with ExitStack() as stack:
             friend = stack.enter_context(await asyncio.to_thread(port.dial))
             assert b" 200 " in await asyncio.to_thread(port.ask, wire=friend)
-            monkeypatch.setattr(guarded_port, "PATIENCE", 0.3)
+            monkeypatch.setattr(ports, "PATIENCE", 0.3)
             for say in STRANGE:
                 raw = stack.enter_context(await asyncio.to_thread(port.dial, False))
                 assert await asyncio.to_thread(ended, raw, say)
@@ -244,7 +243,7 @@ async def test_port_that_could_not_accept_for_a_while_accepts_again(
         return await accept(listener)
 
     monkeypatch.setattr(loop, "sock_accept", failing)
-    monkeypatch.setattr(arrivals, "_AGAIN", 0.0)
+    monkeypatch.setattr(connections, "_AGAIN", 0.0)
 
     async def hello(_: web.Request) -> web.Response:
         return web.Response(text="hello")

@@ -8,10 +8,9 @@ from dataclasses import replace
 from world import FakeLauncher, FakeRank, World, layout, until
 
 from tiercheck.protocol import names
-from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.artifacts.sizing import auto_cadence
 from tiercheck.protocol.directive import DeltaMode, Phase, Tier
-from tiercheck.protocol.sizing import auto_cadence
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Kind, Version
 
 MakeWorld = Callable[..., World]
 SIZE, DELTA = 300_000, 40_000

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.ending import GONE, WorkerEnd, may_go, owes_nothing
+from tiercheck_sidecar.versions.ending import GONE, WorkerEnd, may_go, owes_nothing
 
 MOMENT = 3.0
 """Seconds: a word to the coordinator, one back."""

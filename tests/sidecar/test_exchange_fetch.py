@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 from stations import Station, Stations
 
-from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.exchange.fetch import Dial, FetchFailed, fetch, holdings
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.vault import NoFreeSlot, Seal

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Watermarks
-from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar.forgetting import MemoryPlace, expendable, lacks_slot
-from tiercheck_sidecar.watermark import TierVerdict
+from tiercheck.protocol.version import Branch, History, Kind, Version
+from tiercheck_sidecar.versions.forgetting import MemoryPlace, expendable, lacks_slot
+from tiercheck_sidecar.versions.watermark import TierVerdict
 
 HISTORY = History((Branch(1, 0),))
 

@@ -7,20 +7,18 @@ from collections.abc import Callable
 import pytest
 from stations import Stations
 
-from tiercheck.protocol.artifact import Artifact, Kind
-from tiercheck.protocol.chain import rebuildable
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Break
-from tiercheck.protocol.version import Version
-from tiercheck_sidecar import tiers
-from tiercheck_sidecar.config import SidecarConfig
-from tiercheck_sidecar.control_client import CallFailed
-from tiercheck_sidecar.coordinator import Coordinator
+from tiercheck.protocol.version import Artifact, Kind, Version, rebuildable
+from tiercheck_sidecar.control.control_client import CallFailed
 from tiercheck_sidecar.decoding import decode
-from tiercheck_sidecar.reclaim import Reclaimer
-from tiercheck_sidecar.span import spans
-from tiercheck_sidecar.tiers import TierClient
-from tiercheck_sidecar.watermark import RankTiers, TierReport, TierVerdict
+from tiercheck_sidecar.model.config import SidecarConfig
+from tiercheck_sidecar.model.span import spans
+from tiercheck_sidecar.versions import tiers
+from tiercheck_sidecar.versions.coordinator import Coordinator
+from tiercheck_sidecar.versions.reclaim import Reclaimer
+from tiercheck_sidecar.versions.tiers import TierClient
+from tiercheck_sidecar.versions.watermark import RankTiers, TierReport, TierVerdict
 
 SIZE = 100_000
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tiercheck_sidecar.vault.guarded import Guarded
+from tiercheck_sidecar.vault.slot_table import Guarded
 
 
 def test_only_who_holds_the_lock_has_the_content() -> None:

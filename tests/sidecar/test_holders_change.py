@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 from world import World, until
 
-from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import Phase, Tier
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Kind, Version
 
 MakeWorld = Callable[..., World]
 

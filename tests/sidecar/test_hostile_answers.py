@@ -15,12 +15,12 @@ from world import World, error_of
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json
-from tiercheck_sidecar import control_client
-from tiercheck_sidecar.board import SidecarState
-from tiercheck_sidecar.config import ConfigError, SidecarConfig
-from tiercheck_sidecar.control_client import CallFailed, ControlClient
+from tiercheck_sidecar.control import control_client
+from tiercheck_sidecar.control.control_client import CallFailed, ControlClient
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, Challenge
+from tiercheck_sidecar.model.config import ConfigError, SidecarConfig
+from tiercheck_sidecar.model.state import SidecarState
 
 MakeWorld = Callable[..., World]
 MakeStations = Callable[..., Stations]

@@ -13,17 +13,16 @@ from stations import Stations
 from test_exchange_fetch import MIB, copied
 from world import World, until
 
-from tiercheck.protocol.artifact import Artifact, Kind
+from tiercheck.protocol.artifacts.slot import SlotLayout, read_header
 from tiercheck.protocol.directive import Directive, RankSources, Restore, Source, Tier
 from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.slot import SlotLayout, read_header
-from tiercheck.protocol.version import Version
-from tiercheck_sidecar.digest import digest
-from tiercheck_sidecar.lending import Lender
+from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.offload.job_store import JobStore
 from tiercheck_sidecar.offload.remote_source import RemoteSource
-from tiercheck_sidecar.source_errors import SourceFailed
+from tiercheck_sidecar.restore.resharded_reads import Lender
 from tiercheck_sidecar.vault import MemoryTooSmall
+from tiercheck_sidecar.vault.digest import digest
 
 MakeStations = Callable[..., Stations]
 MakeWorld = Callable[..., World]

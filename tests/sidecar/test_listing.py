@@ -12,13 +12,13 @@ from stations import Stations
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.board import SidecarState
-from tiercheck_sidecar.config import SidecarConfig
+from tiercheck_sidecar.model.config import SidecarConfig
+from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.offload.job_store import JobStore
 from tiercheck_sidecar.offload.remote_inventory import RemoteListing
 from tiercheck_sidecar.offload.upload import Uploader
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
-from tiercheck_sidecar.watermark import TierVerdict
+from tiercheck_sidecar.versions.watermark import TierVerdict
 
 FIRST, SECOND = Version(10, 1), Version(20, 1)
 

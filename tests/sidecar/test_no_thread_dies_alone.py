@@ -14,8 +14,8 @@ from strikes import Strikes
 from test_offload import with_directory
 from world import FakeRank, content, until
 
+from tiercheck.protocol.artifacts.slot import read_header
 from tiercheck.protocol.directive import Source, Tier
-from tiercheck.protocol.slot import read_header
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar import app
 from tiercheck_sidecar.supervision import INTERNAL_ERROR

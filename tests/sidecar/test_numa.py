@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from world import layout
 
-from tiercheck_sidecar.vault import Vault, numa, slots
-from tiercheck_sidecar.vault.numa import near
+from tiercheck_sidecar.vault import Vault, pages, slots
+from tiercheck_sidecar.vault.pages import near
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     for node, listed in enumerate([*map(str, ours), "4000-4003,4010", ""]):
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "cpulist").write_text(listed + "\n")
-    monkeypatch.setattr(numa, "_NODES", tmp_path)
+    monkeypatch.setattr(pages, "_NODES", tmp_path)
     return ours
 
 

@@ -14,11 +14,11 @@ from world import JOB_UID, FakeLauncher, World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Policy, Source, Tier
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.coordinator import Coordinator
 from tiercheck_sidecar.offload.job_store import JobStore
 from tiercheck_sidecar.offload.remote_inventory import RemoteListing
 from tiercheck_sidecar.offload.upload import Uploader
 from tiercheck_sidecar.remote import RemoteCorrupt, open_store
+from tiercheck_sidecar.versions.coordinator import Coordinator
 
 MakeWorld = Callable[..., World]
 

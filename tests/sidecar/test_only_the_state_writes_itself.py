@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import tiercheck_sidecar
-from tiercheck_sidecar import board
+from tiercheck_sidecar.model import state as state_module
 
 PRODUCT = Path(tiercheck_sidecar.__file__).parent
 
@@ -25,7 +25,7 @@ def is_self(of: ast.expr) -> bool:
 
 
 def state_fields() -> set[str]:
-    tree = ast.parse(Path(board.__file__).read_text())
+    tree = ast.parse(Path(state_module.__file__).read_text())
     (state,) = (each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == "SidecarState")
     return {name for of, name, _ in written(state) if is_self(of) and not name.startswith("_")}
 

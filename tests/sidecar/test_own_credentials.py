@@ -26,10 +26,10 @@ from tiercheck.protocol.report import (
 )
 from tiercheck.protocol.version import Version
 from tiercheck.redaction import log_redacted
-from tiercheck_sidecar.own_credentials import own_credentials
-from tiercheck_sidecar.remote.credentials import clean_credentials
+from tiercheck_sidecar.control.own_credentials import own_credentials
+from tiercheck_sidecar.control.report import Reporter
+from tiercheck_sidecar.remote.config import clean_credentials
 from tiercheck_sidecar.remote.errors import RemoteError
-from tiercheck_sidecar.report import Reporter
 
 WORD = "plain letters only".replace(" ", "")
 """Nothing tells it from a word, but that it is held here."""

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.report import Break
-from tiercheck_sidecar.peer_watch import CALM, MOST, PeerWatch
+from tiercheck_sidecar.model.peer_watch import CALM, MOST, PeerWatch
 
 ONE, OTHER = Peer(1, "10.0.0.1"), Peer(2, "10.0.0.2")
 

@@ -13,17 +13,16 @@ from test_restore import slots, train, training
 from test_save_local import flip
 from world import World, until
 
-from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Phase, Policy, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Watermarks
-from tiercheck.protocol.version import Version
-from tiercheck_sidecar.digest import digest
+from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.rehearsal.rehearser import REHEARSAL_FAILED, Rehearser
-from tiercheck_sidecar.restore_sources import RestoreSources
-from tiercheck_sidecar.source_errors import SourceFailed
+from tiercheck_sidecar.restore.sources import RestoreSources
 from tiercheck_sidecar.vault import Seal, Vault
-from tiercheck_sidecar.watermark import TierVerdict
+from tiercheck_sidecar.vault.digest import digest
+from tiercheck_sidecar.versions.watermark import TierVerdict
 
 MakeStations = Callable[..., Stations]
 MakeWorld = Callable[..., World]

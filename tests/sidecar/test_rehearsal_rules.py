@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Proof
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.rehearsal.ledger import ADVICE, Ledger
-from tiercheck_sidecar.rehearsal.pace import AGAIN, FRESH, WIRE_SECONDS, Look, due_in, rest
+from tiercheck_sidecar.rehearsal.ledger import ADVICE, AGAIN, FRESH, WIRE_SECONDS, Ledger, Look, due_in, rest
 
 PIECES = st.lists(st.tuples(st.floats(0, 10), st.integers(0, 1 << 26)), min_size=1, max_size=50)
 V, W = Version(5, 1), Version(6, 1)

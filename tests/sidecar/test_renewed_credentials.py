@@ -11,7 +11,7 @@ import pytest
 from world import World, until
 
 from tiercheck.protocol import names
-from tiercheck_sidecar import renewal
+from tiercheck_sidecar.offload import renewal
 
 
 def put(folder: Path, **values: str) -> None:

@@ -11,21 +11,20 @@ import pytest
 from stations import Stations
 from world import until
 
-from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Peer, Policy, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Watermarks
-from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar import replicate
-from tiercheck_sidecar.exchange import handshake, sender
-from tiercheck_sidecar.exchange.agenda import due, first_of_each_rank
+from tiercheck.protocol.version import Artifact, Branch, History, Kind, Version
+from tiercheck_sidecar.exchange import handshake
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
 from tiercheck_sidecar.exchange.server import ExchangeServer
-from tiercheck_sidecar.pacing import SMALLEST_PIECE, Portion, TokenBucket
-from tiercheck_sidecar.replicate import still_kept
+from tiercheck_sidecar.offload.pacing import SMALLEST_PIECE, Portion, TokenBucket
+from tiercheck_sidecar.replicate import replicate, sender
+from tiercheck_sidecar.replicate.agenda import due, first_of_each_rank
+from tiercheck_sidecar.replicate.replicate import still_kept
 from tiercheck_sidecar.vault import Seal
-from tiercheck_sidecar.watermark import TierVerdict
+from tiercheck_sidecar.versions.watermark import TierVerdict
 
 MIB = 1 << 20
 MakeStations = Callable[..., Stations]

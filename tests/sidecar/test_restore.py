@@ -11,11 +11,10 @@ from pathlib import Path
 from test_save_local import flip
 from world import FakeRank, World, layout, until
 
-from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.artifacts.slot import read_header
 from tiercheck.protocol.directive import DeltaMode, Phase, Source, Tier
 from tiercheck.protocol.report import RankRestore
-from tiercheck.protocol.slot import read_header
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Kind, Version
 
 MakeWorld = Callable[..., World]
 SIZE, DELTA = 300_000, 40_000

@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercheck.protocol.artifact import Artifact, Kind
-from tiercheck.protocol.chain import chain_to, rebuildable
 from tiercheck.protocol.directive import ParityGroup, Peer, Source, Tier
-from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar.restore_plan import OutOfReach, RestorePlan, SourceOffer, plan
+from tiercheck.protocol.version import Artifact, Branch, History, Kind, Version, chain_to, rebuildable
+from tiercheck_sidecar.restore.restore_plan import OutOfReach, RestorePlan, SourceOffer, plan
 
 RANK = 3
 PEERS = tuple(Source(Tier.PEER, Peer(worker, f"127.0.0.{worker}")) for worker in (1, 2))

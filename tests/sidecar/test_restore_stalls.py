@@ -17,18 +17,17 @@ from test_lending import directive as lending_directive
 from test_restore import REMOTE, restored, training
 from world import World, until
 
-from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Phase, RankSources, Restore, Source, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import RankRestore, RestoreProgress, RestoreState
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Artifact, Version
 from tiercheck_sidecar import bounded_calls
-from tiercheck_sidecar.board import SidecarState
+from tiercheck_sidecar.control.report import _essence
 from tiercheck_sidecar.exchange import session
-from tiercheck_sidecar.rank_restore import RankRestorer
-from tiercheck_sidecar.report import _essence
-from tiercheck_sidecar.restore import Restorer
-from tiercheck_sidecar.restore_sources import SOURCE_STALLED, RestoreSources
+from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.restore.rank_restore import RankRestorer
+from tiercheck_sidecar.restore.restore import Restorer
+from tiercheck_sidecar.restore.sources import SOURCE_STALLED, RestoreSources
 
 MakeStations = Callable[..., Stations]
 MakeWorld = Callable[..., World]
@@ -182,7 +181,7 @@ def test_holder_that_says_nothing_more_is_cut_off_and_the_next_one_is_asked(
     def one_by_one(sources: list[Source]) -> Iterator[list[Source]]:
         yield from ([source] for source in sources)
 
-    monkeypatch.setattr("tiercheck_sidecar.rank_restore._at_once", one_by_one)
+    monkeypatch.setattr("tiercheck_sidecar.restore.rank_restore._at_once", one_by_one)
     places = [Source(Tier.PEER, job.peer(worker)) for worker in (1, 2)]
     reach = reach_of(job, object())
     hours_pass(reach, job[0].board, "worker 1", mute_now, monkeypatch)

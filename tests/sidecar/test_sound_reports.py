@@ -14,13 +14,13 @@ from world import World, error_of, until
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar import coordinator as coordinating
-from tiercheck_sidecar.board import SidecarState
-from tiercheck_sidecar.cadence import Needs
-from tiercheck_sidecar.coordinator import BAD_REPORT, BadReport, Coordinator
-from tiercheck_sidecar.sound_reports import objection
-from tiercheck_sidecar.span import Span
-from tiercheck_sidecar.watermark import Copy, RankTiers, TierReport, TierStanding, TierVerdict
+from tiercheck_sidecar.model.cadence import Needs
+from tiercheck_sidecar.model.span import Span
+from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.versions import coordinator as coordinating
+from tiercheck_sidecar.versions.coordinator import BAD_REPORT, BadReport, Coordinator
+from tiercheck_sidecar.versions.sound_reports import objection
+from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierReport, TierStanding, TierVerdict
 
 MakeStations = Callable[..., Stations]
 MakeWorld = Callable[..., World]

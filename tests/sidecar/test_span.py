@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar.span import Span, common, newest, spans, united, versions
+from tiercheck_sidecar.model.span import Span, common, newest, spans, united, versions
 
 HISTORY = History((Branch(1, 0), Branch(3, 10), Branch(4, 17)))
 accepted = st.integers(1, 30).map(lambda step: Version(step, HISTORY.owner(step) or 0))

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tiercheck.protocol.directive import HangLimits
 from tiercheck.protocol.local import LauncherEvent
-from tiercheck_sidecar.stall_watch import StallWatch
-from tiercheck_sidecar.trainer_watch import TrainerWatch
+from tiercheck_sidecar.model.stall_watch import StallWatch
+from tiercheck_sidecar.model.trainer_watch import TrainerWatch
 
 LIMITS = HangLimits(steps=10, seconds=60, first_step=300)
 

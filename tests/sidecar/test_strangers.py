@@ -18,10 +18,10 @@ from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report, Watermarks
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.decoding import decode
-from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, CallerProof, Challenge, Identity, PeerRefused, dial
-from tiercheck_sidecar.watermark import TierReport, TierVerdict
+from tiercheck_sidecar.vault.digest import digest
+from tiercheck_sidecar.versions.watermark import TierReport, TierVerdict
 
 MakeWorld = Callable[..., World]
 

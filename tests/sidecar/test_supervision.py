@@ -19,21 +19,20 @@ from test_exchange_fetch import copied
 from world import FakeLauncher, until
 
 from tiercheck import supervised
-from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Phase, RankSources, Restore, Source, Tier
 from tiercheck.protocol.report import RestoreState
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Artifact, Version
 from tiercheck.supervised import FIRST, LONGEST, REMEMBERED, describe, supervise
-from tiercheck_sidecar import rank_restore
-from tiercheck_sidecar.board import SidecarState
+from tiercheck_sidecar.control.ports import incoming
 from tiercheck_sidecar.exchange.frames import WireBroken
 from tiercheck_sidecar.exchange.server import _MOST_STRANGERS
-from tiercheck_sidecar.listening import incoming
-from tiercheck_sidecar.rank_restore import RankRestorer
-from tiercheck_sidecar.restore import Restorer
-from tiercheck_sidecar.restore_sources import RestoreSources
+from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.restore import rank_restore
+from tiercheck_sidecar.restore.rank_restore import RankRestorer
+from tiercheck_sidecar.restore.restore import Restorer
+from tiercheck_sidecar.restore.sources import RestoreSources
 from tiercheck_sidecar.supervision import INTERNAL_ERROR, MOST_DEATHS, Threads
-from tiercheck_sidecar.trainer_socket import TrainerSocket
+from tiercheck_sidecar.trainer.pod_socket import TrainerSocket
 
 MakeStations = Callable[..., Stations]
 SECRET = "hvs.the-token-itself"

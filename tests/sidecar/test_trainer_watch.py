@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tiercheck.protocol.local import LauncherEvent
 from tiercheck.protocol.report import RankFailure, TrainerReport, TrainerState
-from tiercheck_sidecar.trainer_watch import COME_BACK_SECONDS, TrainerWatch
+from tiercheck_sidecar.model.trainer_watch import COME_BACK_SECONDS, TrainerWatch
 
 
 def running(attempt: int = 1) -> TrainerWatch:

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from world import content, layout
 
-from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.slot import NotASlot
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Kind, Version
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, Vault, vault
 from tiercheck_sidecar.vault.slots import SlotState
 

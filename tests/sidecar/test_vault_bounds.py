@@ -12,13 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from world import content, layout
 
 from tests.examples import examples
-from tiercheck.protocol.artifact import Artifact, Kind, Share
+from tiercheck.protocol.artifacts.sizing import Room
+from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.sizing import Room
-from tiercheck.protocol.slot import SlotLayout
-from tiercheck.protocol.version import Version
-from tiercheck_sidecar.digest import digest
+from tiercheck.protocol.version import Artifact, Kind, Share, Version
 from tiercheck_sidecar.vault import MemoryTooSmall, NoFreeSlot, Seal, SlotDraft, Vault
+from tiercheck_sidecar.vault.digest import digest
 
 kinds = st.sampled_from(list(Kind))
 own = st.integers(0, 1)

@@ -8,13 +8,12 @@ import pytest
 from test_vault_bounds import LANE, image
 from world import layout
 
-from tiercheck.protocol.artifact import Artifact, Kind
+from tiercheck.protocol.artifacts.sizing import SPARE_DELTAS, Room, auto_cadence
+from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.sizing import SPARE_DELTAS, Room, auto_cadence
-from tiercheck.protocol.slot import NotASlot
-from tiercheck.protocol.version import Version
-from tiercheck_sidecar.digest import digest
+from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.vault import NoDeltas, NoFreeSlot, NotHeld, Seal, Vault
+from tiercheck_sidecar.vault.digest import digest
 
 SNAPSHOT, DELTA = layout(300_000), layout(50_000)
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from tiercheck.protocol.manifest import Digests, RankArtifact
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar.span import spans
-from tiercheck_sidecar.watermark import Copy, RankTiers, TierStanding, judge, next_upload
+from tiercheck_sidecar.model.span import spans
+from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierStanding, judge, next_upload
 
 HISTORY = History((Branch(1, 0),))
 

@@ -17,17 +17,16 @@ from hypothesis import strategies as st
 from stations import JOB, TOKEN, Stations, send_bytes
 
 from examples import examples
-from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Peer, Tier
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Artifact, Version
 from tiercheck_sidecar.app import Sidecar
 from tiercheck_sidecar.exchange import handshake
 from tiercheck_sidecar.exchange.frames import END, Ask, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, CallerProof, Challenge, Identity, PeerRefused, admit, dial
-from tiercheck_sidecar.exchange.line import Line
 from tiercheck_sidecar.exchange.protection import TAG, directions
-from tiercheck_sidecar.exchange.sender import Pushed, push
-from tiercheck_sidecar.tags import Tagger, Tags
+from tiercheck_sidecar.replicate.sender import Pushed, push
+from tiercheck_sidecar.replicate.streams import Line
+from tiercheck_sidecar.vault.tags import Tagger, Tags
 
 MakeStations = Callable[..., Stations]
 MIB = 1 << 20

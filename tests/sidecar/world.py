@@ -25,15 +25,14 @@ from cryptography.x509.oid import NameOID
 from nursery import Process, nursery
 
 from tiercheck.protocol import names
-from tiercheck.protocol.address import join_address
-from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, RankSources, Restore, Source, Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Welcome
+from tiercheck.protocol.names import join_address
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.requests import REQUESTS, ReportProgress
-from tiercheck.protocol.slot import SlotLayout
-from tiercheck.protocol.version import Branch, History, Version
+from tiercheck.protocol.version import Branch, History, Kind, Version
 from tiercheck_sidecar.decoding import decode
 
 T = TypeVar("T")

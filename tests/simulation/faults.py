@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from tests.simulation.neighbours import make_neighbour
 from tests.simulation.pages import Volumes
 from tests.simulation.plan import Fault
-from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.version import Kind
 
 if TYPE_CHECKING:
     from tests.simulation.whole import Simulation

@@ -15,31 +15,25 @@ from unittest import mock
 
 from tests.simulation.plan import FIRST_OF_ALL_FAULTS, Plan
 from tiercheck.protocol import names
-from tiercheck.protocol.artifact import Kind
-from tiercheck.protocol.chain import Chain
 from tiercheck.protocol.directive import Phase
-from tiercheck.protocol.version import History, Version
-from tiercheck_operator.controller import attempt, barrier, decide, status, trigger
+from tiercheck.protocol.version import Chain, History, Kind, Version
+from tiercheck_operator.controller import decide
+from tiercheck_operator.controller.attempt import attempt, barrier
+from tiercheck_operator.controller.failures import trigger
 from tiercheck_operator.controller.observe import situation
+from tiercheck_operator.controller.status import status
 from tiercheck_operator.model import parsing
-from tiercheck_operator.planning import recovery
-from tiercheck_sidecar import (
-    coordinator,
-    forgetting,
-    rank_restore,
-    rank_session,
-    reclaim,
-    replicate,
-    restore_plan,
-    watermark,
-)
-from tiercheck_sidecar.board import SidecarState
-from tiercheck_sidecar.exchange import backoff
+from tiercheck_operator.planning.recovery import recovery
 from tiercheck_sidecar.exchange.frames import Say
 from tiercheck_sidecar.exchange.session import Session
+from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.offload import upload
 from tiercheck_sidecar.remote import retention
 from tiercheck_sidecar.remote import store as remote_store
+from tiercheck_sidecar.replicate import agenda, replicate
+from tiercheck_sidecar.restore import rank_restore, restore_plan
+from tiercheck_sidecar.trainer import session
+from tiercheck_sidecar.versions import coordinator, forgetting, reclaim, watermark
 
 Patch = tuple[Any, str, Any]
 
@@ -162,7 +156,7 @@ def _restore_what_is_at_hand() -> list[Patch]:
         at_hand = newest(self._vault.own(self._hello.rank), directive.history)
         return None if at_hand is None else Chain(at_hand)
 
-    return [(rank_restore, "plan", near_enough), (rank_session.RankSession, "_chain", chain)]
+    return [(rank_restore, "plan", near_enough), (session.RankSession, "_chain", chain)]
 
 
 def _restore_the_oldest() -> list[Patch]:
@@ -244,7 +238,7 @@ def _silent_means_dead() -> list[Patch]:
     real = situation.find_doubts
 
     def hasty(obs: Any, heard: Any) -> Any:
-        from tiercheck_operator.controller.suspicion import Doubt
+        from tiercheck_operator.controller.members.suspicion import Doubt
         from tiercheck_operator.model.causes import Cause
 
         found = dict(real(obs, heard))
@@ -279,7 +273,7 @@ def _always_protected() -> list[Patch]:
 
 
 def _try_once() -> list[Patch]:
-    return [(backoff.Backoff, "ready", lambda self, key, now: key not in self._failures)]
+    return [(agenda.Backoff, "ready", lambda self, key, now: key not in self._failures)]
 
 
 def _holes_in_chains() -> list[Patch]:
@@ -294,10 +288,10 @@ def _holes_in_chains() -> list[Patch]:
         bases = [each for each in snapshots if history.accepts(each)]
         return frozenset(bases) | {each for each in deltas if bases and each > min(bases) and history.accepts(each)}
 
-    from tiercheck_sidecar import stock
+    from tiercheck_sidecar.model import stock
 
     return [
-        (rank_session, "chain_to", leap), (stock, "rebuildable", everything), (forgetting, "rebuildable", everything),
+        (session, "chain_to", leap), (stock, "rebuildable", everything), (forgetting, "rebuildable", everything),
         (forgetting, "chain_to", leap),
     ]  # fmt: skip
 

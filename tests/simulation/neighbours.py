@@ -13,9 +13,9 @@ from kubelet_words import at, pod, up
 
 from tests.simulation.plan import FIRST_OF_ALL_FAULTS
 from tiercheck.protocol import names
+from tiercheck_operator.kubernetes.watches import ClusterView
 from tiercheck_operator.model import parsing
 from tiercheck_operator.model.observed import Observation
-from tiercheck_operator.watched import ClusterView
 
 if TYPE_CHECKING:
     from tests.simulation.whole import Simulation

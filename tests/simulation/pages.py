@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-from tiercheck.protocol.artifact import Artifact
-from tiercheck.protocol.slot import TORN, NotASlot, SlotLayout, read_header
+from tiercheck.protocol.artifacts.slot import TORN, NotASlot, SlotLayout, read_header
+from tiercheck.protocol.version import Artifact
 from tiercheck_sidecar.vault import Seal, slot_table, slots, vault
 from tiercheck_sidecar.vault.inventory import fault
 from tiercheck_sidecar.vault.slots import Pool, Slot, SlotState

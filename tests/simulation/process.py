@@ -17,44 +17,45 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from tests.simulation.store import Folder
-from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Directive, Peer, Source, Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Break, Quarantined, Report
-from tiercheck_sidecar import rank_restore, replicate, restore, tiers
-from tiercheck_sidecar.board import DirectiveRefused, SidecarState
-from tiercheck_sidecar.config import SidecarConfig
-from tiercheck_sidecar.control_client import CallFailed
-from tiercheck_sidecar.coordinator import Coordinator, NotNow
+from tiercheck.protocol.version import Artifact, Kind
+from tiercheck_sidecar.bounded_calls import SourceFailed
+from tiercheck_sidecar.control.control_client import CallFailed
+from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.decoding import decode
-from tiercheck_sidecar.digest import first_mismatch
-from tiercheck_sidecar.exchange.agenda import first_of_each_rank
-from tiercheck_sidecar.exchange.backoff import Backoff
 from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, PeerSilent, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
-from tiercheck_sidecar.exchange.pulse import neighbours
-from tiercheck_sidecar.exchange.sender import Pushed, PushRefused
+from tiercheck_sidecar.exchange.heartbeat import neighbours
 from tiercheck_sidecar.exchange.session import Session
-from tiercheck_sidecar.exchange.streams import TooDamaged
 from tiercheck_sidecar.exchange.transfers import Inbox
+from tiercheck_sidecar.model.config import SidecarConfig
+from tiercheck_sidecar.model.state import DirectiveRefused, SidecarState
 from tiercheck_sidecar.offload import remote_inventory
 from tiercheck_sidecar.offload.job_store import JobStore
 from tiercheck_sidecar.offload.remote_inventory import RemoteListing
 from tiercheck_sidecar.offload.remote_source import RemoteSource
 from tiercheck_sidecar.offload.upload import Uploader
-from tiercheck_sidecar.reclaim import Reclaimer
 from tiercheck_sidecar.remote import store as remote_store
-from tiercheck_sidecar.replicate import Replicator
-from tiercheck_sidecar.report import Reporter
-from tiercheck_sidecar.restore import Restorer
-from tiercheck_sidecar.restore_plan import SourceOffer
-from tiercheck_sidecar.restore_sources import Brought, TriedInVain
-from tiercheck_sidecar.source_errors import SourceFailed
-from tiercheck_sidecar.tiers import TierClient
-from tiercheck_sidecar.trainer_socket import TrainerSocket
+from tiercheck_sidecar.replicate import replicate
+from tiercheck_sidecar.replicate.agenda import Backoff, first_of_each_rank
+from tiercheck_sidecar.replicate.replicate import Replicator
+from tiercheck_sidecar.replicate.sender import Pushed, PushRefused
+from tiercheck_sidecar.replicate.streams import TooDamaged
+from tiercheck_sidecar.restore import rank_restore, restore
+from tiercheck_sidecar.restore.restore import Restorer
+from tiercheck_sidecar.restore.restore_plan import SourceOffer
+from tiercheck_sidecar.restore.sources import Brought, TriedInVain
+from tiercheck_sidecar.trainer.pod_socket import TrainerSocket
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
+from tiercheck_sidecar.vault.digest import first_mismatch
 from tiercheck_sidecar.vault.slots import Slot
-from tiercheck_sidecar.watermark import TierReport, TierVerdict
+from tiercheck_sidecar.versions import tiers
+from tiercheck_sidecar.versions.coordinator import Coordinator, NotNow
+from tiercheck_sidecar.versions.reclaim import Reclaimer
+from tiercheck_sidecar.versions.tiers import TierClient
+from tiercheck_sidecar.versions.watermark import TierReport, TierVerdict
 
 if TYPE_CHECKING:
     from tests.simulation.whole import Pod, Simulation
@@ -546,9 +547,9 @@ def in_simulation(world: Simulation) -> Iterator[None]:
             (remote_store, "ThreadPoolExecutor", Inline),
         ):
             stack.enter_context(mock.patch.object(where, name, what))
-        from tiercheck_sidecar import coordinator
         from tiercheck_sidecar.exchange import transfers
         from tiercheck_sidecar.remote import preflight
+        from tiercheck_sidecar.versions import coordinator
 
         stack.enter_context(mock.patch.object(preflight, "CHUNK", 64))
         stack.enter_context(mock.patch.object(preflight, "SIZE", 17 * 64))

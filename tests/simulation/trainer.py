@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation import pages
-from tiercheck.protocol.artifact import Artifact, Kind
+from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.directive import DeltaMode, Phase
 from tiercheck.protocol.local import Hello, LauncherEvent, Order, Welcome
 from tiercheck.protocol.report import SPARE
@@ -25,9 +25,8 @@ from tiercheck.protocol.requests import (
     Request,
     ReserveSlots,
 )
-from tiercheck.protocol.slot import NotASlot
-from tiercheck.protocol.version import Version
-from tiercheck_sidecar.rank_session import RankSession
+from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck_sidecar.trainer.session import RankSession
 
 if TYPE_CHECKING:
     from tests.simulation.process import Process

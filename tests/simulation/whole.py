@@ -25,11 +25,11 @@ from tests.simulation.store import Bucket
 from tests.simulation.trainer import Launcher
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.report import Report, TrainerReport
-from tiercheck_operator.clock_skew import by_our_clock
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.actions import DeletePod, Probe, Push
+from tiercheck_operator.model.actions import DeletePod, ProbeSidecar, Push
 from tiercheck_operator.model.observed import Observation, WorkerReport
 from tiercheck_operator.model.status import JobRecord
+from tiercheck_operator.plausible import by_our_clock
 from tiercheck_sidecar.exchange.frames import PeerSilent, WireBroken
 
 Entry = tuple[float, str, dict[str, Any]]
@@ -300,7 +300,7 @@ class Simulation(World):
     def _do(self, item: Any) -> None:
         before = self.status
         match item:
-            case Probe(uid):
+            case ProbeSidecar(uid):
                 self._asked.add(uid)
                 return
             case Push(uid, directive):

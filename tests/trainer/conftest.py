@@ -10,7 +10,7 @@ from scripted_sidecar import DEADLINE, ScriptedSidecar
 
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.local import Welcome
-from tiercheck.trainer import sidecar_backend
+from tiercheck.trainer.backends import sidecar_backend
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tiercheck.dcp import Storage
-from tiercheck.trainer.state_hash import fingerprints
+from tiercheck.trainer.proof.state_hash import fingerprints
 
 
 class Unpicklable:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tiercheck import Checkpointer
-from tiercheck.trainer.backend import RestoreError
-from tiercheck.trainer.capture import take_inventory
-from tiercheck.trainer.equality import Equality
-from tiercheck.trainer.state_hash import fingerprints
+from tiercheck.trainer.backends.backend import RestoreError
+from tiercheck.trainer.proof.state_hash import fingerprints
+from tiercheck.trainer.replicas.equality import Equality
+from tiercheck.trainer.state.capture import take_inventory
 
 
 def drift(folder: Path, steps: int, drifts_after: int, how: str) -> dict[str, object]:

@@ -36,11 +36,11 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tiercheck import Checkpointer
-from tiercheck.trainer import resharding
-from tiercheck.trainer.capture import take_inventory
-from tiercheck.trainer.partitioned import Partitions
-from tiercheck.trainer.state_hash import fingerprints
-from tiercheck.trainer.wrapped import Wrapped
+from tiercheck.trainer.proof.state_hash import fingerprints
+from tiercheck.trainer.replicas.partitioned import Partitions
+from tiercheck.trainer.restore import resharding
+from tiercheck.trainer.state.capture import take_inventory
+from tiercheck.trainer.state.live import Wrapped
 
 EVERY = 2
 TOGETHER = 8

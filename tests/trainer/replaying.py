@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tiercheck import Checkpointer
-from tiercheck.protocol.artifact import Kind
-from tiercheck.trainer.capture import named_parameters_of
-from tiercheck.trainer.leaves import NotCapturable
+from tiercheck.protocol.version import Kind
+from tiercheck.trainer.state.capture import named_parameters_of
+from tiercheck.trainer.state.leaves import NotCapturable
 
 BASE, STEP, AFTER = 4, 9, 3
 MORE = 4

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.encoding import from_json, to_json
 from tiercheck.protocol.local import Hello, Reply, Welcome
 from tiercheck.protocol.requests import BeginSlot, ReportProgress, Request, ReserveSlots
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Kind, Version
 
 DEADLINE = 30.0
 Script = Callable[[Request], Reply | None]

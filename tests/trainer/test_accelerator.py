@@ -16,12 +16,14 @@ from scripted_sidecar import DEADLINE, ScriptedSidecar
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tiercheck.protocol.artifact import Kind
-from tiercheck.trainer import accelerator, buffers, flight, slot_file, stored, watch
-from tiercheck.trainer.accelerator import accelerator_of
-from tiercheck.trainer.encoding import same_bits
-from tiercheck.trainer.leaves import NotCapturable
-from tiercheck.trainer.untold import PATIENCE
+from tiercheck.protocol.version import Kind
+from tiercheck.trainer.deltas import buffers, watch
+from tiercheck.trainer.deltas.encoding import same_bits
+from tiercheck.trainer.deltas.untold import PATIENCE
+from tiercheck.trainer.save import accelerator, flight
+from tiercheck.trainer.save.accelerator import accelerator_of
+from tiercheck.trainer.state import slot_file, stored
+from tiercheck.trainer.state.leaves import NotCapturable
 
 WIDTH = 160
 """A weight of 100 KiB, which travels alone, beside biases that are packed."""

@@ -10,8 +10,8 @@ from small_runs import MakeOptimizer, Run, adamw, same_bits
 from torch import nn
 
 from tiercheck import Checkpointer
-from tiercheck.trainer.backend import RestoreError
-from tiercheck.trainer.load import DifferentState
+from tiercheck.trainer.backends.backend import RestoreError
+from tiercheck.trainer.restore.load import DifferentState
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),

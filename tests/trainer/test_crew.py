@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiercheck.trainer.copying import Crew, copy_tensor
+from tiercheck.trainer.save.staging import Crew, copy_tensor
 
 DEADLINE = 20.0
 

@@ -12,8 +12,8 @@ from scripted_sidecar import ScriptedSidecar
 from torch import Tensor, nn
 
 from tiercheck import Checkpointer
-from tiercheck.trainer.encoding import decode, encode, same_bits
-from tiercheck.trainer.state_hash import fingerprints
+from tiercheck.trainer.deltas.encoding import decode, encode, same_bits
+from tiercheck.trainer.proof.state_hash import fingerprints
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -17,15 +17,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.lives import Lives
 from tiercheck import Checkpointer
 from tiercheck.dcp import Storage, TierCheckReader
-from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.local import Reply, Welcome
-from tiercheck.protocol.version import Version
-from tiercheck.trainer import dcp_writer, sidecar_backend
-from tiercheck.trainer.backend import Ranges, RestoreError
-from tiercheck.trainer.dcp_note import Note, planner_paths
-from tiercheck.trainer.dcp_writer import step_of
-from tiercheck.trainer.leaves import NotCapturable
-from tiercheck.trainer.sidecar_backend import SidecarBackend
+from tiercheck.protocol.version import Kind, Version
+from tiercheck.trainer.backends import sidecar_backend
+from tiercheck.trainer.backends.backend import Ranges, RestoreError
+from tiercheck.trainer.backends.sidecar_backend import SidecarBackend
+from tiercheck.trainer.dcp import writer
+from tiercheck.trainer.dcp.note import Note, planner_paths
+from tiercheck.trainer.dcp.writer import step_of
+from tiercheck.trainer.state.leaves import NotCapturable
 
 SCRIPT = Path(__file__).parent / "dcp_script.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_dcp.py"
@@ -105,7 +105,7 @@ def test_what_would_run_code_is_not_saved(tmp_path: Path) -> None:
 
 def test_what_would_run_code_never_reaches_the_planner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as careless:  # somebody else wrote the slot
-        careless.setattr(dcp_writer, "checked", lambda fqn, content: content)
+        careless.setattr(writer, "checked", lambda fqn, content: content)
         with alone(tmp_path / "checkpoints") as storage:
             assert storage.save({"weight": torch.ones(3), "bad": Malicious(tmp_path / "hacked")}, 1)
     state = {"weight": torch.zeros(3), "bad": None}

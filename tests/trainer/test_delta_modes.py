@@ -14,8 +14,8 @@ from scripted_sidecar import DEADLINE, ScriptedSidecar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.version import Kind
 
 
 class Lion(Optimizer):

@@ -17,13 +17,14 @@ from safetensors.torch import load_file
 from scripted_sidecar import DEADLINE, ScriptedSidecar, until
 from torch import Tensor, nn
 
-from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.artifacts.slot import read_header
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.local import Reply, Welcome
 from tiercheck.protocol.requests import Request
-from tiercheck.protocol.slot import read_header
-from tiercheck.trainer import copying, sidecar_backend
-from tiercheck.trainer.backend import RestoreError
+from tiercheck.protocol.version import Kind
+from tiercheck.trainer.backends import sidecar_backend
+from tiercheck.trainer.backends.backend import RestoreError
+from tiercheck.trainer.save import staging
 
 
 def simple() -> Script:
@@ -192,14 +193,14 @@ def test_gradient_overwritten_while_it_is_copied_never_becomes_a_delta(
     checkpointer.restore()
     train(running, checkpointer, 3)
     checkpointer.wait(DEADLINE)
-    copy = copying.copy_tensor
+    copy = staging.copy_tensor
 
     def overwrite(target: Tensor, source: Tensor) -> None:
         copy(target, source)
         if source is running.model[0].weight.grad:
             source.zero_()
 
-    monkeypatch.setattr(copying, "copy_tensor", overwrite)
+    monkeypatch.setattr(staging, "copy_tensor", overwrite)
     train(running, checkpointer, 1)
     checkpointer.wait(DEADLINE)
     assert checkpointer.deltas_skipped == 1

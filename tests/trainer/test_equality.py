@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiercheck.trainer.equality import Looked, saved_whole, unequal
+from tiercheck.trainer.replicas.equality import Looked, saved_whole, unequal
 
 SCRIPT = Path(__file__).parent / "drifting_script.py"
 

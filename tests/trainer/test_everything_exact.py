@@ -80,7 +80,7 @@ def test_version_without_the_averaged_weights_is_refused_before_anything_is_writ
 
 def test_every_cuda_device_draws_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two devices, of which this process uses the second, then the first: the one it uses now is what it was."""
-    from tiercheck.trainer import user_state
+    from tiercheck.trainer.state import user_state
 
     states = [torch.tensor([1]), torch.tensor([2])]
     current = 1

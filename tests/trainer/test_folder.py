@@ -7,7 +7,7 @@ from pathlib import Path
 from small_runs import Run, adamw
 
 from tiercheck.protocol.version import Version
-from tiercheck.trainer.folder_backend import FolderBackend
+from tiercheck.trainer.backends.folder_backend import FolderBackend
 
 
 def write(folder: Path, rank: int, world: int, step: int, content: bytes = b"x" * 100) -> None:

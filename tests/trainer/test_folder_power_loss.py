@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from crash_disk import CrashDisk
 
-from tiercheck.trainer.folder_backend import FolderBackend
+from tiercheck.trainer.backends.folder_backend import FolderBackend
 
 
 def test_whenever_the_power_goes_one_whole_version_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tiercheck.trainer import gloo_threads
+from tiercheck.trainer.process import process_end
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 
 AT_EXIT = """
 import atexit
-from tiercheck.trainer import gloo_threads
-gloo_threads.wait_until_idle = lambda: print("waited")
+from tiercheck.trainer.process import process_end
+process_end.wait_until_idle = lambda: print("waited")
 import torch
 from tiercheck import Checkpointer
 model = torch.nn.Linear(2, 2)
@@ -41,11 +41,11 @@ def test_threads_of_gloo_have_the_name_that_is_looked_for(tmp_path: Path) -> Non
     run = subprocess.run(
         [sys.executable, "-c", GROUP.format(folder=tmp_path)], stdout=subprocess.PIPE, text=True, check=True
     )
-    assert gloo_threads._NAME in run.stdout
+    assert process_end._NAME in run.stdout
 
 
 def test_waits_for_a_busy_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo_threads, "_PATIENCE", 60.0)
+    monkeypatch.setattr(process_end, "_PATIENCE", 60.0)
     begun, finished, leave = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -59,7 +59,7 @@ def test_waits_for_a_busy_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     thread.start()
     begun.wait()
     try:
-        gloo_threads.wait_until_idle()
+        process_end.wait_until_idle()
         assert finished.is_set()
     finally:
         leave.set()

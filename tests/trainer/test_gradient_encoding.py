@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tiercheck.trainer.encoding import Encoded, decode, encode, look_sparse, may_be_sparse, same_bits
+from tiercheck.trainer.deltas.encoding import Encoded, decode, encode, look_sparse, may_be_sparse, same_bits
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

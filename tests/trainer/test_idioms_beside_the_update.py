@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from tiercheck.protocol.artifact import Kind
-from tiercheck.trainer import state_hash
-from tiercheck.trainer.load import DifferentState
+from tiercheck.protocol.version import Kind
+from tiercheck.trainer.proof import state_hash
+from tiercheck.trainer.restore.load import DifferentState
 
 At = Callable[[int], object]
 """Called with the number of the step."""

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tiercheck.trainer.capture import Inventory, take_inventory
-from tiercheck.trainer.inventories import Inventories
+from tiercheck.trainer.state.capture import Inventory, take_inventory
+from tiercheck.trainer.state.inventories import Inventories
 
 
 class Net(nn.Module):
@@ -197,5 +197,5 @@ def assert_remembered(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     train(net, optimizer)
     inventories = Inventories(net, [optimizer])
     inventories.take()
-    monkeypatch.setattr("tiercheck.trainer.inventories.take_inventory", None)
+    monkeypatch.setattr("tiercheck.trainer.state.inventories.take_inventory", None)
     assert described(inventories.take()) == described(take_inventory(net, [optimizer]))

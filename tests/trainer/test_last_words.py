@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiercheck.trainer.last_words import exit_code_of, in_words, reason_of
+from tiercheck.trainer.process.process_end import exit_code_of, in_words, reason_of
 
 SCRIPT = """
 import sys
-from tiercheck.trainer.last_words import LastWords
+from tiercheck.trainer.process.process_end import LastWords
 LastWords(lambda reason, message, code: sys.stdout.write(f"{reason}|{message}|{code}\\n"))
 """
 

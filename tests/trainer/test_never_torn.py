@@ -12,7 +12,7 @@ from small_runs import Run, adamw, same_bits
 from torch import nn
 
 from tiercheck import Checkpointer
-from tiercheck.trainer import copying
+from tiercheck.trainer.save import staging
 
 DEADLINE = 30.0
 
@@ -45,14 +45,14 @@ def test_every_snapshot_is_the_state_after_its_step_though_training_goes_on_at_o
 
 def test_update_waits_until_the_copy_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copying_began, may_copy, at_the_barrier = threading.Event(), threading.Event(), threading.Event()
-    copy = copying.copy_tensor
+    copy = staging.copy_tensor
 
     def slow_copy(target: torch.Tensor, source: torch.Tensor) -> None:
         copying_began.set()
         assert may_copy.wait(DEADLINE)
         copy(target, source)
 
-    monkeypatch.setattr(copying, "copy_tensor", slow_copy)
+    monkeypatch.setattr(staging, "copy_tensor", slow_copy)
     model = nn.Linear(64, 64)
     optimizer = adamw(model)
     optimizer.register_step_pre_hook(lambda *_: at_the_barrier.set())
@@ -80,13 +80,13 @@ def test_training_does_not_wait_for_the_copy_before_the_next_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_copy = threading.Event()
-    copy = copying.copy_tensor
+    copy = staging.copy_tensor
 
     def slow_copy(target: torch.Tensor, source: torch.Tensor) -> None:
         assert may_copy.wait(DEADLINE)
         copy(target, source)
 
-    monkeypatch.setattr(copying, "copy_tensor", slow_copy)
+    monkeypatch.setattr(staging, "copy_tensor", slow_copy)
     run = Run(adamw, tmp_path)
     run.update()
     norm_before = run.model.norm.running_mean.clone()
@@ -102,14 +102,14 @@ def test_parameter_changed_behind_the_optimizers_back_never_makes_a_torn_snapsho
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed, copying_began = threading.Event(), threading.Event()
-    copy = copying.copy_tensor
+    copy = staging.copy_tensor
 
     def copy_after_the_change(target: torch.Tensor, source: torch.Tensor) -> None:
         copying_began.set()
         assert changed.wait(DEADLINE)
         copy(target, source)
 
-    monkeypatch.setattr(copying, "copy_tensor", copy_after_the_change)
+    monkeypatch.setattr(staging, "copy_tensor", copy_after_the_change)
     run = Run(adamw, tmp_path, keep=9)
     averaged = run.model.first.bias
     for _ in range(2):

@@ -19,8 +19,8 @@ from scripted_sidecar import DEADLINE, ScriptedSidecar
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from tiercheck.trainer.leaves import NotCapturable
-from tiercheck.trainer.load import DifferentState
+from tiercheck.trainer.restore.load import DifferentState
+from tiercheck.trainer.state.leaves import NotCapturable
 
 WIDTH = 24
 After = Callable[[nn.Module, Optimizer, int], None]

@@ -10,8 +10,8 @@ from scripted_sidecar import DEADLINE, ScriptedSidecar
 from torch import nn
 
 from tiercheck import Checkpointer
-from tiercheck.protocol.artifact import Kind
-from tiercheck.trainer.leaves import NotCapturable
+from tiercheck.protocol.version import Kind
+from tiercheck.trainer.state.leaves import NotCapturable
 
 
 def made(folder: Path | None = None, model: nn.Module | None = None) -> tuple[nn.Module, Checkpointer]:

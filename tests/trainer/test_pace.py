@@ -12,8 +12,8 @@ from replaying import Script, started, train
 from scripted_sidecar import DEADLINE, ScriptedSidecar
 from torch import Tensor, nn
 
-from tiercheck.protocol.artifact import Kind
-from tiercheck.trainer.pace import Pace, there_is_time
+from tiercheck.protocol.version import Kind
+from tiercheck.trainer.save.chain import Pace, there_is_time
 
 seconds = st.floats(1e-6, 1e4)
 

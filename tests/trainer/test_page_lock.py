@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiercheck.protocol import mapping
-from tiercheck.trainer import page_lock
-from tiercheck.trainer.slot_file import SlotWriter
+from tiercheck.protocol.artifacts import mapping
+from tiercheck.trainer.save import accelerator
+from tiercheck.trainer.state.slot_file import SlotWriter
 
 MIB = 2**20
 
@@ -36,7 +36,7 @@ class Runtime:
 @pytest.fixture
 def cleared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     told: list[bool] = []
-    monkeypatch.setattr(page_lock, "_clear_error", lambda: told.append(True))
+    monkeypatch.setattr(accelerator, "_clear_error", lambda: told.append(True))
     return told
 
 

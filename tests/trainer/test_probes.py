@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed import destroy_process_group, init_process_group
 from torch.optim import Optimizer
 
-from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import DeltaMode
-from tiercheck.trainer import clones, probe
-from tiercheck.trainer.gradients import Recorder
-from tiercheck.trainer.probe import Probe, Refused
+from tiercheck.protocol.version import Kind
+from tiercheck.trainer.deltas.gradients import Recorder
+from tiercheck.trainer.proof import clones, probe
+from tiercheck.trainer.proof.probe import Probe, ProbeRefused
 
 EVERY = 5
 """Updates between probes here."""
@@ -245,7 +245,7 @@ def test_large_parameter_is_looked_at_part_by_part_within_the_room(monkeypatch: 
             weight.grad, bias.grad = torch.randn(20_000), torch.randn(7)
             probed(optimizer, probe_, recorder)
 
-    with pytest.raises(Refused, match="other bits"):
+    with pytest.raises(ProbeRefused, match="other bits"):
         train_until_found()
     assert len(cloned) >= 20_000 * 16 // room, "not before its turn came"
     assert max(cloned) <= room

@@ -10,7 +10,7 @@ from scripted_sidecar import DEADLINE, ScriptedSidecar
 from small_runs import MakeOptimizer, Run, same_bits
 from test_bitwise_restore import OPTIMIZERS
 
-from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.version import Kind
 
 MORE: dict[str, MakeOptimizer] = {
     "sgd-momentum-plain": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, dampening=0.1),

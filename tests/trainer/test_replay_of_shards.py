@@ -14,11 +14,11 @@ import pytest
 from scripted_sidecar import ScriptedSidecar
 
 from tests.lives import Lives
-from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.artifacts.pieces import Box, Piece, cover
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.local import Welcome
-from tiercheck.protocol.pieces import Box, Piece, cover
-from tiercheck.trainer.slot_file import SlotReader
+from tiercheck.protocol.version import Kind
+from tiercheck.trainer.state.slot_file import SlotReader
 
 SCRIPT = Path(__file__).parent / "sharded_script.py"
 KINDS = {"ddp": 2, "zero": 2, "fsdp": 2, "hybrid": 4, "tensor": 2, "fsdp-tensor": 4, "pipeline": 2}

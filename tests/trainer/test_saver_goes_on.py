@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from small_runs import Run, adamw
 
-from tiercheck.trainer.folder_backend import FolderBackend
-from tiercheck.trainer.snapshot_job import SnapshotJob
+from tiercheck.trainer.backends.folder_backend import FolderBackend
+from tiercheck.trainer.save.snapshot import SnapshotJob
 
 DEADLINE = 30.0
 STEPS = 6

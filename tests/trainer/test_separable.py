@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tests.examples import examples
-from tiercheck.trainer.encoding import same_bits
-from tiercheck.trainer.replayable import inseparable
+from tiercheck.trainer.deltas.encoding import same_bits
+from tiercheck.trainer.proof.replayable import inseparable
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "SGD": [{}, {"momentum": 0.9, "weight_decay": 0.01, "nesterov": True}, {"maximize": True, "foreach": True}],

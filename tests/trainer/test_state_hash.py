@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercheck.trainer.state_hash import fingerprints, first_difference, state_of_turn, turns
+from tiercheck.trainer.proof.state_hash import fingerprints, first_difference, state_of_turn, turns
 
 
 @pytest.mark.parametrize("count", [1, 7, 1000, 16_384, 100_003])

@@ -11,12 +11,12 @@ import torch
 from small_runs import Run, adamw, same_bits
 from torch import Tensor
 
-from tiercheck.protocol.slot import NotASlot, SlotLayout
+from tiercheck.protocol.artifacts.slot import NotASlot, SlotLayout
 from tiercheck.protocol.version import Version
-from tiercheck.trainer.backend import RestoreError
-from tiercheck.trainer.dtypes import dtype_name
+from tiercheck.trainer.backends.backend import RestoreError
 from tiercheck.trainer.restore import restoring
-from tiercheck.trainer.slot_file import SlotReader, SlotWriter
+from tiercheck.trainer.state.leaves import dtype_name
+from tiercheck.trainer.state.slot_file import SlotReader, SlotWriter
 
 LARGE = 10_000_019
 """Elements of fp32: above the size for which several threads read, and no multiple of the pieces they read."""

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.optim import SGD
 
 from tiercheck import ResumableSampler
-from tiercheck.protocol.artifact import Kind
-from tiercheck.trainer.leaves import NotCapturable
+from tiercheck.protocol.version import Kind
+from tiercheck.trainer.state.leaves import NotCapturable
 
 
 class Falling:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tiercheck import Checkpointer
-from tiercheck.trainer import resharding
-from tiercheck.trainer.backend import RestoreError
+from tiercheck.trainer.backends.backend import RestoreError
 from tiercheck.trainer.checkpointer import find
-from tiercheck.trainer.leaves import NotCapturable
-from tiercheck.trainer.load import DifferentState
+from tiercheck.trainer.restore import resharding
+from tiercheck.trainer.restore.load import DifferentState
+from tiercheck.trainer.state.leaves import NotCapturable
 
 Script = Callable[[int], "Run"]
 
@@ -319,7 +319,7 @@ def test_every_dtype_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 def test_class_of_a_wrapper_that_the_script_has_not_imported_is_never_imported_by_us() -> None:
-    from tiercheck.trainer import kept
+    from tiercheck.trainer.state import kept
 
     described = {
         "device": "cpu", "class": "antigravity:Fly", "context": [], "shape": [1], "stride": [1], "parts": {},

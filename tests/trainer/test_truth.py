@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from tiercheck import Checkpointer
-from tiercheck.trainer.backend import RestoreError
-from tiercheck.trainer.leaves import NotCapturable
+from tiercheck.trainer.backends.backend import RestoreError
+from tiercheck.trainer.state.leaves import NotCapturable
 
 WIDTH = 512
 
@@ -94,13 +94,13 @@ def test_torn_copy_is_counted_and_the_next_one_is_made_at_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deterministic: the saver's thread reads while the weights are the others."""
-    from tiercheck.trainer import copying
+    from tiercheck.trainer.save import staging
 
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with Checkpointer(model, optimizer, folder=tmp_path, every=1) as checkpointer:
         checkpointer.restore()
-        real = copying.copy_tensor
+        real = staging.copy_tensor
 
         def late(target: Tensor, source: Tensor) -> None:
             changed = source.data_ptr() == model[0].weight.data_ptr()
@@ -110,7 +110,7 @@ def test_torn_copy_is_counted_and_the_next_one_is_made_at_once(
             if changed:
                 source.data.sub_(1)
 
-        monkeypatch.setattr(copying, "copy_tensor", late)
+        monkeypatch.setattr(staging, "copy_tensor", late)
         train(model, optimizer)
         model[0].weight.data.round_()  # so that what is added and subtracted leaves it as it was
         checkpointer._deltas.give_up("of no interest")
@@ -118,7 +118,7 @@ def test_torn_copy_is_counted_and_the_next_one_is_made_at_once(
         assert checkpointer.wait(30)
         assert (checkpointer.captured, checkpointer.skipped) == (0, 1)
         assert "CopyDiffers" in caplog.text
-        monkeypatch.setattr(copying, "copy_tensor", real)
+        monkeypatch.setattr(staging, "copy_tensor", real)
         train(model, optimizer)
         checkpointer.step()
         assert checkpointer.wait(30)
@@ -129,13 +129,13 @@ def test_torn_copy_is_counted_and_the_next_one_is_made_at_once(
 def test_one_torn_byte_that_no_sample_sees_is_found_where_every_byte_is_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turned: bool
 ) -> None:
-    from tiercheck.trainer import copying
+    from tiercheck.trainer.save import staging
 
     model = build(layers=1)
     if turned:
         model[0].weight = nn.Parameter(model[0].weight.detach().t())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    real = copying.copy_tensor
+    real = staging.copy_tensor
 
     def torn(target: Tensor, source: Tensor) -> None:
         real(target, source)
@@ -145,7 +145,7 @@ def test_one_torn_byte_that_no_sample_sees_is_found_where_every_byte_is_compared
     with Checkpointer(model, optimizer, folder=tmp_path, every=1, verify_all=True) as checkpointer:
         checkpointer.restore()
         train(model, optimizer)
-        monkeypatch.setattr(copying, "copy_tensor", torn)
+        monkeypatch.setattr(staging, "copy_tensor", torn)
         checkpointer.step()
         train(model, optimizer)  # waits until all is compared
         assert checkpointer.wait(30)
@@ -156,11 +156,11 @@ def test_script_that_writes_other_tensors_each_time_is_protected_after_one_copy_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As weights that are swapped for an evaluation are met at another place by each copy under way."""
-    from tiercheck.trainer import copying
+    from tiercheck.trainer.save import staging
 
     model = build(layers=4, width=32)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    real = copying.copy_tensor
+    real = staging.copy_tensor
     with Checkpointer(model, optimizer, folder=tmp_path, every=1) as checkpointer:
         checkpointer.restore()
         for layer in model:
@@ -170,7 +170,7 @@ def test_script_that_writes_other_tensors_each_time_is_protected_after_one_copy_
                     source.data.add_(1)
                 real(target, source)
 
-            monkeypatch.setattr(copying, "copy_tensor", late)
+            monkeypatch.setattr(staging, "copy_tensor", late)
             train(model, optimizer, 32)
             checkpointer.step()
             assert checkpointer.wait(30)

@@ -5,31 +5,31 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercheck.trainer.turns import Candidate, Part, Place, choose
+from tiercheck.trainer.proof.clones import ParameterPlace, ProbeCandidate, ProbePart, choose
 
 ROOM = 100_000
 
 
 @st.composite
-def candidate_lists(draw: st.DrawFn) -> list[Candidate]:
+def candidate_lists(draw: st.DrawFn) -> list[ProbeCandidate]:
     found = []
     for number in sorted(draw(st.sets(st.integers(0, 60), max_size=12))):
         elements = draw(st.integers(1, 60_000))
         size = elements * draw(st.sampled_from([4, 8, 16])) + draw(st.integers(0, 64))
-        found.append(Candidate(number, size, elements if draw(st.booleans()) else 0))
+        found.append(ProbeCandidate(number, size, elements if draw(st.booleans()) else 0))
     return found
 
 
-def spent(part: Part, candidates: list[Candidate]) -> float:
+def spent(part: ProbePart, candidates: list[ProbeCandidate]) -> float:
     (each,) = [each for each in candidates if each.number == part.number]
     return each.size if part.is_whole else each.size * (part.end - part.begin) / each.elements
 
 
 @given(candidate_lists(), st.integers(1, 5), st.integers(0, 60), st.integers(0, 60_000))
 def test_everything_has_its_turn_within_the_room(
-    candidates: list[Candidate], most: int, number: int, element: int
+    candidates: list[ProbeCandidate], most: int, number: int, element: int
 ) -> None:
-    place = Place(number, element)
+    place = ParameterPlace(number, element)
     seen: dict[int, set[int]] = {each.number: set() for each in candidates}
     for _ in range(400):
         parts, place = choose(candidates, place, ROOM, most)
@@ -44,12 +44,12 @@ def test_everything_has_its_turn_within_the_room(
 
 
 def test_what_fits_is_never_cut_and_comes_next_time() -> None:
-    candidates = [Candidate(0, 60, 60), Candidate(1, 60, 60)]
-    parts, place = choose(candidates, Place(), 100, 10)
-    assert parts == [Part(0)]
-    assert choose(candidates, place, 100, 10) == ([Part(1)], Place(0))
+    candidates = [ProbeCandidate(0, 60, 60), ProbeCandidate(1, 60, 60)]
+    parts, place = choose(candidates, ParameterPlace(), 100, 10)
+    assert parts == [ProbePart(0)]
+    assert choose(candidates, place, 100, 10) == ([ProbePart(1)], ParameterPlace(0))
 
 
 def test_nothing_to_choose_from_is_no_trouble() -> None:
-    assert choose([], Place(3, 4), ROOM, 1) == ([], Place())
-    assert choose([Candidate(0, ROOM + 1)], Place(3, 4), ROOM, 1) == ([], Place())
+    assert choose([], ParameterPlace(3, 4), ROOM, 1) == ([], ParameterPlace())
+    assert choose([ProbeCandidate(0, ROOM + 1)], ParameterPlace(3, 4), ROOM, 1) == ([], ParameterPlace())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercheck.trainer.unbroken import Unbroken
+from tiercheck.trainer.save.chain import Unbroken
 
 
 def test_before_the_first_snapshot_there_is_no_chain() -> None:

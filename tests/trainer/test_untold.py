@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiercheck.trainer import accelerator
-from tiercheck.trainer.samples import Sampler
-from tiercheck.trainer.untold import PATIENCE, Untold
+from tiercheck.trainer.deltas.untold import PATIENCE, Untold
+from tiercheck.trainer.proof.samples import Sampler
+from tiercheck.trainer.save import accelerator
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ from scripted_sidecar import DEADLINE, ScriptedSidecar, until
 from small_runs import Run, adamw, same_bits
 
 from tiercheck import failpoints
+from tiercheck.protocol.artifacts.slot import read_header
 from tiercheck.protocol.local import Reply, Welcome
 from tiercheck.protocol.requests import Request
-from tiercheck.protocol.slot import read_header
 from tiercheck.protocol.version import Version
-from tiercheck.trainer import sidecar_backend
-from tiercheck.trainer.backend import RestoreError
+from tiercheck.trainer.backends import sidecar_backend
+from tiercheck.trainer.backends.backend import RestoreError
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from tiercheck.trainer import user_state
 from tiercheck.trainer.checkpointer import Checkpointer, Found, find
+from tiercheck.trainer.state import user_state
 
 _NEEDED = ("_init_training_state", "_prepare_for_training", "_run_epoch", "_maybe_log_save_evaluate", "_load_rng_state")
 _RESUMED = "tiercheck"

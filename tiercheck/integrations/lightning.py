@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from tiercheck.trainer import user_state
-from tiercheck.trainer.backend import RestoreError
+from tiercheck.trainer.backends.backend import RestoreError
 from tiercheck.trainer.checkpointer import Checkpointer
+from tiercheck.trainer.state import user_state
 
 try:
     from lightning.pytorch.callbacks import Callback

@@ -20,14 +20,13 @@ from typing import Any
 
 from tiercheck.failpoints import failpoint
 from tiercheck.launcher import command as processes
-from tiercheck.launcher.environment import command_environment, seconds_of
+from tiercheck.launcher.command import dump_stacks
+from tiercheck.launcher.environment import command_environment, seconds_of, torch_missing
 from tiercheck.launcher.health_check import RunningCheck
 from tiercheck.launcher.out_of_memory import CGROUP, OutOfMemory
 from tiercheck.launcher.sidecar_line import SidecarLine
-from tiercheck.launcher.stacks import dump_stacks
-from tiercheck.launcher.torch_check import torch_missing
 from tiercheck.launcher.warm import ENV_WARM_AFTER_SECONDS, WarmInterpreter
-from tiercheck.protocol import reasons
+from tiercheck.protocol import names
 from tiercheck.protocol.directive import HealthCheck, Phase
 from tiercheck.protocol.local import LauncherEvent, Order
 from tiercheck.protocol.names import ENV_RUN_DIR, RUN_DIR, SOCKET_NAME
@@ -305,11 +304,11 @@ class Launcher:
         self._attempt = order.attempt
         if self._started_before(order.attempt):
             message = "The trainer container was restarted, so its ranks of this attempt are gone."
-            self._tell(LauncherEvent("exited", order.attempt, 137, reasons.CONTAINER_RESTARTED, message))
+            self._tell(LauncherEvent("exited", order.attempt, 137, names.CONTAINER_RESTARTED, message))
             return
         if not self._checked:
             if message := torch_missing(self._command):
-                self._tell(LauncherEvent("exited", order.attempt, 1, reasons.TORCH_MISSING, message))
+                self._tell(LauncherEvent("exited", order.attempt, 1, names.TORCH_MISSING, message))
                 return
             self._checked = True
         self._marker.write_text(str(order.attempt))
@@ -377,17 +376,17 @@ class Launcher:
 def _cannot_start(attempt: int, whose: str, program: str, error: OSError) -> LauncherEvent:
     message = f"{program} cannot be started: {error.strerror}. Check the command of {whose}."
     code = 127 if isinstance(error, FileNotFoundError) else 126
-    return LauncherEvent("exited", attempt, code, reasons.CANNOT_START, message)
+    return LauncherEvent("exited", attempt, code, names.CANNOT_START, message)
 
 
 def _exited(attempt: int, code: int, out_of_memory: str) -> LauncherEvent:
     if code == 0:
         return LauncherEvent("exited", attempt, 0)
     if out_of_memory:  # torchrun ends with 1 when a rank was killed, so the code alone would not tell
-        return LauncherEvent("exited", attempt, code, reasons.OOM_KILLED, out_of_memory)
+        return LauncherEvent("exited", attempt, code, names.OOM_KILLED, out_of_memory)
     if name := processes.signal_of(code):
-        return LauncherEvent("exited", attempt, code, reasons.SIGNALLED, f"The training command was ended by {name}.")
-    return LauncherEvent("exited", attempt, code, reasons.CRASHED, f"The training command ended with exit code {code}.")
+        return LauncherEvent("exited", attempt, code, names.SIGNALLED, f"The training command was ended by {name}.")
+    return LauncherEvent("exited", attempt, code, names.CRASHED, f"The training command ended with exit code {code}.")
 
 
 class _signals:  # noqa: N801  (used as a context manager)

@@ -1,4 +1,7 @@
-"""The training command as a process: everything it starts must end with it, or the next attempt meets its ghosts."""
+"""The training command as a process: everything it starts must end with it, or the next attempt meets its ghosts.
+
+Where a hung process stands: what it says itself when asked, because it is about to be stopped and will not be asked again.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -138,3 +142,30 @@ def reap() -> dict[int, int]:
             return ended
         code = os.waitstatus_to_exitcode(status)
         ended[pid] = code if code >= 0 else 128 - code
+
+
+pass  # HOUSE
+
+ASK = signal.SIGUSR2
+"""The trainer library answers it with the stack of every Python thread (`tiercheck.trainer.process.process_end`)."""
+
+
+def dump_stacks() -> list[int]:
+    """Ask every process below this one that catches the signal: any other would end by it. Their pids."""
+    asked = [pid for pid in sorted(descendants(os.getpid(), parents())) if _catches(pid)]
+    print(f"tiercheck: no step for long; asking processes {asked} for their stacks", file=sys.stderr, flush=True)
+    for pid in asked:
+        try:
+            os.kill(pid, ASK)
+        except ProcessLookupError:
+            continue
+    return asked
+
+
+def _catches(pid: int) -> bool:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    mask = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
+    return bool(int(mask, 16) >> (ASK - 1) & 1)

@@ -18,8 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tiercheck.launcher import command as processes
+from tiercheck.launcher.environment import interpreter_of
 from tiercheck.launcher.recipe import Recipe, recipe_of
-from tiercheck.launcher.torch_check import interpreter_of
 from tiercheck.protocol.names import ENV_PROCS_PER_WORKER
 
 ENV_WARM = "TIERCHECK_WARM"

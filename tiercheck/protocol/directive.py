@@ -132,7 +132,7 @@ class Policy:
     """The part of the job's spec that may change while it runs."""
 
     snapshot_every: int | None
-    """Steps between snapshots; None: chosen from the sizes (`tiercheck_sidecar.cadence`)."""
+    """Steps between snapshots; None: chosen from the sizes (`tiercheck_sidecar.model.cadence`)."""
     remote_every: int
     """Steps between snapshots that also go to the remote tier."""
     remote_keep: int

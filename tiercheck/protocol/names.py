@@ -1,4 +1,11 @@
-"""Names that more than one part must spell the same way: labels, paths, ports, environment variables."""
+"""Names that more than one part must spell the same way: labels, paths, ports, environment variables.
+
+Why a training command or one of its ranks ended: the words that launcher, rank and sidecar say and the controller judges.
+
+Where a sidecar is reached: an IP address, with its first port where that is not the usual one (pods in the host's network).
+"""
+
+from __future__ import annotations
 
 API_GROUP = "tiercheck.io"
 API_VERSION = "v1alpha1"
@@ -94,3 +101,51 @@ ENV_GRACE_SECONDS = "TIERCHECK_GRACE_SECONDS"
 """The pod's terminationGracePeriodSeconds: how long the sidecar has between the trainer's end and being killed."""
 ENV_ATTEMPT = "TIERCHECK_ATTEMPT"
 """Set by the launcher for the training command: the attempt it belongs to."""
+
+
+# Of a rank (`RankFailure.reason`).
+OUT_OF_GPU_MEMORY = "OutOfGPUMemory"
+COLLECTIVE_FAILED = "CollectiveFailed"
+"""Usually the echo of what happened to another rank."""
+GPU_FAULT = "GPUFault"
+"""The driver says that the hardware failed."""
+UNCAUGHT = "UncaughtException"
+EXITED = "Exited"
+"""sys.exit with another code than 0."""
+VANISHED = "Vanished"
+"""Said by its sidecar: the rank said nothing."""
+
+# Of the command (`TrainerReport.reason`).
+CRASHED = "Crashed"
+SIGNALLED = "Signalled"
+OOM_KILLED = "OOMKilled"
+CONTAINER_RESTARTED = "ContainerRestarted"
+TORCH_MISSING = "TorchMissing"
+CANNOT_START = "CannotStart"
+
+
+pass  # HOUSE
+
+
+def join_address(host: str, first_port: int | None) -> str:
+    """`first_port` None: the usual ones."""
+    if first_port is None:
+        return host
+    return f"[{host}]:{first_port}" if ":" in host else f"{host}:{first_port}"
+
+
+def split_address(address: str) -> tuple[str, int | None]:
+    """The IP address and the first port. Raises ValueError."""
+    if address.startswith("["):
+        host, _, port = address[1:].partition("]:")
+        return host, int(port)
+    if address.count(":") == 1:
+        host, _, port = address.partition(":")
+        return host, int(port)
+    return address, None
+
+
+def endpoint(address: str, usual_port: int) -> tuple[str, int]:
+    """Host and port to connect to for what usually listens at `usual_port`; a sidecar's ports follow one another. Raises ValueError."""
+    host, first_port = split_address(address)
+    return host, usual_port if first_port is None else first_port + usual_port - CONTROL_PORT

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from tiercheck.protocol.artifact import Kind, Share
 from tiercheck.protocol.directive import Phase, Tier
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Kind, Share, Version
 
 SPARE = -1
 """In place of a worker's index: of the sidecar of a spare, which no worker's identity was given to yet."""

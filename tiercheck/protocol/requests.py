@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, get_args
 
-from tiercheck.protocol.artifact import Kind
+from tiercheck.protocol.version import Kind
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,24 @@
-"""Which state is meant: a version, and the one history that versions must belong to.
+"""Which state is meant: versions, the artifacts that hold them, and which of them can be rebuilt.
+
+Which state is meant: a version, and the one history that versions must belong to.
 
 Two attempts may both reach step 50. After a rollback those are two different states, and mixing them would give
 a model that never existed. So a version names the attempt that produced it, and a `History` says which attempt
 owns which steps.
+
+What a rank leaves behind: snapshots and deltas, and how an artifact is named.
+
+A version is rebuildable from a snapshot and every delta after it. This is that rule, on sets of versions of one rank.
+
+All steps of a chain must belong to the accepted history: the delta of step *s* applies to the one accepted state after
+*s*-1, whichever attempts the two come from.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from enum import Enum
 
 
 @dataclass(frozen=True, order=True)
@@ -88,3 +99,86 @@ class History:
     def attempt(self) -> int:
         """The newest attempt, 0 if none has begun."""
         return self.branches[-1].attempt if self.branches else 0
+
+
+pass  # HOUSE
+
+
+class Kind(str, Enum):
+    SNAPSHOT = "snapshot"
+    """One rank's complete state after a step."""
+    DELTA = "delta"
+    """What the optimizer consumed at one step: replayed on the state before it, it gives the state after it."""
+
+
+@dataclass(frozen=True, order=True)
+class Artifact:
+    """The name of one artifact. A delta is named after the version that it leads to."""
+
+    rank: int
+    version: Version
+    kind: Kind = Kind.SNAPSHOT
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} of rank {self.rank}, {self.version}"
+
+
+MOST_BLOCKS = 256
+"""Ranks of a parity group, and blocks over them: elements of GF(2^8)."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of a parity group's redundancy a block is.
+
+    Block `index` (0 is the XOR) over the artifacts of one version and kind of `ranks`, in coding order.
+    """
+
+    index: int
+    ranks: tuple[int, ...]
+
+
+pass  # HOUSE
+
+
+@dataclass(frozen=True)
+class Chain:
+    """How to get to a version: the snapshot `base`, then `deltas` in order."""
+
+    base: Version
+    deltas: tuple[Version, ...] = ()
+
+    @property
+    def version(self) -> Version:
+        """Where it leads to."""
+        return self.deltas[-1] if self.deltas else self.base
+
+
+def chain_to(
+    version: Version, snapshots: Collection[Version], deltas: Collection[Version], history: History
+) -> Chain | None:
+    """The shortest chain to `version`; None if it cannot be rebuilt from these."""
+    if not history.accepts(version):
+        return None
+    links: list[Version] = []
+    link = version
+    while link not in snapshots:
+        owner = history.owner(link.step - 1)
+        if link not in deltas or owner is None:
+            return None
+        links.append(link)
+        link = Version(link.step - 1, owner)
+    return Chain(link, tuple(reversed(links)))
+
+
+def rebuildable(snapshots: Collection[Version], deltas: Collection[Version], history: History) -> frozenset[Version]:
+    """Every accepted version that these artifacts of one rank lead to."""
+    found: set[Version] = set()
+    for base in snapshots:
+        link: Version | None = base if history.accepts(base) else None
+        while link is not None and link not in found:
+            found.add(link)
+            owner = history.owner(link.step + 1)
+            following = None if owner is None else Version(link.step + 1, owner)
+            link = following if following is not None and following in deltas else None
+    return frozenset(found)

@@ -24,19 +24,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tiercheck.protocol.names import ENV_RUN_DIR
-from tiercheck.trainer import gloo_threads, stacks, user_state
-from tiercheck.trainer.backend import Claim
-from tiercheck.trainer.copying import Pending
-from tiercheck.trainer.deltas import Deltas
-from tiercheck.trainer.equality import Equality
-from tiercheck.trainer.hooks import UpdateHooks
-from tiercheck.trainer.last_words import LastWords
-from tiercheck.trainer.layouts import UnknownRoom
-from tiercheck.trainer.leaves import NotCapturable
+from tiercheck.trainer.backends.backend import Claim
+from tiercheck.trainer.deltas.deltas import Deltas
+from tiercheck.trainer.deltas.gradients import UpdateHooks
+from tiercheck.trainer.process import process_end
+from tiercheck.trainer.process.process_end import LastWords
 from tiercheck.trainer.process.progress import StepProgress
+from tiercheck.trainer.replicas.equality import Equality
 from tiercheck.trainer.restore.restoring import Found, Restoring, find, open_backend
 from tiercheck.trainer.save.capturing import Capturing
-from tiercheck.trainer.saver import Saver
+from tiercheck.trainer.save.saver import Saver
+from tiercheck.trainer.save.slot_context import UnknownRoom
+from tiercheck.trainer.save.staging import Pending
+from tiercheck.trainer.state import user_state
+from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.trained_state import TrainedState
 
 __all__ = ["Checkpointer", "Found", "find"]
@@ -87,7 +88,7 @@ class Checkpointer:
         backend = self._backend = open_backend(folder, keep) if found is None else found.backend
         self._last_words: LastWords | None = None
         if os.environ.get(ENV_RUN_DIR):
-            stacks.answer_with_stacks()
+            process_end.answer_with_stacks()
             self._last_words = LastWords(backend.failing)
         trained.check()
         self._claim = Claim(backend.place)
@@ -107,7 +108,7 @@ class Checkpointer:
         self._closed, self._pid = False, os.getpid()
         after_any = self._capturing.not_given.updated
         self._hooks = UpdateHooks(trained.optimizers, self._before_update, self._after_update, after_any)
-        gloo_threads.wait_at_exit()
+        process_end.wait_at_exit()
         atexit.register(self.close)
 
     @property

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils.data import Sampler
 
-from tiercheck.trainer.ranks import rank_and_world
+from tiercheck.trainer.replicas.ranks import rank_and_world
 
 _Batch = TypeVar("_Batch")
 

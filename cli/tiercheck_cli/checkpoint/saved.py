@@ -10,14 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiercheck.protocol.artifact import Kind
-from tiercheck.protocol.contents import DCP, FORMAT, WholeTensor, check_complete, contents
+from tiercheck.protocol.artifacts.contents import DCP, FORMAT, WholeTensor, check_complete, contents
+from tiercheck.protocol.artifacts.pieces import Box, Part, Piece, read_pieces
+from tiercheck.protocol.artifacts.slot import PIECES, SlotHeader, beginning, read_header
 from tiercheck.protocol.manifest import parse_version_name, version_name
-from tiercheck.protocol.pieces import Box, Part, Piece
-from tiercheck.protocol.pieces_table import read_pieces
 from tiercheck.protocol.plain_json import MOST_BYTES, parse_json
-from tiercheck.protocol.slot import PIECES, SlotHeader, beginning, read_header
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Kind, Version
 from tiercheck_cli.failure import NOT_FOUND, USAGE, CannotDo
 
 _MOST_CHUNK = 1024 * 1024 * 1024
@@ -75,7 +73,7 @@ class Saved:
     """By their full names in the state (dcp), or as a `Checkpointer` calls them: `model/...`,
     `optimizer0/...`."""
     notes: tuple[Mapping[str, Any], ...]
-    """Of each rank, of a version that torch.distributed.checkpoint saved (`tiercheck.trainer.dcp_note`), else
+    """Of each rank, of a version that torch.distributed.checkpoint saved (`tiercheck.trainer.dcp.note`), else
     empty."""
 
     @property
@@ -136,7 +134,7 @@ class Saved:
 
 
 def _note(place: str, text: bytes) -> Mapping[str, Any]:
-    """As `tiercheck.trainer.dcp_note` writes it. Raises CannotDo."""
+    """As `tiercheck.trainer.dcp.note` writes it. Raises CannotDo."""
     try:
         note = parse_json(text)
         names, items, planner = note["names"], note["bytes"], note["planner"]

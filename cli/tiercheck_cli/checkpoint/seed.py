@@ -17,16 +17,14 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
-from tiercheck.protocol.artifact import Kind
-from tiercheck.protocol.contents import FORMAT, IMPORT
-from tiercheck.protocol.pieces import Box, Piece
-from tiercheck.protocol.pieces_table import pieces_table
-from tiercheck.protocol.slot import PIECES, SlotLayout, read_tensors
-from tiercheck.protocol.version import Version
-from tiercheck.trainer.dtypes import dtype_name, dtype_of
-from tiercheck.trainer.folder_backend import FolderBackend
-from tiercheck.trainer.slot_file import USER_BLOB, USER_BYTES, SlotWriter, bytes_into
-from tiercheck.trainer.user_state import capacity_for
+from tiercheck.protocol.artifacts.contents import FORMAT, IMPORT
+from tiercheck.protocol.artifacts.pieces import Box, Piece, pieces_table
+from tiercheck.protocol.artifacts.slot import PIECES, SlotLayout, read_tensors
+from tiercheck.protocol.version import Kind, Version
+from tiercheck.trainer.backends.folder_backend import FolderBackend
+from tiercheck.trainer.state.leaves import dtype_name, dtype_of
+from tiercheck.trainer.state.slot_file import USER_BLOB, USER_BYTES, SlotWriter, bytes_into
+from tiercheck.trainer.state.user_state import capacity_for
 from tiercheck_cli.failure import USAGE, CannotDo
 
 Fill = Callable[[Tensor], None]

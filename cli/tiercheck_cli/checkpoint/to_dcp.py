@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 
-from tiercheck.protocol.contents import DCP, DCP_BYTES, WholeTensor
-from tiercheck.protocol.pieces import Box
-from tiercheck.trainer import user_state
-from tiercheck.trainer.dtypes import dtype_of
+from tiercheck.protocol.artifacts.contents import DCP, DCP_BYTES, WholeTensor
+from tiercheck.protocol.artifacts.pieces import Box
+from tiercheck.trainer.state import user_state
+from tiercheck.trainer.state.leaves import dtype_of
 from tiercheck_cli.checkpoint.saved import Saved, read_box
 from tiercheck_cli.failure import CannotDo
 

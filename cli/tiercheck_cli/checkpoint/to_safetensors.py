@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tiercheck.protocol.contents import WholeTensor
+from tiercheck.protocol.artifacts.contents import WholeTensor
 from tiercheck_cli.checkpoint.saved import Saved, read_box, slabs
 from tiercheck_cli.failure import USAGE, CannotDo
 

@@ -13,9 +13,9 @@ from tiercheck_cli.explain.estimate import AssumedFailure, Estimate, estimate
 from tiercheck_cli.explain.losses import LostMemory
 from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.simulate.assumptions import PEER_BANDWIDTH, REMOTE_BANDWIDTH
-from tiercheck_operator.planning.recovery import RestoreSeconds
-from tiercheck_operator.planning.scenario import Held, RecoveryTimes, Saving, Scenario
-from tiercheck_operator.planning.what_if import Consequence, what_if
+from tiercheck_operator.planning.recovery.recovery import RestoreSeconds
+from tiercheck_operator.planning.recovery.what_if import Consequence, what_if
+from tiercheck_operator.planning.simulation.scenario import Held, RecoveryTimes, Saving, Scenario
 
 _BANDWIDTH = {Tier.PEER: PEER_BANDWIDTH, Tier.REMOTE: REMOTE_BANDWIDTH}
 """Bytes per second and worker."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_operator.planning.ground import WorkerSite
-from tiercheck_operator.planning.recovery import RestoreSeconds
-from tiercheck_operator.planning.scenario import FailureRates, RecoveryTimes
+from tiercheck_operator.planning.placement.problem import WorkerSite
+from tiercheck_operator.planning.recovery.recovery import RestoreSeconds
+from tiercheck_operator.planning.simulation.scenario import FailureRates, RecoveryTimes
 from tiercheck_operator.planning.topology import Topology
 from tiercheck_operator.planning.wanted import Wanted
 

@@ -8,15 +8,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiercheck.protocol.sizing import auto_cadence
+from tiercheck.protocol.artifacts.sizing import auto_cadence
 from tiercheck_cli.layout import JobLayout, placed
 from tiercheck_cli.simulate.assumptions import Assumptions
 from tiercheck_cli.simulate.settings import Setting
-from tiercheck_operator.planning.ettr_formula import exact_ettr
-from tiercheck_operator.planning.placement import Placement
-from tiercheck_operator.planning.scenario import Saving, Scenario
-from tiercheck_operator.planning.simulation import Run, Simulation
-from tiercheck_operator.planning.simulation import simulate as play
+from tiercheck_operator.planning.placement.placement import Placement
+from tiercheck_operator.planning.simulation.scenario import Saving, Scenario
+from tiercheck_operator.planning.simulation.simulation import Run, Simulation, exact_ettr
+from tiercheck_operator.planning.simulation.simulation import simulate as play
 from tiercheck_operator.planning.wanted import Wanted
 
 _PORTION = 5

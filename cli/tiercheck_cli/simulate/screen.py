@@ -16,7 +16,7 @@ from tiercheck_cli.report.style import TIERS as COLOURS
 from tiercheck_cli.report.words import plural
 from tiercheck_cli.simulate.assumptions import Assumptions
 from tiercheck_cli.simulate.lives import Result
-from tiercheck_operator.planning.simulation import Simulation
+from tiercheck_operator.planning.simulation.simulation import Simulation
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 

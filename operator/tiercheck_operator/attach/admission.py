@@ -22,9 +22,8 @@ from tiercheck_operator.attach.injection import (
     refused,
 )
 from tiercheck_operator.attach.owners import Owner, Unattachable, find_owner, find_seat
-from tiercheck_operator.cluster_identity import ClusterIdentity
-from tiercheck_operator.kube import JOBS, ApiFailure, Kube
-from tiercheck_operator.paths import fill
+from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube, fill
+from tiercheck_operator.kubernetes.identity import ClusterIdentity
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from tiercheck_operator.attach.admission import POLICIES
 from tiercheck_operator.attach.injection import Attachment, attached_job
 from tiercheck_operator.attach.left_out import NOT_ATTACHED
 from tiercheck_operator.attach.owners import Unattachable
-from tiercheck_operator.event_posting import ObjectEvents
-from tiercheck_operator.kube import JOBS, ApiFailure, Kube
+from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube
+from tiercheck_operator.kubernetes.events import ObjectEvents
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.spelling import spell
 

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from tiercheck.arrivals import Arrivals
+from tiercheck.connections import Arrivals
 
 PATIENCE = 10.0
 """Seconds for the TLS handshake, for the headers, and for the body; of a connection without a request, too."""

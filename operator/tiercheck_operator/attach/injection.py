@@ -13,10 +13,9 @@ from typing import Any
 from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck_operator.attach.owners import Owner, Seat, Unattachable
-from tiercheck_operator.manifests.host_network import worker_ports
 from tiercheck_operator.manifests.node_memory import NodeMemory
 from tiercheck_operator.manifests.pod import equip
-from tiercheck_operator.manifests.pulling import with_pull_settings
+from tiercheck_operator.manifests.pod_settings import with_pull_settings, worker_ports
 from tiercheck_operator.manifests.resources import resources_problem
 from tiercheck_operator.manifests.template import pod_problem
 from tiercheck_operator.model.observed import JobView

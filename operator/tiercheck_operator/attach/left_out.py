@@ -16,8 +16,8 @@ from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck_operator.attach.owners import Unattachable, find_owner
-from tiercheck_operator.event_posting import ObjectEvents
-from tiercheck_operator.kube import CORE, ApiFailure, Kube
+from tiercheck_operator.kubernetes.client import CORE, ApiFailure, Kube
+from tiercheck_operator.kubernetes.events import ObjectEvents
 
 log = logging.getLogger(__name__)
 

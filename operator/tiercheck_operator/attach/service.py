@@ -11,7 +11,7 @@ from tiercheck_operator.attach.left_out import LeftOut
 from tiercheck_operator.attach.trust import Trust
 from tiercheck_operator.attach.webhook import Webhook
 from tiercheck_operator.config import Config
-from tiercheck_operator.kube import Kube
+from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.model.observed import PodView
 
 

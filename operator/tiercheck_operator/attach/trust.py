@@ -17,9 +17,9 @@ from typing import Any
 
 from cryptography import x509
 
-from tiercheck_operator.belonging import DEPLOYMENT, owned_by
-from tiercheck_operator.certificates import issue_pair
-from tiercheck_operator.kube import CORE, ApiFailure, Kube
+from tiercheck_operator.kubernetes.certificates import issue_pair
+from tiercheck_operator.kubernetes.client import CORE, ApiFailure, Kube
+from tiercheck_operator.kubernetes.identity import DEPLOYMENT, owned_by
 
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/{name}"
 _SECRETS = CORE + "/secrets"

@@ -1,4 +1,6 @@
-"""The mutating webhook's HTTPS server: AdmissionReview v1 in, AdmissionReview v1 out. It allows every pod, whatever happens.
+"""An admission answer is a JSON patch (RFC 6902): this finds the one that turns what was sent into what is wanted.
+
+The mutating webhook's HTTPS server: AdmissionReview v1 in, AdmissionReview v1 out. It allows every pod, whatever happens.
 
 Not kopf's: that one lives and dies with the watches of one leading process, makes a certificate of its own in each replica, and
 wants to write the webhook configuration. This one has no state, so every replica answers, leader or not.
@@ -14,7 +16,7 @@ import json
 import logging
 import ssl
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,36 @@ from aiohttp import web
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck_operator.attach.admission import Admission
 from tiercheck_operator.attach.doors import LARGEST, Doors
-from tiercheck_operator.attach.json_patch import difference
 from tiercheck_operator.attach.trust import Bundle, Trust
-from tiercheck_operator.kube import ApiFailure
+from tiercheck_operator.kubernetes.client import ApiFailure
+
+
+def difference(old: Any, new: Any, path: str = "") -> list[dict[str, Any]]:
+    """Operations that turn `old` into `new`. Lists are replaced as a whole."""
+    if old == new:
+        return []
+    if isinstance(old, dict) and isinstance(new, dict):
+        return list(_members(old, new, path))
+    return [{"op": "replace", "path": path, "value": new}]
+
+
+def _members(old: dict[str, Any], new: dict[str, Any], path: str) -> Iterator[dict[str, Any]]:
+    for key in old:
+        if key not in new:
+            yield {"op": "remove", "path": f"{path}/{_escaped(key)}"}
+    for key, value in new.items():
+        at = f"{path}/{_escaped(key)}"
+        if key not in old:
+            yield {"op": "add", "path": at, "value": value}
+        else:
+            yield from difference(old[key], value, at)
+
+
+def _escaped(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+pass  # HOUSE
 
 log = logging.getLogger(__name__)
 

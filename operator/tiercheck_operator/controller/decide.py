@@ -13,21 +13,20 @@ from typing import Any
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Report
-from tiercheck_operator.controller.attached import without_ended
-from tiercheck_operator.controller.attempt import Begun, begin_attempt
-from tiercheck_operator.controller.barrier import (
+from tiercheck_operator.controller.attempt.attempt import Begun, begin_attempt
+from tiercheck_operator.controller.attempt.barrier import (
     advance,
     all_succeeded,
     due_directives,
     find_late_trainers,
     wanted_phase,
 )
-from tiercheck_operator.controller.budget import budget_actions
-from tiercheck_operator.controller.departures import departure_message
-from tiercheck_operator.controller.elastic import resize, seconds_to_growth
-from tiercheck_operator.controller.events import notices
-from tiercheck_operator.controller.failure_policy import GivenUp, reset_restart_count
-from tiercheck_operator.controller.finish import (
+from tiercheck_operator.controller.attempt.readiness import waiting_for_pods
+from tiercheck_operator.controller.failures.failure_policy import GivenUp, reset_restart_count
+from tiercheck_operator.controller.failures.standstill import stalled_restore_message
+from tiercheck_operator.controller.failures.trigger import find_trigger, update_recovery
+from tiercheck_operator.controller.lifecycle.attached import without_ended
+from tiercheck_operator.controller.lifecycle.finish import (
     after_finish,
     deadline_passed,
     finished,
@@ -35,32 +34,33 @@ from tiercheck_operator.controller.finish import (
     seconds_to_deadline,
     suspend,
 )
-from tiercheck_operator.controller.lost_nodes import unready_node_message
-from tiercheck_operator.controller.memory import equal_share, too_small
-from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.controller.placing import (
-    Unplaceable,
-    all_copied,
-    describe_found_again,
-    describe_members,
-    describe_moved,
-    place_members,
-)
-from tiercheck_operator.controller.prerequisites import (
+from tiercheck_operator.controller.lifecycle.prerequisites import (
     ensure_gang_actions,
     find_missing_gang,
     missing_belongings,
     refuse_pods,
     remove_gang_actions,
 )
-from tiercheck_operator.controller.readiness import waiting_for_pods
-from tiercheck_operator.controller.replacing import replace_pods
-from tiercheck_operator.controller.replanning import replan
-from tiercheck_operator.controller.spares import keep_spares
-from tiercheck_operator.controller.standstill import stalled_restore_message
-from tiercheck_operator.controller.status import add_final_words, derive_status, with_refusal
-from tiercheck_operator.controller.suspicion import due_probes, seconds_to_next_look
-from tiercheck_operator.controller.trigger import find_trigger, update_recovery
+from tiercheck_operator.controller.members.departures import departure_message
+from tiercheck_operator.controller.members.elastic import resize, seconds_to_growth
+from tiercheck_operator.controller.members.lost_nodes import unready_node_message
+from tiercheck_operator.controller.members.replacing import replace_pods
+from tiercheck_operator.controller.members.spares import keep_spares
+from tiercheck_operator.controller.members.suspicion import due_probes, seconds_to_next_look
+from tiercheck_operator.controller.observe.memory import equal_share, too_small
+from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.controller.placement.budget import budget_actions
+from tiercheck_operator.controller.placement.placing import (
+    CannotPlace,
+    all_copied,
+    describe_found_again,
+    describe_members,
+    describe_moved,
+    place_members,
+)
+from tiercheck_operator.controller.placement.replanning import replan
+from tiercheck_operator.controller.status.events import notices
+from tiercheck_operator.controller.status.status import add_final_words, derive_status, with_refusal
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Action, Decision, SavePlacement
 from tiercheck_operator.model.findings import Finding, Findings
@@ -210,7 +210,7 @@ def begin_next_attempt(situation: Situation, draft: DecisionDraft) -> DecisionDr
     found = Finding(outcome.reason, outcome.message)
     if isinstance(outcome, GivenUp):
         return conclude(situation, replace(draft, wake=None).finding(failed=found))
-    if isinstance(outcome, Unplaceable):
+    if isinstance(outcome, CannotPlace):
         return conclude(situation, draft.finding(unplaced=found, waiting=found))
     lacking = waiting_for_pods(situation)
     unplaced = None if lacking is None else Finding(lacking.reason, lacking.message)
@@ -224,7 +224,7 @@ def restore_lost_placement(situation: Situation, draft: DecisionDraft) -> Decisi
     if draft.placement is not None and draft.placement.attempt == status.attempt:
         return draft
     placed = place_members(situation)
-    if isinstance(placed, Unplaceable):
+    if isinstance(placed, CannotPlace):
         return conclude(situation, draft.finding(unplaced=Finding(placed.reason, placed.message)))
     saved = placed.saved(status.attempt, situation.membership)
     status = replace(status, placement=describe_found_again(status.placement, placed.record))

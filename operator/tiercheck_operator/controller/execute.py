@@ -14,12 +14,12 @@ from tiercheck.failpoints import failpoint
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.redaction import redacted
-from tiercheck_operator.cluster_identity import ClusterIdentity
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.belongings import Belongings
-from tiercheck_operator.kube import CORE, JOBS, ApiFailure, Kube
+from tiercheck_operator.kubernetes.client import CORE, JOBS, ApiFailure, Kube
+from tiercheck_operator.kubernetes.identity import ClusterIdentity
+from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
-from tiercheck_operator.manifests.pulling import with_pull_settings
+from tiercheck_operator.manifests.pod_settings import with_pull_settings
 from tiercheck_operator.model.actions import (
     Action,
     CreatePod,
@@ -30,7 +30,7 @@ from tiercheck_operator.model.actions import (
     EnsureCredentials,
     EnsureGang,
     EnsureService,
-    Probe,
+    ProbeSidecar,
     Promote,
     Push,
     RemoveBudget,
@@ -136,7 +136,7 @@ class Executor:
                     namespace=job.namespace,
                     name=job.name,
                 )
-            case Probe(uid):
+            case ProbeSidecar(uid):
                 if sidecars is not None:
                     sidecars.probe(uid)
             case Push(uid, directive):

@@ -51,7 +51,7 @@ class Record:
     """Anything that differs after each renewal; only compared for equality."""
 
 
-class Move(Enum):
+class LeaseMove(Enum):
     CREATE = "there is no lease: make it ours"
     TAKE = "nobody holds it any more: take it over"
     RENEW = "it is ours: say so again"
@@ -67,22 +67,22 @@ class Candidate:
         self._seen_at = 0.0
         self._until = float("-inf")
 
-    def see(self, record: Record | None, now: float) -> Move:
+    def see(self, record: Record | None, now: float) -> LeaseMove:
         """What to do about the lease as it was just read; `record` is None if there is none. Somebody else's ends our lead."""
         if record is None:
             self._until = float("-inf")
-            return Move.CREATE
+            return LeaseMove.CREATE
         if record.holder != self.identity:
             self._until = float("-inf")
         if record != self._seen:
             self._seen, self._seen_at = record, now
         if record.holder == self.identity:
-            return Move.RENEW
+            return LeaseMove.RENEW
         if not record.holder:
-            return Move.TAKE
+            return LeaseMove.TAKE
         # During an upgrade the other may keep to longer terms than ours.
         patience = max(self.terms.duration, record.duration)
-        return Move.TAKE if now - self._seen_at >= patience else Move.WAIT
+        return LeaseMove.TAKE if now - self._seen_at >= patience else LeaseMove.WAIT
 
     def wrote(self, record: Record, sent: float) -> None:
         """The server took our record, in an answer to what was sent at `sent`."""

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from tiercheck.failpoints import failpoint
-from tiercheck_operator.belonging import DEPLOYMENT, owned_by
-from tiercheck_operator.election.candidate import Candidate, Move, Terms
+from tiercheck_operator.election.candidate import Candidate, LeaseMove, Terms
 from tiercheck_operator.election.lease import LEASES, build_lease, parse_lease
-from tiercheck_operator.kube import ApiFailure
+from tiercheck_operator.kubernetes.client import ApiFailure
+from tiercheck_operator.kubernetes.identity import DEPLOYMENT, owned_by
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Elector(threading.Thread):
                 self._raw = self._read()
             move = self._candidate.see(None if self._raw is None else parse_lease(self._raw), self._clock())
             self._note_holder()
-            if move is Move.WAIT or not self._alive():
+            if move is LeaseMove.WAIT or not self._alive():
                 return
             self._write(self._candidate.identity)
             self._failing = False

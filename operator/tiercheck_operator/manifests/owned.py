@@ -1,12 +1,30 @@
-"""What everything that a job owns has in common: the labels that find it and the owner that takes it along when it goes."""
+"""The objects that a job owns beside its pods, and what finds them and takes them along.
+
+What everything that a job owns has in common: the labels that find it and the owner that takes it along when it goes.
+
+The headless Service that gives pods DNS names while they are still restoring, hence not-ready addresses too.
+
+The job's Secret: what proves to a sidecar that a caller belongs to this job, and to a caller that the sidecar does.
+
+The ConfigMap that holds who keeps whose copies or parity.
+
+The PodDisruptionBudget of a job. It counts workers only: a spare holds nothing that training needs now.
+
+Unhealthy pods may always be evicted: they are no use to the job, and a node must not be kept by a pod that never comes up.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck_operator.model.observed import JobView
 from tiercheck_operator.planning import saved_placement
+from tiercheck_operator.planning.saved_placement import SavedPlacement, placement_data, read_placement_data
 
 MANAGED_BY = "app.kubernetes.io/managed-by"
 
@@ -58,3 +76,103 @@ def spare_name(job: JobView, number: int) -> str:
 
 def pod_name(job: JobView, worker: int, incarnation: int) -> str:
     return f"{job.name}-{worker}-{incarnation}"
+
+
+pass  # HOUSE
+
+
+def build_service(job: JobView) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(job, service_name(job)),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {names.LABEL_JOB_UID: job.uid},
+            "ports": [
+                {"name": "control", "port": names.CONTROL_PORT, "targetPort": names.CONTROL_PORT},
+                {"name": "exchange", "port": names.EXCHANGE_PORT, "targetPort": names.EXCHANGE_PORT},
+                {"name": "metrics", "port": names.METRICS_PORT, "targetPort": names.METRICS_PORT},
+            ],
+        },
+    }
+
+
+pass  # HOUSE
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """PEM texts and the bearer token of one job. Made once by `credentials.issue`."""
+
+    ca: bytes
+    certificate: bytes
+    key: bytes
+    token: str
+
+
+def build_secret(job: JobView, credentials: Credentials) -> dict[str, Any]:
+    data = {
+        "ca.crt": credentials.ca,
+        "tls.crt": credentials.certificate,
+        "tls.key": credentials.key,
+        "token": credentials.token.encode(),
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "Opaque",
+        "immutable": True,
+        "metadata": metadata(job, credentials_name(job)),
+        "data": {name: base64.b64encode(value).decode() for name, value in data.items()},
+    }
+
+
+def parse_secret(secret: dict[str, Any]) -> Credentials:
+    """Raises ValueError if a part is missing or not base64."""
+    data = secret.get("data") or {}
+    try:
+        parts = {
+            name: base64.b64decode(data[name], validate=True) for name in ("ca.crt", "tls.crt", "tls.key", "token")
+        }
+    except (KeyError, binascii.Error) as error:
+        raise ValueError(f"not a credentials Secret of a job: {error}") from error
+    return Credentials(parts["ca.crt"], parts["tls.crt"], parts["tls.key"], parts["token"].decode())
+
+
+pass  # HOUSE
+
+
+def build_placement(job: JobView, placement: SavedPlacement) -> dict[str, Any]:
+    """`data` as `planning.saved_placement` writes it."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(job, placement_name(job)),
+        "data": placement_data(placement),
+    }
+
+
+def parse_placement(raw: Mapping[str, Any]) -> SavedPlacement:
+    """Raises ValueError if it was not made by `build_placement`."""
+    return read_placement_data(raw.get("data") or {})
+
+
+pass  # HOUSE
+
+
+def build_budget(job: JobView, min_available: int) -> dict[str, Any]:
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": metadata(job, budget_name(job)),
+        "spec": {
+            "minAvailable": min_available,
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            "selector": {
+                "matchLabels": {names.LABEL_JOB_UID: job.uid},
+                "matchExpressions": [{"key": names.LABEL_WORKER, "operator": "Exists"}],
+            },
+        },
+    }

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck_operator.manifests import owned, remote_settings
+from tiercheck_operator.manifests import owned, pod_settings
 from tiercheck_operator.manifests.gang import join_gang
-from tiercheck_operator.manifests.host_network import is_on_host, resolve_cluster_names, spare_ports, worker_ports
 from tiercheck_operator.manifests.node_memory import NodeMemory, environment, memory_volume, node_volume, preparation
+from tiercheck_operator.manifests.pod_settings import is_on_host, resolve_cluster_names, spare_ports, worker_ports
 from tiercheck_operator.manifests.resources import Resources, share_out
 from tiercheck_operator.model.observed import ANNOTATION_AVOIDED, JobView
 from tiercheck_operator.planning.quantity import parse_quantity
@@ -223,12 +223,12 @@ def _sidecar(
         {"name": "tiercheck-run", "mountPath": names.RUN_DIR},
         {"name": "tiercheck-credentials", "mountPath": names.CREDENTIALS_DIR, "readOnly": True},
     ]
-    remote = remote_settings.remote_environment(job)
+    remote = pod_settings.remote_environment(job)
     if remote is not None:
         env.append({"name": names.ENV_REMOTE, "value": remote})
         env += [{"name": names.ENV_CLUSTER, "value": job.cluster}] if job.cluster else []
-    if remote_settings.remote_volume(job) is not None:
-        mounts.append({"name": remote_settings.REMOTE_VOLUME, "mountPath": remote_settings.REMOTE_DIR})
+    if pod_settings.remote_volume(job) is not None:
+        mounts.append({"name": pod_settings.REMOTE_VOLUME, "mountPath": pod_settings.REMOTE_DIR})
     container: dict[str, Any] = {
         "name": names.SIDECAR_CONTAINER,
         "image": kit.image,
@@ -247,7 +247,7 @@ def _sidecar(
         "readinessProbe": _probe("/readyz", first + 2, period=5, failures=2),
         "volumeMounts": mounts,
     }
-    secret = remote_settings.credentials_secret(job)
+    secret = pod_settings.credentials_secret(job)
     if secret:
         # Optional: a missing Secret must show as a condition that names it, not as a pod that never starts.
         container["envFrom"] = [{"secretRef": {"name": secret, "optional": True}}]
@@ -320,11 +320,11 @@ def _volumes(job: JobView, node_memory: NodeMemory) -> list[dict[str, Any]]:
             "secret": {"secretName": owned.credentials_name(job), "defaultMode": 0o440},
         },
     ]
-    secret = remote_settings.credentials_secret(job)
+    secret = pod_settings.credentials_secret(job)
     if secret:
         source = {"secretName": secret, "optional": True, "defaultMode": 0o440}
         volumes.append({"name": _REMOTE_CREDENTIALS, "secret": source})
-    remote = remote_settings.remote_volume(job)
+    remote = pod_settings.remote_volume(job)
     return [*volumes, remote] if remote is not None else volumes
 
 

@@ -29,7 +29,7 @@ Resources = dict[str, dict[str, str]]
 
 
 @dataclass(frozen=True)
-class Shares:
+class ResourceShares:
     """Of one pod."""
 
     sidecar: Resources
@@ -38,18 +38,18 @@ class Shares:
     """Of the pod as a whole, ours included; None: the template gives none."""
 
 
-def share_out(job: JobSpec, pod: Mapping[str, Any]) -> Shares:
+def share_out(job: JobSpec, pod: Mapping[str, Any]) -> ResourceShares:
     """`pod`: the user's PodSpec, without anything of ours."""
     whole = pod.get("resources") or {}
     if whole.get("requests") or whole.get("limits"):
         sidecar = _sidecar(job, limited=False)
         init = {"requests": _INIT["requests"], "limits": {"memory": _INIT["limits"]["memory"]}}
-        return Shares(sidecar, init, _with_ours(_completed(whole, pod), sidecar))
+        return ResourceShares(sidecar, init, _with_ours(_completed(whole, pod), sidecar))
     bound = is_guaranteed(pod)
     # A namespace that asks for limits may ask for a ratio to the requests as well.
     init_bound = bound or "cpu" in job.sidecar_resources.get("limits", {})
     init = {"requests": _INIT["limits"], "limits": _INIT["limits"]} if init_bound else _INIT
-    return Shares(_sidecar(job, limited=bound), init, None)
+    return ResourceShares(_sidecar(job, limited=bound), init, None)
 
 
 def is_guaranteed(pod: Mapping[str, Any]) -> bool:

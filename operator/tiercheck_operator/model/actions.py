@@ -90,7 +90,7 @@ class SavePlacement:
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeSidecar:
     """Ask this pod's sidecar now."""
 
     pod_uid: str
@@ -119,7 +119,7 @@ Action = (
     | Promote
     | DeletePod
     | SavePlacement
-    | Probe
+    | ProbeSidecar
     | Push
     | DeleteJob
 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
-from tiercheck.protocol.address import join_address
+from tiercheck.protocol.names import join_address
 from tiercheck.protocol.report import SPARE, Report
 from tiercheck_operator.model.spec import JobSpec
 from tiercheck_operator.model.status import Condition, JobRecord

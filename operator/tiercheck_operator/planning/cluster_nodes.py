@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiercheck_operator.planning.ground import WorkerSite
+from tiercheck_operator.planning.placement.problem import WorkerSite
 from tiercheck_operator.planning.topology import Level, Topology
 
 _UNWELL = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", "node.kubernetes.io/out-of-service")

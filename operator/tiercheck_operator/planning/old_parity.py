@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiercheck.protocol.version import Version
-from tiercheck_operator.planning.code_group import OldGroup
-from tiercheck_operator.planning.inventory import Artifacts, Inventory
+from tiercheck_operator.planning.parity.code_groups import OldGroup
+from tiercheck_operator.planning.recovery.inventory import Artifacts, JobInventory
 
 _Places = Mapping[int, int]
 """Of snapshots, by rank, or of blocks, by their number: the first worker that has it."""
@@ -27,7 +27,7 @@ class OldParity:
     """Of the ranks that blocks were made of."""
 
     @classmethod
-    def of(cls, ranks: int, inventories: Sequence[Inventory]) -> OldParity:
+    def of(cls, ranks: int, inventories: Sequence[JobInventory]) -> OldParity:
         """`inventories`: everything at its worker as `hosted`, and the blocks."""
         groups: dict[tuple[int, ...], dict[Version, dict[int, int]]] = {}
         snapshots: dict[Version, dict[int, int]] = {}

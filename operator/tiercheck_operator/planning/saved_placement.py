@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tiercheck.protocol.plain_json import parse_json
-from tiercheck_operator.planning.code_group import CodeGroup
+from tiercheck_operator.planning.parity.code_groups import CodeGroup
 from tiercheck_operator.planning.topology import Topology, short_name
 
 _ROOM = 900_000

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.version import Artifact
 from tiercheck_sidecar.exchange.collection import ChunkCollection
 from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused

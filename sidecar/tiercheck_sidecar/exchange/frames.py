@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from tiercheck.failpoints import failpoint
-from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.exchange.protection import TAG, Direction, Forged, Frame
-from tiercheck_sidecar.tags import Tagger, Tags
+from tiercheck_sidecar.vault.tags import Tagger, Tags
 
 T = TypeVar("T")
 

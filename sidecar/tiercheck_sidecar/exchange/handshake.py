@@ -16,13 +16,13 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiercheck.protocol.address import endpoint
-from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.names import endpoint
+from tiercheck.protocol.version import Artifact
 from tiercheck_sidecar.exchange.frames import IO_TIMEOUT, LONGEST_STRANGER, Say, Wire, broken
 from tiercheck_sidecar.exchange.protection import directions
-from tiercheck_sidecar.tags import Tagger
+from tiercheck_sidecar.vault.tags import Tagger
 
 CONNECT_TIMEOUT = 3.0
 """Seconds to connect, and for each step of the handshake."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.version import Artifact
 from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.model.fence import Fence
-from tiercheck_sidecar.tags import Tags, is_well_described
+from tiercheck_sidecar.vault.tags import Tags, is_well_described
 
 
 class Unwanted(NamedTuple):

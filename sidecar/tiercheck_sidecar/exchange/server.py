@@ -10,14 +10,13 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
-from tiercheck.strangers import Guest, Strangers, hang_up
-from tiercheck_sidecar.board import SidecarState
+from tiercheck.connections import Guest, Strangers, hang_up
+from tiercheck_sidecar.control.ports import incoming, named_addresses
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, Identity, PeerRefused, admit
 from tiercheck_sidecar.exchange.session import Language, Session
 from tiercheck_sidecar.exchange.transfers import Inbox
-from tiercheck_sidecar.listening import incoming
-from tiercheck_sidecar.named_addresses import named_addresses
+from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import Vault
 
 log = logging.getLogger(__name__)

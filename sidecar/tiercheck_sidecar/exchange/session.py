@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tiercheck.failpoints import failpoint
-from tiercheck.protocol.artifact import Artifact
+from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Quarantined
-from tiercheck.protocol.slot import NotASlot
-from tiercheck_sidecar.board import SidecarState
-from tiercheck_sidecar.digest import length_of
+from tiercheck.protocol.version import Artifact
+from tiercheck_sidecar.decoding import open_plain
 from tiercheck_sidecar.exchange.frames import (
     END,
     IDLE_TIMEOUT,
@@ -25,8 +24,9 @@ from tiercheck_sidecar.exchange.frames import (
 from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.exchange.offers import refuse_offer
 from tiercheck_sidecar.exchange.transfers import Inbox
-from tiercheck_sidecar.plain_files import open_plain
+from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import NoFreeSlot, NotHeld, Seal, Vault
+from tiercheck_sidecar.vault.digest import length_of
 
 Language = Callable[[Wire, CallerClaim], None]
 """Serves a proven connection until the caller hangs up. Raises WireBroken, OSError."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Tier
-from tiercheck_sidecar.exchange.chunks import Chunks
+from tiercheck.protocol.version import Artifact
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
-from tiercheck_sidecar.tags import is_well_described
+from tiercheck_sidecar.exchange.transfers import Chunks
 from tiercheck_sidecar.vault import Seal
+from tiercheck_sidecar.vault.tags import is_well_described
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 A transfer outlives the connections that fill it. Who offers the same artifact again is told which chunks are verified already.
 A chunk is received into its place and checked there. Its place is one stream's at a time, and nobody's once it is verified.
+
+The chunks of one artifact as they arrive, and what each is checked against: its tag, if it travels bare, or else its digest.
 """
 
 from __future__ import annotations
@@ -12,12 +14,17 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from tiercheck_sidecar.digest import length_of, piece
-from tiercheck_sidecar.exchange.chunks import Chunks
-from tiercheck_sidecar.exchange.frames import END, Wire, WireBroken
+from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.version import Artifact
+from tiercheck_sidecar.exchange.frames import END, Altered, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, SlotDraft, Vault
+from tiercheck_sidecar.vault.digest import digest_chunk, length_of, piece
+from tiercheck_sidecar.vault.tags import Tagger, Tags
+
+pass  # HOUSE
 
 LINGER = 30.0
 """Seconds that an unfinished transfer waits for its sender to come back. It gives way sooner to an artifact that needs its slot."""
@@ -204,3 +211,35 @@ def write_all(file: int, view: memoryview, offset: int) -> None:
         written = os.pwrite(file, view, offset)
         offset += written
         view = view[written:]
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Thread-safe. Over one wire, or over several with the same other end."""
+
+    digests: Digests
+    tags: Tags | None
+    tagger: Tagger | None
+
+    @classmethod
+    def over(cls, wire: Wire, artifact: Artifact, digests: Digests, tags: Tags | None) -> Chunks:
+        """Those of `artifact`, as the other end of `wire` described it."""
+        return cls(digests, tags, wire.tagger(artifact, tags.salt) if tags else None)
+
+    def receive(self, wire: Wire, index: int, view: memoryview) -> bool:
+        """Fill `view` with chunk `index`, whose header came. Returns whether it is the artifact's: what came bare is, by its tag.
+
+        Raises WireBroken, Altered.
+        """
+
+        def fits(chunk: memoryview) -> bool:
+            return self.tags is not None and self.tagger is not None and self.tagger.fits(self.tags, index, chunk)
+
+        return wire.receive_into(view, fits) or digest_chunk(view) == self.digests.values[index]
+
+    def take(self, wire: Wire, index: int, view: memoryview) -> bool:
+        """The same where the sender is told what came damaged, and sends it again, not bare. Raises WireBroken."""
+        try:
+            return self.receive(wire, index, view)
+        except Altered:
+            return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from tiercheck_sidecar.config import SidecarConfig
+from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.remote import Claimant, RemoteStore, open_store
 
 

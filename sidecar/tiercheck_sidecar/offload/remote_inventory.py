@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from tiercheck.protocol.report import SPARE
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.board import SidecarState
+from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.remote import RemoteCorrupt, RemoteMissing, RemoteStore
-from tiercheck_sidecar.watermark import TierVerdict
+from tiercheck_sidecar.versions.watermark import TierVerdict
 
 log = logging.getLogger(__name__)
 

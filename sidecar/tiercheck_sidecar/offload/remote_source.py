@@ -7,14 +7,13 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.manifest import Digests, Manifest
-from tiercheck.protocol.version import Version
-from tiercheck_sidecar.board import SidecarState
+from tiercheck.protocol.version import Artifact, Version
+from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
+from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.offload.job_store import JobStore
 from tiercheck_sidecar.remote import RemoteConfigError, RemoteCorrupt, RemoteError, RemoteStore
-from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.vault import Seal, Vault
 
 _LISTED = 3

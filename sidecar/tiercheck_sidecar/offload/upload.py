@@ -13,13 +13,13 @@ from tiercheck.protocol.directive import Directive, Tier
 from tiercheck.protocol.manifest import Manifest, RankArtifact
 from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.board import SidecarState
+from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.offload.job_store import JobStore
 from tiercheck_sidecar.offload.remote_inventory import RemoteListing
-from tiercheck_sidecar.own_copy import distrust
 from tiercheck_sidecar.remote import RemoteConfigError, RemoteCorrupt, RemoteError, RemoteStore
 from tiercheck_sidecar.vault import NotHeld, Vault
-from tiercheck_sidecar.watermark import TierVerdict
+from tiercheck_sidecar.vault.verification import distrust
+from tiercheck_sidecar.versions.watermark import TierVerdict
 
 log = logging.getLogger(__name__)
 

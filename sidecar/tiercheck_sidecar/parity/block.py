@@ -2,6 +2,8 @@
 
 Folding a chunk twice would take it out again, so what counts is not what was sent but what is in: one set of missing chunks
 per member, which outlives every connection.
+
+When a block that is still being made is given up: a rule, so that memory is bounded without a clock.
 """
 
 from __future__ import annotations
@@ -9,14 +11,14 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
-from tiercheck.protocol.artifact import Artifact, Kind, Share
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Version
-from tiercheck_sidecar.digest import CHUNK, digest_chunk, piece
+from tiercheck.protocol.version import Artifact, History, Kind, Share, Version
 from tiercheck_sidecar.parity import coding
-from tiercheck_sidecar.tags import Tags
 from tiercheck_sidecar.vault import Seal, SlotDraft
+from tiercheck_sidecar.vault.digest import CHUNK, digest_chunk, piece
+from tiercheck_sidecar.vault.tags import Tags
+from tiercheck_sidecar.versions.watermark import TierVerdict
 
 _STRIPES = 64
 
@@ -146,3 +148,22 @@ class Block:
         if index not in self._values:
             whole = max(each.size for each in self._digests.values()) if size is None else size
             self._values[index] = digest_chunk(piece(self._draft.view, Digests(whole, CHUNK, ()), index))
+
+
+def overtaken(version: Version, kind: Kind, history: History, verdict: TierVerdict | None) -> bool:
+    """Whether an incomplete block of `version` can be given up in attempt `history.attempt`.
+
+    One snapshot is copied at a time, so one older than the named one will get no more chunks. The named one is wanted even when
+    deltas have carried the floor past it: later versions will be rebuilt from it. What else is older than the floor will not be
+    restored, or its block would be complete.
+    """
+    if not history.accepts(version):
+        return True
+    if verdict is None or verdict.attempt != history.attempt:
+        return False
+    if kind is Kind.SNAPSHOT:
+        if version == verdict.copy:
+            return False
+        if version in verdict.abandoned or (verdict.copy is not None and version < verdict.copy):
+            return True
+    return verdict.floor is not None and version < verdict.floor

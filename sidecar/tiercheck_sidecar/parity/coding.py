@@ -5,6 +5,8 @@ that its first row is ones. Scaling columns keeps every square part invertible, 
 blocks. Members may differ in size; a shorter one counts as padded with zeros.
 
 Source: Bloemer et al., "An XOR-based erasure-resilient coding scheme", ICSI TR-95-048 (Cauchy matrices).
+
+Which ranks are coded together: local rank i of each member, in the group's order.
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tiercheck.protocol.directive import ParityGroup
+from tiercheck.protocol.version import Share
 from tiercheck_sidecar.parity import isal
 
-if TYPE_CHECKING:  # a third of a sidecar's start is numpy, and only a sidecar that folds needs it
+if TYPE_CHECKING:
     import numpy as np
+
 
 MOST = 128
 """Members and blocks of a group together."""
@@ -148,3 +153,16 @@ def _bytes(view: memoryview) -> np.ndarray:
 
 def _address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
+
+
+def coded_with(group: ParityGroup, rank: int, procs_per_worker: int) -> tuple[int, ...]:
+    """The ranks that `rank` is coded with, itself among them, in coding order."""
+    if group.ranks:
+        return group.ranks
+    local = rank % procs_per_worker
+    return tuple(member.worker * procs_per_worker + local for member in group.members)
+
+
+def shares(group: ParityGroup, index: int, procs_per_worker: int) -> list[Share]:
+    """The blocks that holder `index` of the group keeps of each version and kind: one per local rank."""
+    return [Share(index, coded_with(group, local, procs_per_worker)) for local in range(procs_per_worker)]

@@ -8,22 +8,20 @@ from __future__ import annotations
 import logging
 import threading
 
-from tiercheck.protocol.artifact import Artifact, Kind, Share
+from tiercheck.protocol.artifacts.sizing import roomy
 from tiercheck.protocol.directive import Directive, ParityGroup, Tier
 from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.sizing import roomy
-from tiercheck.protocol.version import Version
-from tiercheck_sidecar.board import SidecarState
-from tiercheck_sidecar.digest import CHUNK
+from tiercheck.protocol.version import Artifact, Kind, Share, Version
 from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.exchange.offers import refuse_offer
+from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.parity import isal
-from tiercheck_sidecar.parity.block import Block, BlockGone
-from tiercheck_sidecar.parity.groups import shares
+from tiercheck_sidecar.parity.block import Block, BlockGone, overtaken
+from tiercheck_sidecar.parity.coding import shares
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
-from tiercheck_sidecar.parity.overtaken import overtaken
-from tiercheck_sidecar.parity.scratch import Scratch
+from tiercheck_sidecar.parity.unfold import Scratch
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, Vault
+from tiercheck_sidecar.vault.digest import CHUNK
 
 log = logging.getLogger(__name__)
 

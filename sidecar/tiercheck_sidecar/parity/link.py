@@ -1,4 +1,6 @@
-"""A member's link to one holder of its parity: what the holder has, and two lanes that bring it what it has not.
+"""Bring one artifact to a parity holder: only the chunks that are not in its block yet, over several streams.
+
+A member's link to one holder of its parity: what the holder has, and two lanes that bring it what it has not.
 
 What the holder has is asked of it all the time, and never remembered against its word: so a holder that restarted, or gave up
 a block, is sent again what it needs. Deltas have a lane of their own, so that they do not wait behind a snapshot.
@@ -7,27 +9,81 @@ a block, is sent again what it needs. Deltas have a lane of their own, so that t
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable
 
-from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.report import RestoreState
-from tiercheck_sidecar.board import SidecarState
-from tiercheck_sidecar.exchange.agenda import due, first_of_each_rank
-from tiercheck_sidecar.exchange.backoff import Backoff
-from tiercheck_sidecar.exchange.frames import BytePace, Wire, WireBroken
+from tiercheck.protocol.version import Artifact, Kind
+from tiercheck_sidecar.exchange.frames import Ask, BytePace, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
-from tiercheck_sidecar.exchange.line import Line
-from tiercheck_sidecar.exchange.streams import TooDamaged
-from tiercheck_sidecar.own_copy import distrust
-from tiercheck_sidecar.pacing import Portion, TokenBucket
+from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.offload.pacing import Portion, TokenBucket
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
-from tiercheck_sidecar.parity.push import converse, push
+from tiercheck_sidecar.replicate.agenda import Backoff, due, first_of_each_rank
+from tiercheck_sidecar.replicate.sender import push_on
+from tiercheck_sidecar.replicate.streams import Deal, Line, TooDamaged, run_all, stream_count
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
+from tiercheck_sidecar.vault.digest import length_of
+from tiercheck_sidecar.vault.verification import distrust
+
+_DAMAGES = 3
+"""How often chunks may arrive damaged."""
+
+
+def converse(wire: Wire) -> Wire:
+    """Turn a proven connection to parity. Raises WireBroken."""
+    wire.send(Ask("parity"))
+    return wire
+
+
+def push(vault: Vault, seal: Seal, line: Line, pace: BytePace | None = None) -> ParitySay:
+    """Offer an own artifact on `line` (whose connections talk parity) and send what is missing. Returns the holder's last
+    word: "in", "have", "late", "busy" or "refused". Raises NotHeld, OSError, WireBroken, PeerRefused, TooDamaged; then `line`
+    is hung up.
+    """
+    return push_on(vault, seal, line, lambda file: _push(seal, line, file, pace))
+
+
+def _push(seal: Seal, line: Line, file: int, pace: BytePace | None) -> ParitySay:
+    artifact, digests = seal.artifact, seal.digests
+
+    def stream(wire: Wire, deal: Deal, left: list[int], bare: bool) -> None:
+        wire.send(ParityAsk("chunks", artifact))
+        while (index := deal.take()) is not None:
+            wire.send_chunk(file, index, index * digests.chunk, length_of(digests, index), pace, bare=bare)
+        wire.send_end()
+        said = wire.receive(ParitySay)
+        if said.state != "ok":
+            raise WireBroken("the chunks were not taken")
+        left.append(len(said.missing))
+
+    (wire,) = line.wires(1)
+    for damages in range(_DAMAGES + 1):
+        wire.send(ParityAsk("offer", artifact, seal.world_size, digests, tags=seal.tags))
+        said = wire.receive(ParitySay)
+        if said.state != "send":
+            return said
+        chunks = len(digests.values)
+        deal = Deal(chunks, set(range(chunks)) - set(said.missing))
+        wires = line.wires(stream_count(digests, len(deal)))
+        left: list[int] = []
+        run_all(
+            [
+                functools.partial(stream, each, deal, left, seal.tags is not None and not damages)
+                for each in reversed(wires)
+            ]
+        )
+        if 0 in left:  # the stream that ended last has seen all of them arrive
+            return ParitySay("in")
+    raise TooDamaged(f"{min(left)} chunks arrived damaged {_DAMAGES} times")
+
+
+pass  # HOUSE
 
 log = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiercheck.protocol.artifact import Artifact, Share
 from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.version import Artifact, Share
 from tiercheck_sidecar.exchange.frames import ListedArtifact
-from tiercheck_sidecar.tags import Tags
+from tiercheck_sidecar.vault.tags import Tags
 
 
 @dataclass(frozen=True)

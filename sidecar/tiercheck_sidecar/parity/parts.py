@@ -1,21 +1,30 @@
-"""The parts that a lost artifact is put together from: what other members still hold, and parity blocks; each asked in its own words."""
+"""The parts that a lost artifact is put together from: what other members still hold, and parity blocks; each asked in its own words.
+
+What could be rebuilt of a rank: asked of everybody in its group, so that a restore plans with what is there and not with what was meant to be.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
-from tiercheck.protocol.artifact import Artifact, Share
-from tiercheck.protocol.directive import Peer
+from tiercheck.protocol.directive import ParityGroup, Peer
 from tiercheck.protocol.manifest import Digests
-from tiercheck_sidecar.digest import CHUNK, is_well_formed
+from tiercheck.protocol.version import Artifact, Share
+from tiercheck_sidecar.bounded_calls import SourceFailed
+from tiercheck_sidecar.exchange.fetch import Dial, holdings
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
+from tiercheck_sidecar.parity.coding import coded_with
+from tiercheck_sidecar.parity.link import converse
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
-from tiercheck_sidecar.parity.push import converse
+from tiercheck_sidecar.vault.digest import CHUNK, is_well_formed
 
-Dial = Callable[[Peer], Wire]
+DialPeer = Callable[[Peer], Wire]
 """A proven connection to a worker's sidecar. Raises WireBroken, PeerRefused."""
 
 
@@ -51,7 +60,7 @@ class RebuildPart:
             raise PartMissing(f"{self}: it has senseless digests")
         return DescribedPart(digests, said.world_size, said.members if isinstance(said, ParitySay) else ())
 
-    def find(self, dial: Dial) -> DescribedPart:
+    def find(self, dial: DialPeer) -> DescribedPart:
         """Raises PartMissing, also if its worker cannot be reached."""
         try:
             with contextlib.closing(dial(self.peer)) as wire:
@@ -59,7 +68,7 @@ class RebuildPart:
         except (WireBroken, PeerRefused) as error:
             raise PartMissing(f"{self}: {error}") from error
 
-    def accuse(self, dial: Dial) -> str:
+    def accuse(self, dial: DialPeer) -> str:
         """Tell its worker that its chunks do not match their digests. What it finds when it reads again; empty if all is well."""
         try:
             with contextlib.closing(dial(self.peer)) as wire:
@@ -88,9 +97,60 @@ class DescribedPart:
 
 
 @contextlib.contextmanager
-def opened(part: RebuildPart, dial: Dial, expected: Digests) -> Iterator[Wire]:
+def opened(part: RebuildPart, dial: DialPeer, expected: Digests) -> Iterator[Wire]:
     """A connection on which chunks can be asked for. Raises PartMissing, WireBroken, PeerRefused."""
     with contextlib.closing(dial(part.peer)) as wire:
         if part.ask(wire).digests != expected:
             raise PartMissing(f"{part}: it changed while it was being read")
         yield wire
+
+
+_PARALLEL = 16
+
+
+def obtainable(
+    group: ParityGroup, rank: int, procs_per_worker: int, connect: Callable[[Peer], Wire]
+) -> dict[Artifact, int]:
+    """Artifacts of `rank`, with bytes, of which there are as many blocks as the group lacks artifacts of its members.
+
+    Raises SourceFailed if nobody who could know answers.
+    """
+    ranks = coded_with(group, rank, procs_per_worker)
+    others = [(peer, other) for peer, other in zip(group.members, ranks, strict=True) if other != rank]
+    questions = [partial(_blocks, peer, Share(index, ranks), rank, connect) for index, peer in enumerate(group.holders)]
+    questions += [partial(_held, peer, other, rank, connect) for peer, other in others]
+    failures: list[str] = []
+    parts: Counter[Artifact] = Counter()
+    sizes: dict[Artifact, int] = {}
+    with ThreadPoolExecutor(min(_PARALLEL, len(questions)), thread_name_prefix="obtainable") as pool:
+        for number, answer in enumerate([pool.submit(question) for question in questions]):
+            try:
+                found = answer.result()
+            except SourceFailed as error:
+                failures.append(str(error))
+                continue
+            parts.update(found.keys())
+            if number < len(group.holders):
+                sizes |= found
+    if not sizes and failures:
+        raise SourceFailed("; ".join(failures))
+    return {artifact: size for artifact, size in sizes.items() if parts[artifact] >= len(ranks)}
+
+
+def _blocks(peer: Peer, share: Share, rank: int, connect: Callable[[Peer], Wire]) -> dict[Artifact, int]:
+    try:
+        with contextlib.closing(converse(connect(peer))) as wire:
+            wire.send(ParityAsk("list", share=share))
+            listed = wire.receive(ParitySay).listed
+    except (WireBroken, PeerRefused) as error:
+        raise SourceFailed(f"worker {peer.worker}: {error}") from error
+    return {each.artifact: each.bytes for each in listed if each.artifact.rank == rank}
+
+
+def _held(peer: Peer, other: int, rank: int, connect: Callable[[Peer], Wire]) -> dict[Artifact, int]:
+    """Named after `rank`, whose artifact each of them would help to rebuild."""
+    try:
+        listed = holdings(Dial(peer.worker, lambda: connect(peer)), other)
+    except (WireBroken, PeerRefused) as error:
+        raise SourceFailed(f"worker {peer.worker}: {error}") from error
+    return {Artifact(rank, each.artifact.version, each.artifact.kind): each.bytes for each in listed}

@@ -13,16 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from tiercheck.protocol.artifact import Artifact, Share
 from tiercheck.protocol.directive import ParityGroup, Tier
 from tiercheck.protocol.report import Quarantined
-from tiercheck_sidecar.exchange.streams import STREAMS
+from tiercheck.protocol.version import Artifact, Share
+from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
+from tiercheck_sidecar.decoding import open_plain
 from tiercheck_sidecar.parity import coding, isal
-from tiercheck_sidecar.parity.groups import coded_with
-from tiercheck_sidecar.parity.parts import DescribedPart, Dial, PartMissing, RebuildPart
+from tiercheck_sidecar.parity.coding import coded_with
+from tiercheck_sidecar.parity.parts import DescribedPart, DialPeer, PartMissing, RebuildPart
 from tiercheck_sidecar.parity.unfold import PartFailed, Unfolding
-from tiercheck_sidecar.plain_files import open_plain
-from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
+from tiercheck_sidecar.replicate.streams import STREAMS
 from tiercheck_sidecar.vault import Seal, Vault
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def rebuild(
     vault: Vault,
     artifact: Artifact,
     group: ParityGroup,
-    dial: Dial,
+    dial: DialPeer,
     on_bad: Callable[[Quarantined], None] = lambda bad: None,
 ) -> Seal:
     """Rebuild an own artifact into a sealed own slot. `on_bad` as of `Rebuild`. Raises SourceFailed (SourceCorrupt if bad parts
@@ -64,7 +64,7 @@ class Rebuild:
         artifact: Artifact,
         ranks: Sequence[int],
         group: ParityGroup,
-        dial: Dial,
+        dial: DialPeer,
         on_bad: Callable[[Quarantined], None] = lambda bad: None,
         *,
         tell: bool = True,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 
-from tiercheck.protocol.artifact import Artifact, Kind
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer
-from tiercheck_sidecar.board import SidecarState
+from tiercheck.protocol.version import Artifact, Kind
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import Identity, dial
-from tiercheck_sidecar.pacing import TokenBucket
+from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.offload.pacing import TokenBucket
 from tiercheck_sidecar.parity.link import Link
 from tiercheck_sidecar.vault import Vault
 

@@ -1,4 +1,6 @@
-"""The byte path of a rebuild: chunks stream in from every part at once, are added up in one buffer, verified, and only then written.
+"""Buffers that arriving chunks wait in until they are verified: few, and the last one used comes first, because it is in the cache.
+
+The byte path of a rebuild: chunks stream in from every part at once, are added up in one buffer, verified, and only then written.
 
 A write costs less than touching a fresh mapping page by page, and the slot never holds a byte that was not checked.
 """
@@ -12,13 +14,34 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tiercheck.protocol.manifest import Digests
-from tiercheck_sidecar.digest import digest_chunk, length_of
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
-from tiercheck_sidecar.exchange.streams import run_all
 from tiercheck_sidecar.exchange.transfers import write_all
 from tiercheck_sidecar.parity import coding
-from tiercheck_sidecar.parity.parts import DescribedPart, Dial, PartMissing, RebuildPart, opened
+from tiercheck_sidecar.parity.parts import DescribedPart, DialPeer, PartMissing, RebuildPart, opened
+from tiercheck_sidecar.replicate.streams import run_all
+from tiercheck_sidecar.vault.digest import CHUNK, digest_chunk, length_of
+
+
+class Scratch:
+    """At most `count` buffers of one chunk, made when first needed. Who finds none waits, and TCP holds back the sender."""
+
+    def __init__(self, count: int = 8) -> None:
+        self._room = threading.BoundedSemaphore(count)
+        self._free: list[memoryview] = []
+
+    @contextlib.contextmanager
+    def buffer(self) -> Iterator[memoryview]:
+        with self._room:
+            try:
+                view = self._free.pop()
+            except IndexError:
+                view = memoryview(bytearray(CHUNK))
+            try:
+                yield view
+            finally:
+                self._free.append(view)
+
 
 FRAGMENT = 512 * 1024
 """Bytes of each part that are added up at a time: of a few parts, they fit into a core's cache."""
@@ -41,7 +64,7 @@ class PartFailed(Exception):
 class Unfolding:
     """These chunks of one artifact, written to their places in an open file. What is finished stays finished whatever parts fail."""
 
-    def __init__(self, file: int, digests: Digests, chunks: Iterable[int], dial: Dial) -> None:
+    def __init__(self, file: int, digests: Digests, chunks: Iterable[int], dial: DialPeer) -> None:
         self._file, self._digests, self._dial = file, digests, dial
         self._lock = threading.Lock()
         self._missing = set(chunks)

@@ -14,12 +14,11 @@ from collections.abc import Callable
 from tiercheck.protocol.directive import Directive, Phase, Tier
 from tiercheck.protocol.report import Proof, RestoreState
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.board import SidecarState
-from tiercheck_sidecar.rehearsal.ledger import Ledger
-from tiercheck_sidecar.rehearsal.pace import Look, due_in, rest
+from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.rehearsal.ledger import Ledger, Look, due_in, rest
 from tiercheck_sidecar.rehearsal.routes import routes
 from tiercheck_sidecar.rehearsal.walk import Disproved, Stopped, TooSlow, Walk, Walked
-from tiercheck_sidecar.restore_sources import RestoreSources
+from tiercheck_sidecar.restore.sources import RestoreSources
 from tiercheck_sidecar.vault import Vault
 
 log = logging.getLogger(__name__)

@@ -10,25 +10,24 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol, TypeVar
 
-from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Source, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Quarantined
-from tiercheck.protocol.version import History, Version
-from tiercheck_sidecar.digest import length_of
+from tiercheck.protocol.version import Artifact, History, Version
+from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.exchange.frames import END, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.sources import Dial, NotOffered, Opening, Senseless, open_copy
-from tiercheck_sidecar.lending import receive_chunks
-from tiercheck_sidecar.parity.groups import coded_with
+from tiercheck_sidecar.model.stock import own_artifacts
+from tiercheck_sidecar.parity.coding import coded_with
 from tiercheck_sidecar.parity.rebuild import Rebuild
-from tiercheck_sidecar.restore_plan import OutOfReach, RestorePlan, plan
-from tiercheck_sidecar.restore_sources import RestoreSources, name_of
-from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
-from tiercheck_sidecar.stock import own_artifacts
+from tiercheck_sidecar.restore.resharded_reads import receive_chunks
+from tiercheck_sidecar.restore.restore_plan import OutOfReach, RestorePlan, plan
+from tiercheck_sidecar.restore.sources import RestoreSources, name_of
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
+from tiercheck_sidecar.vault.digest import length_of
 from tiercheck_sidecar.vault.inventory import header_fault
-from tiercheck_sidecar.verification import fault_of_chunk
+from tiercheck_sidecar.vault.verification import fault_of_chunk
 
 T = TypeVar("T")
 

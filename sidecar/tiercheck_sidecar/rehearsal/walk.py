@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from tiercheck.protocol.artifact import Artifact
-from tiercheck.protocol.slot import NotASlot
-from tiercheck.protocol.version import History, Version
-from tiercheck_sidecar.digest import length_of
+from tiercheck.protocol.artifacts.slot import NotASlot
+from tiercheck.protocol.version import Artifact, History, Version
+from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.rehearsal.routes import Gone, Route
-from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
+from tiercheck_sidecar.vault.digest import length_of
 
 PAUSES = (2.0, 5.0, 15.0, 30.0)
 """Seconds before what could not be read is tried again: a sidecar may be starting anew."""

@@ -82,6 +82,6 @@ def _objects(settings: S3Settings | DirectorySettings, folder: str) -> Objects:
         from tiercheck_sidecar.remote.directory import DirectoryObjects
 
         return DirectoryObjects(settings.path, folder)
-    from tiercheck_sidecar.remote.s3 import S3Objects
+    from tiercheck_sidecar.remote.s3.s3 import S3Objects
 
     return S3Objects(settings, folder)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tiercheck.durable import sync_folder
-from tiercheck_sidecar.plain_files import open_plain
+from tiercheck_sidecar.decoding import open_plain
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
 from tiercheck_sidecar.remote.keys import ARTIFACTS, PROBE
 from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored, bounded

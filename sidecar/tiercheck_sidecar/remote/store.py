@@ -20,8 +20,8 @@ from tiercheck.failpoints import failpoint
 from tiercheck.protocol.encoding import Malformed, from_json, to_json
 from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
 from tiercheck.protocol.version import History, Version
-from tiercheck_sidecar.pacing import TokenBucket
-from tiercheck_sidecar.plain_files import open_plain
+from tiercheck_sidecar.decoding import open_plain
+from tiercheck_sidecar.offload.pacing import TokenBucket
 from tiercheck_sidecar.remote import keys, retention
 from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteCorrupt, RemoteError, RemoteMissing
 from tiercheck_sidecar.remote.objects import Objects

@@ -2,6 +2,8 @@
 
 The sizes of what is kept for others are known once something of it has arrived. Until then the coordinator's word on the
 largest of all ranks is taken, so that room for copies is not given to deltas.
+
+What is said when memory is too small: with every number, and with what to do about it.
 """
 
 from __future__ import annotations
@@ -11,12 +13,11 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator
 from typing import TypeVar
 
-from tiercheck.protocol import sizing
-from tiercheck.protocol.artifact import Kind, Share
+from tiercheck.protocol.artifacts import sizing
+from tiercheck.protocol.artifacts.sizing import LONGEST_CADENCE, SPARE_DELTAS, Room, Sizing, auto_cadence
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.sizing import LONGEST_CADENCE, Room, Sizing, auto_cadence
-from tiercheck_sidecar.vault.errors import NoFreeSlot
-from tiercheck_sidecar.vault.slots import Pool
+from tiercheck.protocol.version import Kind, Share
+from tiercheck_sidecar.vault.slots import NoFreeSlot, Pool
 
 Key = TypeVar("Key", int, Share)
 
@@ -158,3 +159,38 @@ def _put_back(table: dict[Key, Room], key: Key, before: Room | None) -> None:
         table.pop(key, None)
     else:
         table[key] = before
+
+
+pass  # HOUSE
+
+_REMEDY = "Raise tiers.local.sizeLimit and the sidecar's memory limit"
+
+
+def saving_refused(demand: Demand) -> str:
+    """Why nothing can be saved; empty if memory is large enough."""
+    fits = demand.plan()
+    if fits.fits:
+        return ""
+    return (
+        f"tiers.local.sizeLimit is {demand.limit}, needed {fits.minimum} bytes ({fits.needed} to never skip anything): "
+        f"two slots for each of {_those(demand)}. {_REMEDY}"
+    )
+
+
+def deltas_refused(demand: Demand) -> str:
+    """Why no deltas are taken although ranks want to; empty if memory holds enough of them."""
+    fits = demand.plan()
+    if not fits.lacks_deltas:
+        return ""
+    fewest = demand.cadence + SPARE_DELTAS
+    return (
+        f"tiers.local.sizeLimit is {demand.limit}, deltas need {fits.delta_minimum} bytes ({fits.needed} to never skip anything): "
+        f"{fewest} deltas of {fits.delta} bytes, beside snapshots of {fits.snapshot}, for each of {_those(demand)}. "
+        f"Until then there are snapshots only. {_REMEDY}"
+    )
+
+
+def _those(demand: Demand) -> str:
+    own, hosted, lanes = demand.ranks
+    text = f"{own} ranks here and of {hosted} ranks hosted for other workers"
+    return f"{text}, and of {lanes} parity blocks" if lanes else text

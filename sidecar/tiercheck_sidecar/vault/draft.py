@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from tiercheck.protocol.slot import NotASlot
+from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck_sidecar.vault.inventory import header_fault
 from tiercheck_sidecar.vault.seal import Seal
 from tiercheck_sidecar.vault.slots import Slot, blank

@@ -1,24 +1,57 @@
-"""The table of slots: which there are, what is in each, which there should be. Whoever has it holds the vault's lock."""
+"""A lock that is the only way to what it guards, so that nobody can forget to take it.
+
+The table of slots: which there are, what is in each, which there should be. Whoever has it holds the vault's lock.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Generic, TypeVar
 
 from tiercheck.failpoints import failpoint
-from tiercheck.protocol import sizing
-from tiercheck.protocol.artifact import Artifact, Kind, Share
+from tiercheck.protocol.artifacts import sizing
+from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.slot import NotASlot
-from tiercheck.protocol.version import Version
-from tiercheck_sidecar.vault.demand import Demand
-from tiercheck_sidecar.vault.errors import MemoryTooSmall, NoDeltas, NoFreeSlot, NotHeld
+from tiercheck.protocol.version import Artifact, Kind, Share, Version
+from tiercheck_sidecar.vault.demand import Demand, deltas_refused, saving_refused
 from tiercheck_sidecar.vault.inventory import SLOT_SUFFIX
-from tiercheck_sidecar.vault.refusals import deltas_refused, saving_refused
 from tiercheck_sidecar.vault.seal import Seal
-from tiercheck_sidecar.vault.slots import Pool, Slot, SlotState, remove, tear
+from tiercheck_sidecar.vault.slots import (
+    MemoryTooSmall,
+    NoDeltas,
+    NoFreeSlot,
+    NotHeld,
+    Pool,
+    Slot,
+    SlotState,
+    remove,
+    tear,
+)
+
+T = TypeVar("T")
+
+
+class Guarded(Generic[T]):
+    """`with guarded as content`: whoever has the content holds the lock, until the block ends. The same thread may enter again."""
+
+    def __init__(self, content: T) -> None:
+        self.__content = content
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> T:
+        self._lock.acquire()
+        return self.__content
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
 
 log = logging.getLogger(__name__)
 

@@ -2,6 +2,8 @@
 
 Never `multiprocessing.shared_memory`, whose segments vanish with their creator. The file is pre-faulted here, because
 first touch is several times slower than reuse and its memory is charged to whoever touches first.
+
+Why the vault could not do what was asked. Each message is a sentence for a person.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from tiercheck.protocol.artifact import Kind, Share
+from tiercheck.protocol.artifacts.mapping import map_aligned
+from tiercheck.protocol.artifacts.slot import TORN
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.mapping import map_aligned
-from tiercheck.protocol.slot import TORN
-from tiercheck_sidecar.plain_files import open_plain
+from tiercheck.protocol.version import Kind, Share
+from tiercheck_sidecar.decoding import open_plain
 from tiercheck_sidecar.vault.pages import collapse, populate
 from tiercheck_sidecar.vault.seal import Seal, break_seal
 
@@ -186,3 +188,19 @@ def blank(view: memoryview) -> None:
 def remove(path: Path) -> None:
     break_seal(path)
     path.unlink(missing_ok=True)
+
+
+class NoFreeSlot(Exception):
+    """Every slot that could be used is in use. Try again later."""
+
+
+class NoDeltas(NoFreeSlot):
+    """There are no delta slots, nor will there be for now."""
+
+
+class MemoryTooSmall(Exception):
+    """The memory volume cannot hold the fewest slots that saving needs; the message says what to set."""
+
+
+class NotHeld(LookupError):
+    """No such verified artifact is here."""

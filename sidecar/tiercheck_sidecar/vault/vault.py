@@ -14,21 +14,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tiercheck.failpoints import failpoint
-from tiercheck.protocol import sizing
-from tiercheck.protocol.artifact import Artifact, Kind, Share
+from tiercheck.protocol.artifacts import sizing
+from tiercheck.protocol.artifacts.slot import NotASlot, SlotHeader, read_header
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.slot import NotASlot, SlotHeader, read_header
-from tiercheck.protocol.version import Version
-from tiercheck_sidecar.tags import Tagger, digest_and_tag
+from tiercheck.protocol.version import Artifact, Kind, Share, Version
+from tiercheck_sidecar.vault.demand import deltas_refused, saving_refused
 from tiercheck_sidecar.vault.draft import SlotDraft
-from tiercheck_sidecar.vault.errors import MemoryTooSmall, NoFreeSlot
-from tiercheck_sidecar.vault.guarded import Guarded
 from tiercheck_sidecar.vault.inventory import fault, take_inventory
-from tiercheck_sidecar.vault.numa import near
-from tiercheck_sidecar.vault.refusals import deltas_refused, saving_refused
+from tiercheck_sidecar.vault.pages import near
 from tiercheck_sidecar.vault.seal import Seal, write_seal
-from tiercheck_sidecar.vault.slot_table import SlotTable, remove_files
-from tiercheck_sidecar.vault.slots import Slot, SlotState, create
+from tiercheck_sidecar.vault.slot_table import Guarded, SlotTable, remove_files
+from tiercheck_sidecar.vault.slots import MemoryTooSmall, NoFreeSlot, Slot, SlotState, create
+from tiercheck_sidecar.vault.tags import Tagger, digest_and_tag
 
 log = logging.getLogger(__name__)
 

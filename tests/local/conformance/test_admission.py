@@ -21,7 +21,7 @@ from api_client import Api, Refused
 from builders import config_map, pod
 from defining import eventually
 
-from tiercheck_operator.certificates import issue_pair
+from tiercheck_operator.kubernetes.certificates import issue_pair
 
 CONFIGURATIONS = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
 READY = "test/webhook-is-known"

@@ -13,23 +13,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tiercheck.protocol.artifact import Artifact, Kind, Share
+from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Phase, Policy, Tier
 from tiercheck.protocol.report import RestoreReport, RestoreState, Watermarks
-from tiercheck.protocol.slot import SlotLayout
-from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar.board import SidecarState
-from tiercheck_sidecar.config import SidecarConfig
+from tiercheck.protocol.version import Artifact, Branch, History, Kind, Share, Version
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import Identity, dial
 from tiercheck_sidecar.exchange.server import ExchangeServer
-from tiercheck_sidecar.parity.groups import shares
+from tiercheck_sidecar.model.config import SidecarConfig
+from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.parity.coding import shares
 from tiercheck_sidecar.parity.holder import ParityHolder
 from tiercheck_sidecar.parity.rebuild import rebuild
 from tiercheck_sidecar.parity.sender import ParitySender
 from tiercheck_sidecar.parity.session import serving
 from tiercheck_sidecar.vault import Seal, Vault
-from tiercheck_sidecar.watermark import TierVerdict
+from tiercheck_sidecar.versions.watermark import TierVerdict
 
 T = TypeVar("T")
 DEADLINE = 30.0

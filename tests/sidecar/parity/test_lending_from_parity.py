@@ -9,11 +9,10 @@ from typing import cast
 import pytest
 from station import Job, Station
 
-from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer, RankSources, Restore, Source, Tier
-from tiercheck.protocol.version import Version
-from tiercheck_sidecar.lending import Lender, RemotePart
-from tiercheck_sidecar.source_errors import SourceFailed
+from tiercheck.protocol.version import Artifact, Version
+from tiercheck_sidecar.bounded_calls import SourceFailed
+from tiercheck_sidecar.restore.resharded_reads import Lender, RemotePart
 
 MakeJob = Callable[..., Job]
 V = Version(10, 1)

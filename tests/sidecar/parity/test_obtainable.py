@@ -7,10 +7,9 @@ from collections.abc import Callable
 import pytest
 from station import Job
 
-from tiercheck.protocol.artifact import Artifact, Kind
-from tiercheck.protocol.version import Version
-from tiercheck_sidecar.parity.obtainable import obtainable
-from tiercheck_sidecar.source_errors import SourceFailed
+from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck_sidecar.bounded_calls import SourceFailed
+from tiercheck_sidecar.parity.parts import obtainable
 
 MakeJob = Callable[..., Job]
 V = Version(10, 1)

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.report import Watermarks
-from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar.parity.overtaken import overtaken
-from tiercheck_sidecar.watermark import TierVerdict
+from tiercheck.protocol.version import Branch, History, Kind, Version
+from tiercheck_sidecar.parity.block import overtaken
+from tiercheck_sidecar.versions.watermark import TierVerdict
 
 HISTORY = History((Branch(1, 0), Branch(2, 20)))
 

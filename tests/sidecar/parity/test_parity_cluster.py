@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from world import FakeRank, World, content, layout, until
 
-from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import Directive, ParityGroup, Phase, Policy, Source, Tier
 from tiercheck.protocol.report import Report
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Kind, Version
 
 SIZE, DELTA = 3_000_000, 200_000
 

@@ -10,13 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from station import Job, Station, flip, until
 
-from tiercheck.protocol.artifact import Kind
 from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.report import Quarantined
-from tiercheck.protocol.version import Version
-from tiercheck_sidecar.digest import digest
+from tiercheck.protocol.version import Kind, Version
+from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
-from tiercheck_sidecar.source_errors import SourceCorrupt, SourceFailed
+from tiercheck_sidecar.vault.digest import digest
 
 MakeJob = Callable[..., Job]
 V = Version(10, 1)

@@ -8,14 +8,13 @@ from dataclasses import replace
 from station import Job, flip
 from test_rehearsal import NoRemote
 
-from tiercheck.protocol.artifact import Artifact
 from tiercheck.protocol.directive import Policy, Tier
 from tiercheck.protocol.report import Watermarks
-from tiercheck.protocol.version import Version
-from tiercheck_sidecar.board import SidecarState
+from tiercheck.protocol.version import Artifact, Version
+from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.rehearsal.rehearser import Rehearser
-from tiercheck_sidecar.restore_sources import RestoreSources
-from tiercheck_sidecar.watermark import TierVerdict
+from tiercheck_sidecar.restore.sources import RestoreSources
+from tiercheck_sidecar.versions.watermark import TierVerdict
 
 MakeJob = Callable[..., Job]
 V = Version(10, 1)

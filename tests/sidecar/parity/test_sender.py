@@ -10,8 +10,7 @@ from station import Job, until
 from strikes import Strikes
 
 from tiercheck import supervised
-from tiercheck.protocol.artifact import Kind
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Kind, Version
 
 MakeJob = Callable[..., Job]
 V = Version(10, 1)

@@ -15,7 +15,8 @@ from remote_places import S3Place
 from test_remote_conformance import JOB, Slots, fetched, save
 
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.remote import Reason, RemoteClosed, RemoteError, open_store, s3_multipart, s3_transfers
+from tiercheck_sidecar.remote import Reason, RemoteClosed, RemoteError, open_store
+from tiercheck_sidecar.remote.s3 import s3_multipart, s3_transfers
 from tiercheck_sidecar.remote.store import RemoteStore
 
 PART = 5 * 1024 * 1024  # the least that S3 allows

@@ -17,7 +17,7 @@ from test_remote_conformance import JOB, Slots, fetched, save
 
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.remote import open_store
-from tiercheck_sidecar.remote.s3_transfers import Transfers
+from tiercheck_sidecar.remote.s3.s3_transfers import Transfers
 from tiercheck_sidecar.remote.verify import nothing_arrived
 
 

@@ -16,7 +16,8 @@ from remote_places import DirectoryPlace, S3Place
 from test_remote_conformance import JOB, Slots, fetched, save
 
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.remote import RemoteCorrupt, RemoteError, objects, open_store, s3_transfers
+from tiercheck_sidecar.remote import RemoteCorrupt, RemoteError, objects, open_store
+from tiercheck_sidecar.remote.s3 import s3_transfers
 from tiercheck_sidecar.remote.store import RemoteStore
 
 GIB = 2**30

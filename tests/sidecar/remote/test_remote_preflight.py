@@ -17,13 +17,14 @@ from world import World, until
 
 from tiercheck.protocol.manifest import Manifest
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.board import SidecarState
-from tiercheck_sidecar.config import SidecarConfig
+from tiercheck_sidecar.model.config import SidecarConfig
+from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.offload.remote_inventory import RemoteListing
-from tiercheck_sidecar.remote import StoreFinding, examine_place, preflight, s3, s3_multipart, s3_transfers
+from tiercheck_sidecar.remote import StoreFinding, examine_place, preflight
 from tiercheck_sidecar.remote.directory import DirectoryObjects
 from tiercheck_sidecar.remote.objects import Stored
 from tiercheck_sidecar.remote.preflight import CHUNK, examine
+from tiercheck_sidecar.remote.s3 import s3, s3_multipart, s3_transfers
 
 ALL = ["access", "conditional create", "upload in parts", "ranged reads", "listing after write", "clock", "delete"]
 VERSION = Version(10, 1)

@@ -17,17 +17,8 @@ from test_remote_conformance import FOLDER, JOB, UPLOAD, Slots, eventually, fetc
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.remote import (
-    Reason,
-    RemoteClosed,
-    RemoteCorrupt,
-    RemoteError,
-    crc64nvme,
-    keys,
-    open_store,
-    s3_multipart,
-    s3_transfers,
-)
+from tiercheck_sidecar.remote import Reason, RemoteClosed, RemoteCorrupt, RemoteError, keys, open_store
+from tiercheck_sidecar.remote.s3 import crc64nvme, s3_multipart, s3_transfers
 from tiercheck_sidecar.remote.store import RemoteStore
 from tiercheck_sidecar.remote.verify import digest_of
 

@@ -32,10 +32,10 @@ from tiercheck_sidecar.remote import (
     RemoteOwned,
     RemoteStore,
     open_store,
-    s3,
 )
 from tiercheck_sidecar.remote.directory import DirectoryObjects
 from tiercheck_sidecar.remote.objects import Stored
+from tiercheck_sidecar.remote.s3 import s3
 
 JOB = "ml/llama"
 DEV, PROD = Claimant("cluster-dev", "uid-dev"), Claimant("cluster-prod", "uid-prod")

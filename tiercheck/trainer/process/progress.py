@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from tiercheck.trainer.backend import Backend
-from tiercheck.trainer.saver import Saver
+from tiercheck.trainer.backends.backend import Backend
+from tiercheck.trainer.save.saver import Saver
 
 
 class StepProgress:

@@ -11,27 +11,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiercheck.protocol.artifact import Kind
-from tiercheck.protocol.contents import DCP, FORMAT, IMPORT
+from tiercheck.protocol.artifacts.contents import DCP, FORMAT, IMPORT
+from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.names import ENV_RUN_DIR
-from tiercheck.protocol.slot import NotASlot
-from tiercheck.protocol.version import Version
-from tiercheck.trainer import user_state
-from tiercheck.trainer.backend import Backend, Offer, RestoreError, log
-from tiercheck.trainer.buffers import PASSING
-from tiercheck.trainer.capture import named_parameters_of
-from tiercheck.trainer.delta import StoredDelta
-from tiercheck.trainer.equality import REPLICAS, saved_whole, unequal
-from tiercheck.trainer.folder_backend import FolderBackend
-from tiercheck.trainer.leaves import NotCapturable
-from tiercheck.trainer.load import fits, load_all, more_groups
-from tiercheck.trainer.modes import put_back_modes
-from tiercheck.trainer.proof import first_difference
-from tiercheck.trainer.ranks import anywhere, everyones, rank_and_world
-from tiercheck.trainer.replay import Mismatch, Replay
-from tiercheck.trainer.resharding import Here, OtherRanks, load_resharded
-from tiercheck.trainer.sidecar_backend import SidecarBackend
-from tiercheck.trainer.slot_file import DELTA_ROOM, SlotReader
+from tiercheck.protocol.version import Kind, Version
+from tiercheck.trainer.backends.backend import Backend, Offer, RestoreError, log
+from tiercheck.trainer.backends.folder_backend import FolderBackend
+from tiercheck.trainer.backends.sidecar_backend import SidecarBackend
+from tiercheck.trainer.deltas.buffers import PASSING
+from tiercheck.trainer.deltas.delta_format import StoredDelta
+from tiercheck.trainer.proof.proof import first_difference
+from tiercheck.trainer.replicas.equality import REPLICAS, saved_whole, unequal
+from tiercheck.trainer.replicas.ranks import anywhere, everyones, rank_and_world
+from tiercheck.trainer.restore.load import fits, load_all, more_groups
+from tiercheck.trainer.restore.replay import Mismatch, Replay
+from tiercheck.trainer.restore.resharding import Here, OtherRanks, load_resharded
+from tiercheck.trainer.state import user_state
+from tiercheck.trainer.state.capture import named_parameters_of
+from tiercheck.trainer.state.leaves import NotCapturable
+from tiercheck.trainer.state.modes import put_back_modes
+from tiercheck.trainer.state.slot_file import DELTA_ROOM, SlotReader
 from tiercheck.trainer.state.trained_state import TrainedState
 
 

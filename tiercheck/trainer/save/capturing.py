@@ -9,19 +9,18 @@ from collections.abc import Iterable
 
 import torch
 
-from tiercheck.trainer import user_state
-from tiercheck.trainer.accelerator import accelerator_of
-from tiercheck.trainer.capture import Inventory
-from tiercheck.trainer.copying import Snapshot
-from tiercheck.trainer.deltas import Deltas
-from tiercheck.trainer.layouts import DeltaRoom, UnknownRoom
-from tiercheck.trainer.leaves import PLAIN, Entry, NotCapturable
-from tiercheck.trainer.not_given import NotGiven
-from tiercheck.trainer.proof import Proof
-from tiercheck.trainer.samples import Sampler
-from tiercheck.trainer.saver import Saver
+from tiercheck.trainer.deltas.deltas import Deltas
+from tiercheck.trainer.deltas.unseen import FOREIGN, NotGiven, Unseen
+from tiercheck.trainer.proof.proof import StateProof
+from tiercheck.trainer.proof.samples import Sampler
+from tiercheck.trainer.save.accelerator import accelerator_of
+from tiercheck.trainer.save.saver import Saver
+from tiercheck.trainer.save.slot_context import DeltaRoom, UnknownRoom
+from tiercheck.trainer.save.staging import Snapshot
+from tiercheck.trainer.state import user_state
+from tiercheck.trainer.state.capture import Inventory
+from tiercheck.trainer.state.leaves import PLAIN, Entry, NotCapturable
 from tiercheck.trainer.state.trained_state import TrainedState
-from tiercheck.trainer.unseen import FOREIGN, Unseen
 
 
 class Capturing:
@@ -123,7 +122,7 @@ class Capturing:
                 f"state[{name!r}] holds tensors of the model or its optimizers: what comes back there will be copies of its own",
             )
         stored = self._trained.shares.own(inventory)
-        proof = Proof.take(self._sampler, inventory.entries, stored)
+        proof = StateProof.take(self._sampler, inventory.entries, stored)
         entries = [self._at_once(entry) for entry in stored]
         device = accelerator_of(entry.tensor for entry in entries)
         ready = None if device is None else device.final()

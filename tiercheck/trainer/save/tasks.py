@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from tiercheck.trainer.copying import Pending
-from tiercheck.trainer.desk import Job
-from tiercheck.trainer.layouts import DeltaRoom
+from tiercheck.trainer.save.slot_context import DeltaRoom, Job
+from tiercheck.trainer.save.staging import Pending
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,14 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from tiercheck.trainer import user_state
-from tiercheck.trainer.accelerator import accelerator_of
-from tiercheck.trainer.inventories import Inventories
-from tiercheck.trainer.kept import refuse_inner
-from tiercheck.trainer.live import is_final, refuse_fsdp1
-from tiercheck.trainer.partitioned import Partitions
-from tiercheck.trainer.ranks import rank_and_world
-from tiercheck.trainer.replicas import Shares
-from tiercheck.trainer.wrapped import Wrapped, unwrapped
+from tiercheck.trainer.replicas.partitioned import Partitions
+from tiercheck.trainer.replicas.ranks import rank_and_world
+from tiercheck.trainer.replicas.replicas import Shares
+from tiercheck.trainer.save.accelerator import accelerator_of
+from tiercheck.trainer.state import user_state
+from tiercheck.trainer.state.inventories import Inventories
+from tiercheck.trainer.state.kept import refuse_inner
+from tiercheck.trainer.state.live import Wrapped, is_final, refuse_fsdp1, unwrapped
 
 
 class TrainedState:

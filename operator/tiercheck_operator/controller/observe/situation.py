@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from tiercheck.protocol.report import Report
-from tiercheck_operator.controller.attached import start_again
-from tiercheck_operator.controller.membership import Membership, SparePool, find_members, find_spares
-from tiercheck_operator.controller.suspicion import Testimony, find_doubts, hear_witnesses
+from tiercheck_operator.controller.lifecycle.attached import start_again
+from tiercheck_operator.controller.members.membership import Membership, SparePool, find_members, find_spares
+from tiercheck_operator.controller.members.suspicion import Testimony, find_doubts, hear_witnesses
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.observed import Observation, PodView

@@ -1,0 +1,269 @@
+"""Begins a new attempt, or says what it waits for, or gives the job up. The fencing token is bumped here and nowhere else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from tiercheck.protocol.report import Report
+from tiercheck.protocol.version import History
+from tiercheck_operator.controller.attempt.directives import members_digest
+from tiercheck_operator.controller.attempt.readiness import (
+    Waiting,
+    handing_over,
+    retrying,
+    settling,
+    waiting_for_pods,
+    waiting_for_sidecars,
+)
+from tiercheck_operator.controller.failures.exits import note_failed_start
+from tiercheck_operator.controller.failures.failure_policy import (
+    GivenUp,
+    fail_by_restart_limit,
+    fail_by_rule,
+    fail_hopeless_start,
+)
+from tiercheck_operator.controller.failures.failure_rules import MatchedRule, match_rule
+from tiercheck_operator.controller.failures.standstill import find_hang, note_hang
+from tiercheck_operator.controller.observe.inventories import (
+    adopted_history,
+    bad_everywhere,
+    inventories,
+    last_attempt,
+    remote_inventory,
+    reports_of,
+    with_ranks,
+    without_versions,
+)
+from tiercheck_operator.controller.observe.memory import largest_share, too_small
+from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.controller.placement.placing import CannotPlace, Placed, describe_found_again, place_members
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.findings import Finding
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import FailedStartRecord, HangRecord, JobRecord, Recovery
+from tiercheck_operator.planning.recovery.inventory import RemoteInventory
+from tiercheck_operator.planning.recovery.recovery import Decision as Outcome
+from tiercheck_operator.planning.recovery.recovery import (
+    Recover,
+    RecoveryProblem,
+    Refuse,
+    StartFresh,
+    Wait,
+    decide_recovery,
+)
+from tiercheck_operator.planning.saved_placement import SavedPlacement
+
+_HISTORY_LIMIT = 100
+"""Branches kept; the schema allows a few more. Versions of older branches were reclaimed long ago."""
+
+_SNAPSHOTS_ONLY = 4
+"""Failed restores after which deltas are left out: versions of one chain would fail one after the other."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The new attempt: to be written before anything of it is sent."""
+
+    status: JobRecord
+    placement: SavedPlacement
+    placed: Finding
+    """For the condition Placed."""
+
+
+def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Waiting | CannotPlace | GivenUp:
+    """The next attempt, if everything that it needs is known."""
+    verdict = match_rule(situation, recovery)
+    given_up = fail_hopeless_start(situation)
+    if given_up is None and not Cause.parse(recovery.cause).in_place:
+        given_up = fail_by_rule(
+            recovery, verdict
+        )  # a pod is lost, whatever else may show; nothing has to take its place first
+    if given_up is not None:
+        return given_up
+    waiting = (
+        waiting_for_pods(situation)
+        or settling(situation, recovery)
+        or handing_over(situation)
+        or waiting_for_sidecars(situation, recovery)
+        or retrying(situation, recovery)
+    )
+    if waiting is not None:
+        return waiting
+    given_up = fail_by_rule(recovery, verdict) or fail_by_restart_limit(situation, recovery, verdict)
+    if given_up is not None:
+        return given_up
+    placed = place_members(situation)
+    if isinstance(placed, CannotPlace):
+        return placed
+    if not situation.job.status.attempt:
+        crowded = too_small(situation.job.spec, largest_share(placed.holders, placed.groups))
+        if crowded:
+            return CannotPlace(conditions.MEMORY_TOO_SMALL, crowded)
+    reports = reports_of(situation, situation.members)
+    remote = remote_inventory(situation.job.spec, reports)
+    status = situation.job.status
+    first = status.attempt == 0
+    # A sidecar that knows a newer attempt than the status does (it was edited or restored) would refuse ours.
+    history, number = status.history, max([status.attempt, *(report.attempt for report in reports)]) + 1
+    resized = first or (Cause.parse(recovery.cause) is Cause.RESUMED and not all(b.ranks for b in history.branches))
+    if resized and remote.versions and not _counted(reports):
+        return _remote_unknown(replace(remote, reachable=None), reports)
+    if first and remote.configured:
+        if remote.undecided:
+            return _remote_unknown(remote, reports)
+        history = adopted_history(remote, situation.job.spec.restore_step)
+        number = max(number, last_attempt(remote) + 1)
+    history = with_ranks(history, remote, situation.job.spec.workers * situation.job.spec.procs_per_worker)
+    problem = _recovery_problem(situation, placed, history, reports, remote, first=first)
+    outcome = _decided(problem, recovery)
+    if isinstance(outcome, (Wait, Refuse)):
+        said = next((f" {report.remote.message}" for report in reports if report.remote.message), "")
+        refused = conditions.REMOTE_OWNED if _is_owned(reports) else conditions.REMOTE_UNREACHABLE
+        reason = refused if remote.undecided else conditions.NOTHING_TO_RESTORE_FROM
+        return Waiting(reason, f"{outcome.reason}.{said}", wake_after=situation.patience.retry)
+    return Begun(
+        _next_status(situation, recovery, verdict, history=history, number=number, outcome=outcome, placed=placed),
+        placed.saved(number, situation.membership),
+        Finding(placed.reason, placed.message),
+    )
+
+
+def _recovery_problem(
+    situation: Situation,
+    placed: Placed,
+    history: History,
+    reports: list[Report],
+    remote: RemoteInventory,
+    *,
+    first: bool,
+) -> RecoveryProblem:
+    spec = situation.job.spec
+    return RecoveryProblem(
+        ranks=situation.size * spec.procs_per_worker,
+        ranks_per_worker=spec.procs_per_worker,
+        history=history,
+        inventories=inventories(reports),
+        remote=remote,
+        distance=placed.distance,
+        step_seconds=situation.job.status.step_seconds,
+        last_step=situation.newest_step or None,
+        # Later attempts go on from where the job is; the wish was about its beginning.
+        target_step=spec.restore_step if first else None,
+        bad=bad_everywhere(reports),
+        groups=placed.groups,
+    )
+
+
+def _decided(problem: RecoveryProblem, recovery: Recovery) -> Outcome:
+    """Without the versions that failed twice, if another one can be had, and after many failures without deltas; a failure
+    alone never leads to a fresh start.
+    """
+    hopeless_ones = {version for version, times in Counter(recovery.failed_versions).items() if times > 1}
+    if hopeless_ones:
+        deltas = len(recovery.failed_versions) < _SNAPSHOTS_ONLY
+        outcome = decide_recovery(without_versions(problem, hopeless_ones, deltas=deltas))
+        if isinstance(outcome, Recover):
+            return outcome
+    return decide_recovery(problem)
+
+
+def _next_status(
+    situation: Situation,
+    recovery: Recovery,
+    verdict: MatchedRule,
+    *,
+    history: History,
+    number: int,
+    outcome: Recover | StartFresh,
+    placed: Placed,
+) -> JobRecord:
+    status = situation.job.status
+    step = outcome.version.step if isinstance(outcome, Recover) else 0
+    cause = Cause.parse(recovery.cause)
+    before = situation.newest_step
+    accepted = history.after(number, step, situation.size * situation.job.spec.procs_per_worker)
+    members = members_digest(situation.members)
+    in_place = cause.in_place and members == status.members
+    return replace(
+        status,
+        attempt=number,
+        members=members,
+        hang=_hang(situation, cause, accepted),
+        failed_start=_failed_start(situation, recovery, accepted),
+        history=History(accepted.branches[-_HISTORY_LIMIT:]),
+        crashes=status.crashes + verdict.counts,
+        counted=status.counted + verdict.counts,
+        crash_step=before if verdict.counts else status.crash_step,
+        disruptions=status.disruptions + (not verdict.counts and not cause.planned),
+        step=None if isinstance(outcome, StartFresh) else status.step or step or None,
+        placement=describe_found_again(status.placement, placed.record) if in_place else placed.record,
+        # With pods lost, what memory held is no longer complete; the coordinator will say when it is again. What lies behind the
+        # step that all go back to is given up, wherever it was complete.
+        tiers={name: t for name, t in status.tiers.items() if t.step <= step and (in_place or name == "remote")},
+        recovery=replace(
+            recovery,
+            attempt=number,
+            rule=verdict.rule,
+            message=_with_rule(recovery.message, verdict),
+            reason=_with_size(outcome.reason, situation),
+            step=step,
+            version_attempt=outcome.version.attempt if isinstance(outcome, Recover) else 0,
+            reached=before,
+            lost_steps=max(0, before - step) if status.attempt else 0,
+            decided_at=situation.now,
+            restored_at=None,
+            released_at=None,
+        ),
+    )
+
+
+def _hang(situation: Situation, cause: Cause, accepted: History) -> HangRecord | None:
+    status = situation.job.status
+    if cause is Cause.HUNG:
+        return note_hang(status, find_hang(situation, situation.members))
+    # In another size workers are numbered anew.
+    return status.hang if status.history.ranks == accepted.ranks else None
+
+
+def _failed_start(situation: Situation, recovery: Recovery, accepted: History) -> FailedStartRecord | None:
+    found = note_failed_start(situation, recovery, situation.members)
+    # In another size workers are numbered anew.
+    return found if situation.job.status.history.ranks in (0, accepted.ranks) else None
+
+
+def _with_size(reason: str, obs: Observation) -> str:
+    return f"{reason}; with {obs.size} of {obs.job.spec.workers} workers" if obs.shrunk else reason
+
+
+def _with_rule(message: str, verdict: MatchedRule) -> str:
+    said = f" (rule {verdict.rule} of failurePolicy.rules: {verdict.action.value})" if verdict.rule else ""
+    return f"{message[: 1000 - len(said)]}{said}"
+
+
+def _counted(reports: list[Report]) -> bool:
+    """Whether somebody has looked up how many ranks made what lies in the remote tier: worker 0 does, and no other."""
+    return any(report.remote.versions and len(report.remote.ranks) == len(report.remote.versions) for report in reports)
+
+
+def _is_owned(reports: list[Report]) -> bool:
+    """Whether the job's folder in the remote tier is somebody else's."""
+    return any(problem.reason == conditions.REMOTE_OWNED for report in reports for problem in report.problems)
+
+
+def _remote_unknown(remote: RemoteInventory, reports: list[Report]) -> Waiting:
+    """Before the first attempt: what an earlier job left there decides where we begin and how attempts are counted."""
+    said = next((report.remote.message for report in reports if report.remote.message), "")
+    if _is_owned(reports):
+        return Waiting(conditions.REMOTE_OWNED, f"{said} Training has not begun.", wake_after=5.0)
+    if remote.reachable is None:
+        return Waiting(
+            conditions.WAITING_FOR_SIDECARS, "the remote tier is being looked at for the first time", wake_after=1.0
+        )
+    return Waiting(
+        conditions.REMOTE_UNREACHABLE,
+        f"the remote tier does not answer: {said or 'no reason given'} "
+        "Check spec.tiers.remote and its credentials; training starts as soon as it can be read.",
+        wake_after=5.0,
+    )

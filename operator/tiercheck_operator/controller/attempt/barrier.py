@@ -1,0 +1,188 @@
+"""Drives the current attempt: restore everywhere, then release everywhere, then see the first step. All or none.
+
+The release is written to the status before it is sent, so an operator that restarts in between sends the same thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tiercheck.protocol.directive import Phase, Source, Tier
+from tiercheck.protocol.report import Report, RestoreState, TrainerState
+from tiercheck_operator.controller.attempt.directives import build_directives, settled_sources
+from tiercheck_operator.controller.observe.inventories import (
+    bad_everywhere,
+    inventories,
+    remote_inventory,
+    reports_of,
+    to_sources,
+)
+from tiercheck_operator.controller.placement.placing import distance_between
+from tiercheck_operator.model.actions import Push
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import JobRecord, Recovery, rfc3339
+from tiercheck_operator.planning.recovery.inventory import Missing
+from tiercheck_operator.planning.recovery.resharded import ResizedStock
+from tiercheck_operator.planning.saved_placement import SavedPlacement
+
+_FIRST_STEP_PATIENCE = 600.0
+"""Seconds after which a recovery counts as ended although no step was reported: not every script reports steps."""
+
+
+LENGTH = 10
+"""Recoveries that are remembered."""
+_SENTENCE = 160
+"""Characters of `message` and `reason` in the history; status.lastRecovery has all of them."""
+
+
+def advance(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) -> JobRecord:
+    """The status once what the sidecars report is taken into account. `reports`: of the attempt, by worker."""
+    recovery = status.recovery
+    if recovery is None or recovery.decided_at is None:
+        return status
+    complete = len(reports) == obs.size
+    if recovery.released_at is None:
+        if complete and all(_ready(report, status) for report in reports.values()) and not absent_trainers(reports):
+            return replace(status, recovery=replace(recovery, restored_at=obs.now, released_at=obs.now))
+        return status
+    first_steps = [report.trainer.first_step_at for report in reports.values()]
+    stepped = [moment for moment in first_steps if moment is not None]
+    if complete and len(stepped) == len(first_steps):
+        return _ended(obs, status, recovery, reports, max(stepped))
+    if obs.now - recovery.released_at > _FIRST_STEP_PATIENCE:
+        return _ended(obs, status, recovery, reports, obs.now)
+    return status
+
+
+def absent_trainers(reports: Mapping[int, Report]) -> list[int]:
+    """Workers whose trainer container is not up. Releasing the others would let them wait at the rendezvous."""
+    return sorted(worker for worker, report in reports.items() if report.trainer.state is TrainerState.ABSENT)
+
+
+def find_late_trainers(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) -> list[int]:
+    """The workers that alone hold up the release."""
+    recovery = status.recovery
+    if recovery is None or recovery.released_at is not None or len(reports) < obs.size:
+        return []
+    return absent_trainers(reports) if all(_ready(report, status) for report in reports.values()) else []
+
+
+def all_succeeded(obs: Observation, reports: Mapping[int, Report]) -> bool:
+    """Whether every training command of the current attempt exited with 0."""
+    return len(reports) == obs.size and all(
+        report.trainer.state is TrainerState.SUCCEEDED for report in reports.values()
+    )
+
+
+def wanted_phase(status: JobRecord) -> Phase:
+    """What the launchers may do now."""
+    recovery = status.recovery
+    return Phase.HOLD if recovery is not None and recovery.released_at is None else Phase.RELEASE
+
+
+def due_directives(
+    obs: Observation,
+    status: JobRecord,
+    members: Mapping[int, PodView],
+    placement: SavedPlacement | None,
+    phase: Phase,
+    *,
+    exit_code: int = 0,
+) -> list[Push]:
+    """A directive for every sidecar that has answered and follows another one. `exit_code`: with Finish, of the launchers."""
+    sources = _sources(obs, status, members, placement, phase)
+    directives = build_directives(obs, status, members, placement, phase=phase, sources=sources, exit_code=exit_code)
+    due = []
+    for worker, directive in directives.items():
+        report = obs.newest_reports.get(members[worker].uid)
+        if report is None or report.revision == directive.revision or report.attempt > directive.attempt:
+            continue
+        # The sidecar refuses it if it has followed something else by then: nothing that is under way for long undoes what came later.
+        ordered = replace(directive, instance=report.instance, number=report.followed + 1)
+        due.append(Push(members[worker].uid, ordered))
+    return due
+
+
+def _sources(
+    obs: Observation,
+    status: JobRecord,
+    members: Mapping[int, PodView],
+    placement: SavedPlacement | None,
+    phase: Phase,
+) -> Mapping[int, tuple[Source, ...]]:
+    version, spec = status.restored_version, obs.job.spec
+    if version is None:
+        return {}
+    old = status.resized_from
+    # Trainers borrow from the old ranks after the release, until they make steps.
+    looking = phase is Phase.HOLD or (old and status.recovery is not None)
+    stored = (Source(Tier.REMOTE),) if spec.remote is not None else ()
+    settled = dict.fromkeys(range(old), stored) if old else settled_sources(spec, members, placement)
+    if not looking:
+        return settled
+    reports = reports_of(obs, members)
+    stock = ResizedStock(
+        obs.size * spec.procs_per_worker,
+        spec.procs_per_worker,
+        status.history,
+        inventories(reports),
+        remote_inventory(spec, reports),
+        bad=bad_everywhere(reports),
+        groups=placement.groups if placement is not None else (),
+    )
+    found = stock.sources(version, distance_between(obs, members))
+    # With no source left for some rank, the places where it ought to be are still worth a try.
+    return settled if isinstance(found, Missing) else to_sources(found, members)
+
+
+def _ready(report: Report, status: JobRecord) -> bool:
+    return report.restore.state is RestoreState.READY and report.restore.version == status.restored_version
+
+
+def _ended(
+    obs: Observation, status: JobRecord, recovery: Recovery, reports: Mapping[int, Report], first_step: float
+) -> JobRecord:
+    if Cause.parse(recovery.cause) is Cause.FIRST_START and not recovery.step:
+        return replace(status, recovery=None)
+    summary = _summary(obs, recovery, reports, first_step)
+    return replace(status, recovery=None, last_recovery=summary, recoveries=add_summary(status.recoveries, summary))
+
+
+def _summary(obs: Observation, recovery: Recovery, reports: Mapping[int, Report], first_step: float) -> dict[str, Any]:
+    tiers = {tier.value: 0 for tier in Tier}
+    ranks = [rank for report in reports.values() for rank in report.restore.ranks]
+    for rank in ranks:
+        if rank.tier is not None:
+            tiers[rank.tier.value] += 1
+    restored = recovery.restored_at or obs.now
+    noticed = recovery.noticed_at or recovery.detected_at
+    return {
+        "attempt": recovery.attempt,
+        "cause": recovery.cause,
+        "message": recovery.message,
+        **({"rule": recovery.rule} if recovery.rule else {}),
+        "reason": recovery.reason,
+        "tiers": tiers,
+        "deltas": max((rank.deltas for rank in ranks), default=0),
+        "rebuilt": sum(rank.rebuilt for rank in ranks),
+        "step": recovery.step,
+        "lostSteps": recovery.lost_steps,
+        "detectSeconds": round(max(0.0, noticed - recovery.failed_at), 3),
+        "restoreSeconds": round(max(0.0, restored - noticed), 3),
+        "totalSeconds": round(max(0.0, first_step - recovery.failed_at), 3),
+        "time": rfc3339(obs.now),
+    }
+
+
+def add_summary(history: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """`history` with one more, newest first."""
+    short = {key: _shortened(value) if key in ("message", "reason") else value for key, value in summary.items()}
+    return (short, *history)[:LENGTH]
+
+
+def _shortened(sentence: object) -> str:
+    text = str(sentence or "")
+    return text if len(text) <= _SENTENCE else text[: _SENTENCE - 1] + "\N{HORIZONTAL ELLIPSIS}"

@@ -1,0 +1,179 @@
+"""What every sidecar should do now, built from what is written down and nothing else: sent again, it is the same directive."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import zlib
+from collections.abc import Mapping
+
+import msgspec
+
+from tiercheck.protocol.directive import (
+    Directive,
+    HangLimits,
+    ParityGroup,
+    Peer,
+    Phase,
+    Policy,
+    RankSources,
+    Restore,
+    Source,
+    Tier,
+)
+from tiercheck_operator.controller.observe.inventories import parity_group
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.spec import HangSpec, JobSpec
+from tiercheck_operator.model.status import JobRecord
+from tiercheck_operator.planning.quantity import parse_duration, parse_quantity
+from tiercheck_operator.planning.saved_placement import SavedPlacement
+
+_FIRST_PORT, _PORTS = 20000, 10000
+_FIRST_STEP = 3600.0
+"""Seconds for the first step of a script that is known to make steps: it may compile, and read much data."""
+
+
+def members_digest(members: Mapping[int, PodView]) -> str:
+    """Names the set of pods that make up an attempt."""
+    text = ";".join(f"{worker}={members[worker].uid}" for worker in sorted(members))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def master_port(job_uid: str, attempt: int) -> int:
+    """A new port for each attempt, so that it never meets a listener that the last one left behind."""
+    return _FIRST_PORT + zlib.crc32(f"{job_uid}:{attempt}".encode()) % _PORTS
+
+
+def policy(spec: JobSpec, restored: bool = False) -> Policy:
+    """`restored`: the attempt began from a version, so its script is known to make steps."""
+    remote = spec.remote or {}
+    bandwidth, age = remote.get("bandwidth"), remote.get("keepFor")
+    return Policy(
+        snapshot_every=spec.snapshot_every,
+        remote_every=int(remote.get("everySteps") or 500),
+        remote_keep=int(remote.get("keep") or 5),
+        remote_bandwidth=None if bandwidth is None else parse_quantity(bandwidth),
+        remote_keep_seconds=None if age is None else parse_duration(age),
+        peer_bandwidth=spec.peer_bandwidth,
+        peer_encrypted=spec.peer_encrypted,
+        delta=spec.delta,
+        sanity_gate=spec.sanity_gate,
+        verify_all=spec.verify_all,
+        hang=None if spec.hang is None else _hang_limits(spec.hang, restored),
+        rehearse_every=spec.rehearse_every,
+        health_check=spec.health_check,
+        restore_stall=spec.restore_stall,
+    )
+
+
+def _hang_limits(hang: HangSpec, restored: bool) -> HangLimits:
+    usual = max(_FIRST_STEP, hang.least) if restored else None
+    return HangLimits(hang.factor, hang.least, hang.first_step if hang.first_step is not None else usual)
+
+
+def build_directives(
+    obs: Observation,
+    status: JobRecord,
+    members: Mapping[int, PodView],
+    placement: SavedPlacement | None,
+    *,
+    phase: Phase,
+    sources: Mapping[int, tuple[Source, ...]],
+    exit_code: int = 0,
+) -> dict[int, Directive]:
+    """By worker. `sources` are those of each rank, nearest first. For Hold and Release `members` must be
+    complete and have addresses, and there must be a `placement`; Finish goes to whoever is left."""
+    spec, uid = obs.job.spec, obs.job.identity
+    hosts = {worker: pod.address for worker, pod in members.items()}
+    holders = {} if placement is None else placement.holders()
+    groups = [parity_group(group, members) for group in placement.groups] if placement is not None else []
+    coded = [group for group in groups if group is not None]
+    group_of = {peer.worker: group for group in coded for peer in group.members}
+    hosted: dict[int, list[int]] = {}
+    for worker, keepers in sorted(holders.items()):
+        for keeper in keepers:
+            hosted.setdefault(keeper, []).append(worker)
+    folded: dict[int, list[ParityGroup]] = {}
+    for group in coded:
+        for peer in group.holders:
+            folded.setdefault(peer.worker, []).append(group)
+    directives, named = {}, _placement_digest(placement)
+    version = status.restored_version
+    workers, procs = _size(obs, status)
+    old = 0 if version is None else status.resized_from
+    rules, port = policy(spec, restored=version is not None), master_port(uid, status.attempt)
+    for worker in sorted(members):
+        ranks = range(worker * procs, (worker + 1) * procs)
+        directive = Directive(
+            job_uid=uid,
+            worker=worker,
+            workers=workers,
+            procs_per_worker=procs,
+            attempt=status.attempt,
+            phase=phase,
+            history=status.history,
+            policy=rules,
+            restore=None
+            if version is None
+            else Restore(
+                version,
+                tuple(RankSources(rank, sources.get(rank, ())) for rank in (range(old) if old else ranks)),
+                world_size=old,
+            ),
+            holders=tuple(Peer(keeper, hosts[keeper]) for keeper in holders.get(worker, ()) if keeper in hosts),
+            hosted=tuple(Peer(other, hosts[other]) for other in hosted.get(worker, ()) if other in hosts),
+            coordinator=Peer(0, hosts.get(0, "")),
+            master_host=(members[0].ip if 0 in members else None) or "",
+            master_port=port,
+            parity=group_of.get(worker),
+            folded=tuple(folded.get(worker, ())),
+            placement=named,
+            pod_uid=members[worker].uid,
+            exit_code=exit_code,
+        )
+        directives[worker] = dataclasses.replace(directive, revision=_revision(directive))
+    return directives
+
+
+def _size(obs: Observation, status: JobRecord) -> tuple[int, int]:
+    """Workers, and ranks of each, that the attempt has: the spec may have changed while the job is being suspended."""
+    saved, ranks = obs.placement, status.history.ranks
+    if saved is not None and saved.attempt == status.attempt and saved.members and ranks:
+        return len(saved.members), ranks // len(saved.members)
+    return obs.size, obs.job.spec.procs_per_worker
+
+
+def settled_sources(
+    spec: JobSpec, members: Mapping[int, PodView], placement: SavedPlacement | None
+) -> dict[int, tuple[Source, ...]]:
+    """Where a released attempt's version may still be found: by placement, so that the directive does not change with
+    every snapshot that is taken or freed."""
+    found = {}
+    holders = {} if placement is None else placement.holders()
+    groups = {worker: group for group in (placement.groups if placement else ()) for worker in group.members}
+    for worker in members:
+        sources = [Source(Tier.LOCAL)]
+        sources += [
+            Source(Tier.PEER, Peer(keeper, members[keeper].address))
+            for keeper in holders.get(worker, ())
+            if keeper in members
+        ]
+        group = parity_group(groups[worker], members) if worker in groups else None
+        if group is not None:
+            sources.append(Source(Tier.PEER, parity=group))
+        if spec.remote is not None:
+            sources.append(Source(Tier.REMOTE))
+        for rank in range(worker * spec.procs_per_worker, (worker + 1) * spec.procs_per_worker):
+            found[rank] = tuple(sources)
+    return found
+
+
+def _placement_digest(placement: SavedPlacement | None) -> str:
+    if placement is None:
+        return ""
+    text = repr((sorted(placement.holders().items()), [(group.members, group.holders) for group in placement.groups]))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _revision(directive: Directive) -> str:
+    return hashlib.sha256(msgspec.json.encode(directive)).hexdigest()[:16]

@@ -1,0 +1,216 @@
+"""How training commands ended, and which end was the first: it broke the others' collectives.
+
+A command that ends before its first step, on the same node each time, while the others wait for it: the
+node, or the script? A GPU that cannot be initialised shows only like this. Nobody can tell it from a script
+that does something wrong at one worker alone, so such a worker gets another node once. If it fails there as
+well, it is the script's fault, until training makes a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+
+from tiercheck.protocol.names import COLLECTIVE_FAILED, CONTAINER_RESTARTED, GPU_FAULT, OOM_KILLED, VANISHED
+from tiercheck.protocol.report import Report, TrainerReport, TrainerState
+from tiercheck_operator.controller.failures.failure_rules import first_match
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.spec import RuleAction
+from tiercheck_operator.model.status import Facts, FailedStartRecord, Recovery
+
+_SIGKILL, _SIGTERM = 137, 143
+_ECHOES = {1, 134, _SIGTERM}
+"""Exit codes that a rank has whose partner is gone: an exception, the abort of a collective's watchdog, SIGTERM."""
+_HINTS = {
+    135: "A bus error is most often a full /dev/shm: mount an emptyDir with medium Memory there in spec.template.",
+}
+"""What is worth knowing about an exit code."""
+_SAME_TIME = 5.0
+"""Seconds between ends of which nobody knows which was the first: the nodes' clocks differ."""
+_CLOCK = 2.0
+"""Seconds; a kubelet's times are whole seconds."""
+_TIMES = 2
+"""Failed starts in a row of the same worker on the same node after which it moves."""
+_REMEMBERED = 32
+"""Moved workers kept in the status."""
+_LONGEST_BACK_OFF = 60
+"""Seconds; how the kubelet holds back a container that keeps failing, only sooner and shorter."""
+
+
+def failed_trainers(obs: Observation, members: Mapping[int, PodView]) -> list[Report]:
+    """Reports of members whose trainer failed in the current attempt, the likely origin of the trouble in front: by what speaks
+    against it, and among those with equal evidence by time.
+    """
+    reports = _failed(obs, members)
+    ends = {report.worker: report.trainer.ended_at or obs.now for report in reports}
+    evidence = {report.worker: _evidence(report.trainer, members[report.worker]) for report in reports}
+    strongest = min(evidence.values(), default=_Evidence.STOPPED)
+    first = min((ends[worker] for worker, found in evidence.items() if found is strongest), default=0.0)
+
+    def order(report: Report) -> tuple[int, bool, float, int]:
+        ended, pod = ends[report.worker], members[report.worker]
+        from_outside = ended <= first + _SAME_TIME and _from_outside(report.trainer, pod)
+        return evidence[report.worker], not from_outside, ended, report.worker
+
+    return sorted(reports, key=order)
+
+
+def sole_origin(obs: Observation, members: Mapping[int, PodView]) -> Report | None:
+    """Of the one member against which more speaks than against any other; None: there is no such one."""
+    found = sorted(
+        (_evidence(report.trainer, members[report.worker]), report.worker) for report in _failed(obs, members)
+    )
+    if not found or (len(found) > 1 and found[0][0] == found[1][0]):
+        return None
+    return obs.report(members[found[0][1]])
+
+
+def _failed(obs: Observation, members: Mapping[int, PodView]) -> list[Report]:
+    reports = [obs.current_reports.get(pod.uid) for pod in members.values()]
+    return [report for report in reports if report is not None and report.trainer.state is TrainerState.FAILED]
+
+
+class _Evidence(IntEnum):
+    """What an end says about its being the origin. Less is stronger."""
+
+    OWN = 0
+    """Nothing that happened to another rank ends a process like this."""
+    MUTE = 1
+    """No rank said why: as when one is killed behind torchrun, which ends with 1 then."""
+    ECHO = 2
+    """The rank itself speaks of a peer's connection."""
+    STOPPED = 3
+    """Somebody told it to end."""
+
+
+def _evidence(trainer: TrainerReport, pod: PodView) -> _Evidence:
+    if _from_outside(trainer, pod):
+        return _Evidence.OWN
+    if trainer.failure is not None and trainer.failure.reason != VANISHED:
+        return _Evidence.ECHO if trainer.failure.reason == COLLECTIVE_FAILED else _Evidence.OWN
+    if trainer.exit_code == _SIGTERM:
+        return _Evidence.STOPPED
+    return _Evidence.MUTE if trainer.exit_code in _ECHOES else _Evidence.OWN
+
+
+def _from_outside(trainer: TrainerReport, pod: PodView) -> bool:
+    """Whether kernel, driver or kubelet ended it, whatever its ranks have said meanwhile."""
+    said = trainer.failure.reason if trainer.failure is not None else ""
+    return oom_killed(trainer, pod) or trainer.exit_code == _SIGKILL or said == GPU_FAULT
+
+
+def cause_of_exit(report: Report, pod: PodView) -> Cause:
+    """Of a training command that failed."""
+    return Cause.OOM_KILLED if oom_killed(report.trainer, pod) else Cause.TRAINER_CRASH
+
+
+def facts_of_exit(report: Report, pod: PodView) -> Facts:
+    """What rules may ask about it."""
+    trainer = report.trainer
+    reasons = [trainer.reason] if trainer.reason else []
+    if trainer.reason == CONTAINER_RESTARTED and _ended_now(trainer, pod) and pod.trainer.ended_reason:
+        reasons.append(pod.trainer.ended_reason)
+    code = trainer.exit_code
+    if trainer.failure is not None:
+        reasons.append(trainer.failure.reason)
+        code = trainer.failure.exit_code or code  # that of torchrun says nothing
+    return Facts(code, tuple(reasons), (pod.node,) if pod.node else ())
+
+
+def describe_exit(report: Report, pod: PodView | None = None) -> str:
+    """One sentence about how a training command ended, and what to do if that is known."""
+    trainer = report.trainer
+    code = "" if trainer.exit_code is None else f" with exit code {trainer.exit_code}"
+    if pod is not None and oom_killed(trainer, pod):
+        return _out_of_memory(report, pod, code)[:1000]
+    reason = f" ({trainer.reason})" if trainer.reason else ""
+    detail = f": {trainer.message}" if trainer.message else ""
+    if trainer.exit_code in _HINTS:
+        detail = f"{detail or '.'} {_HINTS[trainer.exit_code]}"
+    if trainer.failure is not None:
+        said = trainer.failure
+        own = f" (exit code {said.exit_code})" if said.exit_code not in (0, 1, trainer.exit_code) else ""
+        detail = f": rank {said.rank}: {said.message}{own}"
+    return f"the training command of worker {report.worker} ended{code}{reason}{detail}"[:1000]
+
+
+def oom_killed(trainer: TrainerReport, pod: PodView) -> bool:
+    """Whether want of memory ended the command: one of its processes by the launcher's word, or the whole container by the kubelet's."""
+    if trainer.reason == OOM_KILLED:
+        return True
+    return trainer.reason == CONTAINER_RESTARTED and pod.trainer.oom_killed and _ended_now(trainer, pod)
+
+
+def _ended_now(trainer: TrainerReport, pod: PodView) -> bool:
+    """Whether the last end of the container that the kubelet has told of is that of this attempt."""
+    ended = pod.trainer.ended_at
+    return ended is not None and ended >= (trainer.started_at or 0.0) - _CLOCK
+
+
+def _out_of_memory(report: Report, pod: PodView, code: str) -> str:
+    limit = pod.trainer.memory_limit
+    bound = f"its memory limit of {limit}" if limit else "the memory of its node, for it has no limit of its own"
+    said = f" {report.trainer.message}" if report.trainer.reason == OOM_KILLED and report.trainer.message else ""
+    return (
+        f"the trainer container of worker {report.worker} needed more than {bound}, and was killed for it{code} (OOMKilled).{said} "
+        "Raise resources.limits.memory of the container trainer in spec.template, or load less into memory: fewer data-loader workers, "
+        "smaller prefetch. The slots of tiers.local are not part of it; they are charged to the sidecar"
+    )
+
+
+def crash_pause(obs: Observation, recovery: Recovery) -> float:
+    """Seconds after a crash until what explains it would have shown, and longer for a command that failed before its first step: it
+    would spend its restarts in a moment."""
+    status = obs.job.status
+    reports = [known.report for known in obs.reports.values() if known.report is not None]
+    if any(report.trainer.first_step_at for report in reports if report.attempt == status.attempt):
+        return obs.patience.settle
+    return max(obs.patience.settle, float(min(_LONGEST_BACK_OFF, 2 ** min(recovery.tries, 10))))
+
+
+def fails_again(obs: Observation, pods: Mapping[int, PodView]) -> Report | None:
+    """Of the worker whose command failed at its start as it did the last time, on the same node. `pods`: by worker."""
+    before, recovery = obs.job.status.failed_start, obs.job.status.recovery
+    if before is None or before.times + 1 < _TIMES or before.worker in before.moved:
+        return None
+    if recovery is None or recovery.decided_at is not None or recovery.cause != Cause.TRAINER_CRASH.value:
+        return None
+    answers = [known.answered_at for pod in pods.values() if (known := obs.reports.get(pod.uid)) is not None]
+    heard = [moment for moment in answers if moment is not None and moment >= recovery.detected_at]
+    if len(heard) < obs.size or obs.now < recovery.detected_at + crash_pause(obs, recovery):
+        return None  # another one may still turn out to have failed as well
+    found = _failed_start(obs, recovery, pods)
+    if found is None or (found.worker, pods[found.worker].node) != (before.worker, before.node):
+        return None
+    facts = facts_of_exit(found, pods[found.worker])
+    rule = first_match(obs.job.spec.rules, Cause.TRAINER_CRASH, facts, obs.nodes)
+    return None if rule is not None and rule.action is RuleAction.FAIL else found
+
+
+def note_failed_start(obs: Observation, recovery: Recovery, members: Mapping[int, PodView]) -> FailedStartRecord | None:
+    """For the status of the attempt that `recovery` leads to."""
+    status = obs.job.status
+    before = status.failed_start
+    if not recovery.tries:
+        return None  # the attempt that has ended had made its first step
+    if recovery.cause == Cause.START_FAILED.value and before is not None:
+        moved = (*(worker for worker in before.moved if worker != before.worker), before.worker)
+        return FailedStartRecord(before.worker, before.node, before.times + 1, moved[-_REMEMBERED:])
+    found = _failed_start(obs, recovery, members)
+    node = members[found.worker].node if found is not None else None
+    if found is None or node is None:
+        return before
+    again = before is not None and (before.worker, before.node) == (found.worker, node)
+    times = before.times + 1 if before is not None and again else 1
+    return FailedStartRecord(found.worker, node, times, before.moved if before is not None else ())
+
+
+def _failed_start(obs: Observation, recovery: Recovery, pods: Mapping[int, PodView]) -> Report | None:
+    """Of the only worker whose command failed by itself, if that was before its first step."""
+    if recovery.cause != Cause.TRAINER_CRASH.value or not recovery.tries or obs.size < 2:
+        return None
+    found = sole_origin(obs, pods)
+    if found is None or found.trainer.first_step_at is not None or oom_killed(found.trainer, pods[found.worker]):
+        return None
+    return found

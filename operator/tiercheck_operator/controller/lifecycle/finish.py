@@ -1,0 +1,138 @@
+"""How a job's pods end: at its deadline, after it has completed or failed, and when it is suspended.
+
+Sidecars flush and end, and what hangs is removed. A suspended job's pods are given back once they have
+uploaded what they owe. `spec.activeDeadlineSeconds` counts as in a batch/v1 Job from status.startTime,
+which is set anew when a suspended job goes on: what a queue does to a job is not held against it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tiercheck.protocol.directive import Phase
+from tiercheck_operator.controller.attempt.barrier import due_directives
+from tiercheck_operator.controller.lifecycle.attached import exit_code
+from tiercheck_operator.controller.members.lost_nodes import out_of_reach
+from tiercheck_operator.controller.members.replacing import remove_pod
+from tiercheck_operator.controller.observe.inventories import known_as
+from tiercheck_operator.controller.observe.situation import Situation, is_suspending
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Action, Decision, DeleteJob, DeletePod, RemoveBudget
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.findings import Finding
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import JobRecord, Recovery, parse_time
+
+
+def finished(status: JobRecord) -> bool:
+    ends = (conditions.COMPLETED, conditions.FAILED)
+    return any(entry.status and entry.type in ends for entry in status.conditions)
+
+
+def after_finish(obs: Observation) -> Decision:
+    """Pods that ended by themselves stay, for their logs. Spares have none."""
+    status, now = obs.job.status, obs.now
+    ended = parse_time(status.completed) or now
+    live = [pod for pod in obs.pods if not pod.terminal]
+    why = "the job has ended"
+    before: list[Action] = [action for pod in obs.spares for action in remove_pod(obs, pod, why)]
+    wake: float | None = None
+    # A pod that was told to finish and does not is removed; after success it may still owe a version to the remote tier.
+    limit = finishing_time(obs) if status.holds(conditions.COMPLETED) else obs.patience.suspend
+    for pod in live:
+        node = obs.nodes.get(pod.node) if pod.node else None
+        lost, gone = node is not None and bool(node.lost), out_of_reach(obs, pod)
+        if obs.job.spec.attach is not None:
+            continue  # its owner decides
+        patience = min(limit, obs.patience.suspend) if has_settled(obs, pod) else limit
+        late = now - ended > patience
+        if gone or (late and (lost or not pod.deleting)):
+            before.append(DeletePod(pod.name, pod.uid, gone or lost, f"pod {pod.name}: {why}, and it has not"))
+        elif not pod.deleting:
+            left = max(1.0, ended + patience - now)
+            wake = left if wake is None else min(wake, left)
+    members = known_as(obs, [pod for pod in live if pod.ip and not pod.deleting])
+    after: list[Action] = []
+    if members and status.attempt:
+        after += due_directives(obs, status, members, None, Phase.FINISH, exit_code=exit_code(obs))
+    if obs.budget is not None:
+        after.append(RemoveBudget())
+    ttl = obs.job.spec.ttl_seconds
+    if ttl is not None:
+        left = ended + ttl - now
+        if left <= 0:
+            after.append(DeleteJob())
+        else:
+            wake = left if wake is None else min(wake, left)
+    return Decision(before=tuple(before), after=tuple(after), wake_after=wake)
+
+
+def has_settled(obs: Observation, pod: PodView) -> bool:
+    """Whether the pod has nothing to do any more: what keeps it is another container of the user's."""
+    report = obs.current_reports.get(pod.uid)
+    return report is not None and report.settled
+
+
+def finishing_time(obs: Observation) -> float:
+    """Seconds that pods get to end by themselves."""
+    return obs.patience.suspend if obs.job.spec.remote is None else obs.patience.flush
+
+
+def seconds_to_deadline(situation: Situation) -> float | None:
+    """That the job has left, not positive once they are over; None: it has as long as it takes."""
+    limit, started = situation.job.spec.active_deadline, parse_time(situation.job.status.started)
+    if limit is None or started is None or situation.resumption is not None:
+        return limit
+    return started + limit - situation.now
+
+
+def deadline_passed(situation: Situation) -> Finding | None:
+    """Why the job has to end now; None: it need not."""
+    left, spec = seconds_to_deadline(situation), situation.job.spec
+    if left is None or left > 0:
+        return None
+    return Finding(
+        conditions.DEADLINE_EXCEEDED,
+        f"the job was active for longer than spec.activeDeadlineSeconds, {spec.active_deadline:.0f} s, "
+        f"since {situation.job.status.started}. What the remote tier holds is kept; a new job of the same name "
+        "goes on from there.",
+    )
+
+
+def suspend(obs: Observation) -> tuple[JobRecord, list[Action], list[Action]]:
+    """The next status, and what to do before and after it is written."""
+    status = obs.job.status
+    left = [pod for pod in obs.pods if not pod.terminal and pod.node is not None]
+    if not obs.all_pods:
+        return replace(status, recovery=None, members="", placement=None, size=None), [], []
+    recovery = status.recovery
+    if recovery is None or not is_suspending(status):
+        recovery = Recovery(Cause.SUSPENDING.value, "spec.suspend is true", obs.now, obs.now)
+        status = replace(status, recovery=recovery)
+    patience = finishing_time(obs) if status.attempt else 0.0
+    late = obs.now - recovery.detected_at > patience
+    idle = [*obs.spares, *(pod for pod in obs.pods if pod.node is None)]
+    why = "the job is suspended"
+    before: list[Action] = [action for pod in idle for action in remove_pod(obs, pod, why)]
+    all_go = not left or late or not status.attempt
+    if all_go or any(has_settled(obs, pod) for pod in left):
+        for pod in obs.pods:
+            if pod in idle or not (all_go or has_settled(obs, pod)):
+                continue
+            node = obs.nodes.get(pod.node) if pod.node else None
+            lost = node is not None and bool(node.lost)
+            if lost or not pod.deleting:
+                before.append(DeletePod(pod.name, pod.uid, lost, f"pod {pod.name}: {why}"))
+    members = known_as(obs, [pod for pod in left if pod.ip and not pod.deleting])
+    after: list[Action] = (
+        list(due_directives(obs, status, members, None, Phase.FINISH)) if members and status.attempt else []
+    )
+    return status, before, after
+
+
+def is_still_ending(obs: Observation) -> bool:
+    """Whether there are pods that were told to finish: they end, whatever the spec says by now, and bring away what they owe. An attempt
+    that began with them would lose them.
+    """
+    status = obs.job.status
+    return is_suspending(status) and bool(status.attempt and obs.all_pods) and obs.job.spec.attach is None

@@ -1,0 +1,162 @@
+"""No node takes a pod: for a while that is nothing, after it a shortage that somebody has to hear of.
+
+Then the job goes on smaller, if its spec allows that and it can; else it waits. Either way the workers that have nodes keep what they
+hold, because nobody touches them. What is possible is decided here, and nowhere else; what follows from it is in `elastic.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tiercheck_operator.controller.members.membership import Membership
+from tiercheck_operator.controller.observe.inventories import (
+    bad_everywhere,
+    inventories,
+    remote_inventory,
+    reports_of,
+    with_ranks,
+)
+from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import rfc3339
+from tiercheck_operator.planning.recovery.resharded import ResizedStock
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Reason and message for the condition Placed, and when time alone may change them, in seconds."""
+
+    reason: str
+    message: str
+    wake_after: float
+
+
+def describe_shortage(situation: Situation) -> Shortage | None:
+    """None: every pod has a node, or the scheduler has not looked for one yet."""
+    if not homeless_members(situation.membership):
+        return None
+    since, end = _clock(situation)
+    left = end - situation.now
+    if left > 0:
+        text = f"{describe_homeless(situation)} {_outlook(situation, end)}"
+        return Shortage(conditions.UNSCHEDULABLE, text, min(left, situation.patience.unschedulable))
+    text = f"{describe_homeless(situation)} {_waits(situation, since)} {_size_advice(situation)}"
+    return Shortage(conditions.NO_CAPACITY, text.strip(), situation.patience.unschedulable)
+
+
+def homeless_members(membership: Membership) -> list[PodView]:
+    """Those that the scheduler finds no node for."""
+    return [pod for pod in membership.members.values() if pod.homeless]
+
+
+def is_overdue(situation: Situation) -> bool:
+    """Whether no node has taken some pod for failurePolicy.capacityTimeoutSeconds."""
+    return bool(homeless_members(situation.membership)) and _clock(situation)[1] <= situation.now
+
+
+def possible_size(situation: Situation) -> int | None:
+    """With how many workers the job could go on now, if it may shrink: those that have nodes; None: it has to wait.
+
+    Only once nothing is on its way any more: every other worker's pod was looked at by the scheduler, and none that is being ended still
+    has a node.
+    """
+    members = situation.members.values()
+    size = sum(pod.node is not None for pod in members)
+    settled = len(members) == situation.size and size + len(homeless_members(situation.membership)) == situation.size
+    ending = any(pod.deleting and pod.node is not None for pod in situation.all_pods)
+    if not settled or ending or size >= situation.size or hindrance(situation, size):
+        return None
+    return size
+
+
+def hindrance(situation: Situation, size: int) -> str:
+    """Why the job may not go on with `size` workers, as a clause; empty: it may."""
+    spec = situation.job.spec
+    if spec.min_workers is None:
+        return "spec.elastic is not set"
+    if size < spec.min_workers:
+        return f"elastic.minWorkers is {spec.min_workers}, and only {size} workers have a node"
+    if spec.attach is not None:
+        return "its pods are another controller's, who decides how many there are"
+    if spec.gang is not None:
+        return "spec.gang asks for all workers or none"
+    if situation.job.queue_labels:
+        return "its pods wait in a queue, which decides when there is room"
+    if spec.parity is not None and size < sum(spec.parity):
+        return f"tiers.peer.parity needs {sum(spec.parity)} workers, and {size} have a node"
+    if not _leads_back(situation, size):
+        return "what the others hold leads back to no version without them"
+    stays = [pod for worker, pod in situation.members.items() if pod.node is not None and worker >= size]
+    reports = [report for pod in stays if (report := situation.report(pod)) is not None]
+    if situation.job.status.attempt and not all(report.can_change_worker for report in reports):
+        return "its sidecars are of an older release, which cannot become other workers; suspend and resume the job"
+    return ""
+
+
+def _leads_back(situation: Situation, size: int) -> bool:
+    """Whether a version can be brought to so many ranks from those that have nodes: to go on is not to begin from scratch."""
+    spec, status = situation.job.spec, situation.job.status
+    if not status.attempt or (status.recovery is not None and Cause.parse(status.recovery.cause).planned):
+        return True
+    housed = {worker: pod for worker, pod in situation.members.items() if pod.node is not None}
+    reports = reports_of(situation, housed)
+    remote = remote_inventory(spec, reports)
+    history = with_ranks(status.history, remote, spec.workers * spec.procs_per_worker)
+    ranks = size * spec.procs_per_worker
+    stock = ResizedStock(
+        ranks,
+        spec.procs_per_worker,
+        history,
+        inventories(reports),
+        remote,
+        bad=bad_everywhere(reports),
+    )
+    return any(stock.farthest_tier(version) is not None for version in stock.versions)
+
+
+def _clock(obs: Observation) -> tuple[float, float]:
+    """Since when a pod is waited for, and when that has been long enough."""
+    recovery, limit = obs.job.status.recovery, obs.job.spec.capacity_timeout or obs.patience.capacity
+    since = recovery.detected_at if recovery is not None else obs.now
+    return since, since + limit
+
+
+def describe_homeless(situation: Situation) -> str:
+    """Who has no node, and what the scheduler says. Only while somebody has none."""
+    homeless = homeless_members(situation.membership)
+    first = min(homeless, key=lambda pod: pod.worker)
+    return (
+        f"{len(homeless)} of {situation.size} pods have no node. "
+        f"{first.name}: {first.message.rstrip('.') or 'the scheduler gives no reason'}."
+    )
+
+
+def _outlook(situation: Situation, end: float) -> str:
+    """Before time is up."""
+    size = possible_size(situation)
+    if size is not None:
+        return f"If that stays so, the job goes on with {size} workers at {rfc3339(end)}, and grows back later."
+    return "Add nodes, or ask for less in spec.template or spec.workers."
+
+
+def _waits(situation: Situation, since: float) -> str:
+    housed = sum(pod.ip is not None for pod in situation.members.values())
+    kept = f" with what {housed} workers hold in memory" if housed and situation.job.status.attempt else ""
+    return (
+        f"The job has waited since {rfc3339(since)}, and goes on{kept} as soon as they have: uncordon or mend nodes, add some, free "
+        "what other pods take, give the job a higher priorityClassName, or ask for less in spec.template."
+    )
+
+
+def _size_advice(situation: Situation) -> str:
+    if situation.job.spec.min_workers is None:
+        return ""
+    size = sum(pod.node is not None for pod in situation.members.values())
+    why = hindrance(situation, size)
+    return (
+        f"It cannot go on smaller: {why}."
+        if why
+        else f"It goes on with {size} workers as soon as nothing else is under way."
+    )

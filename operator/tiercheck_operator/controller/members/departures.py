@@ -1,0 +1,226 @@
+"""Pods that have to go although Kubernetes believes in them: by a deadline, or off a bad node.
+
+Before a deadline the replacement is made beside the old pod, and the switch costs one short restart. Until
+its sidecar and its launcher wait, the old pod stays the worker's member; where no node has room, that is
+how it stays, and the job says so.
+
+From a bad node pods move one at a time as long as there is something to lose, and only where others keep
+what they hold: to move is to give up a memory. Where training can begin again in the old place, it is
+enough that others should keep it; where it cannot, a pod waits until they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tiercheck.protocol.names import GPU_FAULT
+from tiercheck.protocol.report import Report, RestoreState, TrainerState
+from tiercheck_operator.controller.failures.exits import describe_exit, fails_again
+from tiercheck_operator.controller.failures.standstill import held_up_again, why_stalled
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
+
+_TOGETHER = 60.0
+"""Seconds that a new pod may take to come up before others that are ready no longer wait for it."""
+_HAND_OVER = 600.0
+"""Seconds that a pod in which no attempt can begin may take at most to bring its holders what they lack."""
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A worker between two pods."""
+
+    worker: int
+    old: PodView
+    new: PodView | None
+    """None: not made yet."""
+    why: str
+
+
+def leaving(obs: Observation, pod: PodView) -> str:
+    """Why the pod will have to go, as a clause; empty: it need not."""
+    node = obs.nodes.get(pod.node) if pod.node else None
+    if node is not None and node.leaving:
+        return f"node {node.name} will be emptied: {node.leaving}"
+    if pod.disruption and not pod.deleting and not pod.terminal:
+        return f"Kubernetes is about to end it ({pod.disruption})"
+    return ""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which living pod is each worker's member."""
+
+    members: Mapping[int, PodView]
+    departures: Mapping[int, Departure]
+    """Under way, or to be begun: the old pod is the member."""
+    departed: tuple[Departure, ...]
+    """Done with this look: the new pod is the member, and the old one is not lost but left."""
+
+
+def assign(obs: Observation, living: Mapping[int, Sequence[PodView]]) -> Assignment:
+    """`living`: each worker's pods that are not lost, newest first, at least one."""
+    members: dict[int, PodView] = {}
+    pairs: dict[int, Departure] = {}
+    departures: dict[int, Departure] = {}
+    for worker, pods in living.items():
+        # A living member of the attempt stays: if it need not leave any more, its replacement goes again.
+        old = next((pod for pod in pods if pod.uid in obs.attempt_pods), pods[0])
+        why = leaving(obs, old)
+        members[worker] = old
+        if why and old is not pods[0]:
+            pairs[worker] = Departure(worker, old, pods[0], why)
+        elif why:
+            departures[worker] = Departure(worker, old, None, why)
+    ready = {worker for worker, way in pairs.items() if way.new is not None and _waits(obs, way.new)}
+    # One restart for all who leave together: those who are ready wait a while for those who soon will be.
+    patient = any(_comes(obs, way.new) for worker, way in pairs.items() if worker not in ready and way.new is not None)
+    if patient or not ready:
+        return Assignment(members, {**departures, **pairs}, ())
+    departed = tuple(pairs[worker] for worker in sorted(ready))
+    members |= {way.worker: way.new for way in departed if way.new is not None}
+    return Assignment(members, {**departures, **{w: m for w, m in pairs.items() if w not in ready}}, departed)
+
+
+def departure_message(departures: Mapping[int, Departure]) -> tuple[str, str] | None:
+    """Reason and message for the condition Placed; None: nobody is on the move."""
+    if not departures:
+        return None
+    first = departures[min(departures)]
+    others = f" ({len(departures)} workers in all)" if len(departures) > 1 else ""
+    text = f"worker {first.worker}{others} is to leave {first.old.name}: {first.why}. "
+    if first.new is not None and first.new.homeless:
+        return (
+            conditions.NO_ROOM_TO_MOVE,
+            f"{text}It stays and trains on, because no node has room for its replacement {first.new.name}: "
+            f"{first.new.message.rstrip('.')}. Add nodes before it is ended.",
+        )
+    return (conditions.MOVING, f"{text}It trains on until its replacement is ready.")
+
+
+def _comes(obs: Observation, pod: PodView) -> bool:
+    """Whether the pod may be expected to be ready before long."""
+    return pod.unschedulable_since is None and obs.now - pod.created < _TOGETHER
+
+
+def _waits(obs: Observation, pod: PodView) -> bool:
+    """Whether the pod could be told to restore right now."""
+    known = obs.reports.get(pod.uid)
+    return (
+        pod.node is not None
+        and not leaving(obs, pod)
+        and known is not None
+        and known.report is not None
+        and known.silent_since is None
+        and known.report.trainer.state is TrainerState.WAITING
+    )
+
+
+@dataclass(frozen=True)
+class Move:
+    pod: PodView
+    cause: Cause
+    why: str
+    at: float | None
+
+
+def find_moves(obs: Observation) -> list[Move]:
+    """The pods that are to be replaced on other nodes."""
+    pods = _newest(obs)
+    barred = _barred(obs, pods)
+    if barred:
+        return barred
+    start = fails_again(obs, pods) if _shared(obs) or _from_scratch(obs) else None
+    if start is not None:
+        why = f"{describe_exit(start)}; that was before its first step, as the last time on this node, which is avoided"
+        return [Move(pods[start.worker], Cause.START_FAILED, why, start.trainer.ended_at)]
+    if not _shared(obs):
+        return []
+    again = held_up_again(obs, pods)
+    if again is not None:
+        return [Move(again, Cause.HUNG, "it held all others up again; its node is avoided", None)]
+    faulty = [(pod, report) for pod in pods.values() if (report := _gpu_fault(obs, pod)) is not None]
+    if len(faulty) != 1:
+        return []  # what several GPUs say at once is not the fault of one
+    pod, report = faulty[0]
+    said = report.trainer.failure
+    why = f"rank {said.rank}: {said.message}; its node is avoided" if said is not None else ""
+    return [Move(pod, Cause.GPU_FAULT, why, report.trainer.ended_at)]
+
+
+def _barred(obs: Observation, pods: Mapping[int, PodView]) -> list[Move]:
+    """Of pods in which no attempt can begin. All others wait for them, so there is time to let them have what such a pod holds."""
+    current = obs.current_reports
+    heard = {uid for uid, known in obs.reports.items() if known.silent_since is None and uid in current}
+    reports = {worker: current[pod.uid] for worker, pod in pods.items() if pod.uid in heard}
+    found = {worker: _bar(obs, pods[worker], reports[worker]) for worker in sorted(reports)}
+    moves = {worker: move for worker, move in found.items() if move is not None}
+    if not moves or len(moves) == obs.size > 1:
+        return []  # what keeps all of them is not the fault of one node: storage perhaps, or the check itself
+    if len(reports) < obs.size or not (_shared(obs) or _kept_elsewhere(obs)):
+        return []
+    others = [report for worker, report in reports.items() if worker not in moves]
+    stalled = {worker for worker, move in moves.items() if move.cause is Cause.RESTORE_STALLED}
+    running = {worker for worker, report in reports.items() if report.restore.state is RestoreState.RUNNING}
+    if running - stalled or any(report.trainer.busy for report in others):
+        return []
+    if _from_scratch(obs):
+        return list(moves.values())
+    return [
+        move for worker, move in moves.items() if not _needed(obs, reports[worker], restored=worker not in stalled)
+    ][:1]
+
+
+def _needed(obs: Observation, report: Report, *, restored: bool) -> bool:
+    """Whether its sidecar still has to bring its holders what they lack, or has not heard yet what that is: it never does where it is not
+    `restored`. Not for ever: a holder may have no room."""
+    recovery = obs.job.status.recovery
+    if recovery is not None and recovery.decided_at is not None and obs.now - recovery.decided_at > _HAND_OVER:
+        return False
+    unheard = restored and report.watermarks.local is None and not obs.job.status.resized_from
+    return report.owes or unheard
+
+
+def _bar(obs: Observation, pod: PodView, report: Report) -> Move | None:
+    trainer = report.trainer
+    if trainer.stuck:
+        return Move(pod, Cause.STUCK, f"{trainer.stuck}; its node is avoided", None)
+    if trainer.unhealthy:
+        return Move(pod, Cause.HEALTH_CHECK_FAILED, f"{trainer.unhealthy}; its node is avoided", None)
+    stalled = why_stalled(obs, report)
+    if stalled:
+        return Move(pod, Cause.RESTORE_STALLED, f"{stalled}; its node is avoided", None)
+    return None
+
+
+def _shared(obs: Observation) -> bool:
+    """Whether other workers keep what one holds."""
+    return bool(obs.copies) or obs.job.spec.parity is not None
+
+
+def _kept_elsewhere(obs: Observation) -> bool:
+    """Whether the job comes back without the memory of a worker, if not to its newest step."""
+    return _from_scratch(obs) or bool(obs.job.status.tiers.get("remote"))
+
+
+def _from_scratch(obs: Observation) -> bool:
+    """Whether there is nothing to lose yet."""
+    status = obs.job.status
+    return status.recovery is not None and status.restored_version is None
+
+
+def _newest(obs: Observation) -> Mapping[int, PodView]:
+    pods: dict[int, PodView] = {}
+    for pod in sorted(obs.living, key=lambda pod: pod.incarnation):
+        if 0 <= pod.worker < obs.size:
+            pods[pod.worker] = pod
+    return pods
+
+
+def _gpu_fault(obs: Observation, pod: PodView) -> Report | None:
+    report = obs.current_reports.get(pod.uid)
+    if report is None or report.trainer.state is not TrainerState.FAILED or report.trainer.failure is None:
+        return None
+    return report if report.trainer.failure.reason == GPU_FAULT else None

@@ -1,0 +1,208 @@
+"""How many workers the job has now: fewer than its spec asks for when no node takes the others, and all of them again when one does.
+
+The size is in the status, written before anything follows from it, and all else goes by it (`Situation.size`). A smaller job has one
+spare more for each worker that it lacks, and when they are ready it grows.
+
+    shrink    after failurePolicy.capacityTimeoutSeconds, to the workers that have nodes
+    whole     before an attempt with fewer has begun, if nodes take all pods after all
+    grow      a planned attempt: when spares wait for all missing workers, for a while, and a version of the smaller job is complete,
+              at a moment when few steps would be trained again
+    grow      at once, if an attempt is due anyway
+    back      a growth that comes to nothing, because the spare is lost that it was begun for, or copies cannot be spread as required
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tiercheck.protocol.report import TrainerState
+from tiercheck_operator.controller.attempt.directives import members_digest
+from tiercheck_operator.controller.members.capacity import describe_homeless, is_overdue, possible_size
+from tiercheck_operator.controller.members.spares import Upkeep
+from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.findings import Finding, Findings
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import JobRecord, Recovery, SizeRecord, TierRecord, rfc3339
+
+_FRESH_SECONDS = 2.0
+"""Of training, by which a snapshot may be old when the job grows; or a quarter of the steps between snapshots, if that is more."""
+_FRESH_PART = 0.25
+_PATIENT_TIMES = 4
+"""Times the usual wait after which the job grows whatever the age of its newest snapshot."""
+_GROWTH_SECONDS = 120.0
+"""That a growth may be under way before its attempt begins; something that cannot be seen before then stands against it."""
+_LOOK_EVERY = 1.0
+
+
+@dataclass(frozen=True)
+class Resized:
+    """The status with another size, to be written before anything else is done."""
+
+    status: JobRecord
+    findings: Findings
+
+
+def resize(situation: Situation, upkeep: Upkeep) -> Resized | None:
+    """Another size, if there is reason to. `situation`: in its present size."""
+    status = situation.job.status
+    recovery = status.recovery
+    if situation.resumption is not None:
+        return None
+    due = recovery is not None and recovery.decided_at is None
+    if due and Cause.parse(recovery.cause if recovery else "") is Cause.GROWN:
+        return _back(situation, upkeep)
+    if due:
+        settled = not upkeep.takeovers
+        return _whole(situation) or (settled and (_grown_on_the_way(situation) or _shrunk(situation))) or None
+    if recovery is None and situation.shrunk:
+        return _planned(situation)
+    return None
+
+
+def seconds_to_growth(obs: Observation) -> float | None:
+    """Seconds until the room that a smaller job has found may have lasted."""
+    size = obs.job.status.size
+    if size is None or size.room_since is None:
+        return None
+    return max(_LOOK_EVERY, size.room_since + obs.patience.grow - obs.now)
+
+
+def _shrunk(situation: Situation) -> Resized | None:
+    if not is_overdue(situation):
+        return None
+    size = possible_size(situation)
+    if size is None:
+        return None
+    text = f"{describe_homeless(situation)} The job goes on with {size} of {situation.job.spec.workers} workers."
+    found = Finding(conditions.UNSCHEDULABLE, text)
+    return Resized(replace(situation.job.status, size=SizeRecord(size)), Findings(unplaced=found, waiting=found))
+
+
+def _whole(situation: Situation) -> Resized | None:
+    if not situation.shrunk:
+        return None
+    full = replace(situation, job=replace(situation.job, status=replace(situation.job.status, size=None)))
+    return _all(situation) if all(map(full.membership.housed, range(full.size))) else None
+
+
+def _grown_on_the_way(situation: Situation) -> Resized | None:
+    if not situation.shrunk or situation.membership.beyond or not _room(situation):
+        return None
+    return _all(situation)
+
+
+def _planned(situation: Situation) -> Resized | None:
+    """Of a job that trains."""
+    size, status = situation.job.status.size, situation.job.status
+    assert size is not None
+    wanted = situation.job.spec.workers
+    if members_digest(situation.members) != status.members or not _trains(situation):
+        return None
+    if not _room(situation) or situation.membership.departures:
+        return Resized(replace(status, size=SizeRecord(size.workers)), Findings()) if size.room_since else None
+    if size.room_since is None:
+        return Resized(replace(status, size=SizeRecord(size.workers, situation.now)), Findings())
+    waited = situation.now - size.room_since
+    if waited < situation.patience.grow or not _own_version(situation):
+        return None
+    if not _little_lost(situation) and waited < _PATIENT_TIMES * situation.patience.grow:
+        return None
+    why = f"there is room for all {wanted} workers again, so the job does not go on with {size.workers}"
+    recovery = Recovery(Cause.GROWN.value, why, situation.now, situation.now)
+    return Resized(replace(status, size=None, recovery=recovery), Findings())
+
+
+def _back(situation: Situation, upkeep: Upkeep) -> Resized | None:
+    """The smaller job still trains: nobody has told it to stop."""
+    status, spec = situation.job.status, situation.job.spec
+    before = status.history.ranks // spec.procs_per_worker
+    lacking = [worker for worker in range(situation.size) if not situation.membership.housed(worker)]
+    late = status.recovery is not None and situation.now - status.recovery.detected_at > _GROWTH_SECONDS
+    if not 0 < before < situation.size or not (late or (lacking and not set(lacking) <= upkeep.taken)):
+        return None
+    return Resized(replace(status, size=SizeRecord(before), recovery=None), Findings())
+
+
+def _trains(situation: Situation) -> bool:
+    reports = situation.attempt_reports.values()
+    return len(reports) == situation.size and all(report.trainer.state is TrainerState.RUNNING for report in reports)
+
+
+def _all(obs: Observation) -> Resized:
+    wanted = obs.job.spec.workers
+    waiting = Finding(conditions.WAITING_FOR_PODS, f"the job goes on with all {wanted} workers")
+    return Resized(replace(obs.job.status, size=None), Findings(waiting=waiting))
+
+
+def _room(situation: Situation) -> bool:
+    """Whether spares wait for every worker that is missing."""
+    ready = [
+        pod
+        for pod in situation.spare_pool.ready
+        if pod.node not in situation.membership.suspects and pod.resource_version
+    ]
+    vacant = sum(not situation.membership.housed(worker) for worker in range(situation.size))
+    return len(ready) - vacant >= situation.job.spec.workers - situation.size
+
+
+def _own_version(situation: Situation) -> bool:
+    """Whether something that these workers made is complete as it would be after a loss, and a snapshot of theirs, from which alone
+    more of them can start: growing does not throw away what they did."""
+    status, branches, placement = situation.job.status, situation.job.status.history.branches, situation.placement
+    elsewhere = placement is not None and (bool(placement.groups) or any(placement.holders().values()))
+    kept = status.tiers.get("peer" if elsewhere else "local")
+    pod = situation.members.get(0)
+    report = situation.report(pod) if pod is not None else None
+    snapshot = report.watermarks.snapshot if report is not None else None
+    if not branches or not isinstance(kept, TierRecord) or snapshot is None:
+        return False
+    return min(kept.step, snapshot.step) > branches[-1].base_step
+
+
+def _little_lost(situation: Situation) -> bool:
+    """Whether few steps would be trained again, because a snapshot is fresh."""
+    checkpoint = situation.job.status.checkpoint
+    pod, pace = situation.members.get(0), situation.job.status.step_seconds
+    report, known = (situation.report(pod), situation.reports.get(pod.uid)) if pod is not None else (None, None)
+    if report is None or known is None or pace is None or report.watermarks.snapshot is None:
+        return False
+    age = situation.now - (known.answered_at or 0.0)
+    lost = ((report.trainer.step or 0) - report.watermarks.snapshot.step) * pace + age
+    every = checkpoint.snapshot_every if checkpoint is not None else 0
+    return lost <= max(_FRESH_SECONDS, _FRESH_PART * every * pace)
+
+
+@dataclass(frozen=True)
+class SizeStanding:
+    """For the condition FullSize."""
+
+    full: bool
+    reason: str
+    message: str
+
+
+def describe_size(situation: Situation, record: JobRecord) -> SizeStanding | None:
+    """By the status that is about to be written. None: the job may not shrink, and never did."""
+    spec = situation.job.spec
+    wanted = spec.workers
+    if record.size is None:
+        known = spec.min_workers is not None or record.condition(conditions.FULL_SIZE) is not None
+        text = f"the job has all {wanted} workers"
+        return SizeStanding(True, conditions.ALL_WORKERS, text) if known else None
+    text = f"{record.size.workers} of {wanted} workers"
+    if record.size.room_since is not None:
+        since = rfc3339(record.size.room_since)
+        text = f"{text}. Pods for the others have been ready since {since}: the job grows soon, when few steps would be made twice"
+        return SizeStanding(False, conditions.GROWING, text)
+    homeless = next((pod for pod in situation.all_pods if pod.homeless and not pod.deleting), None)
+    if homeless is not None:
+        text = (
+            f"{text}: no node takes {homeless.name}. {homeless.message.rstrip('.')}. It grows back when nodes are added"
+        )
+    else:
+        missing = wanted - record.size.workers
+        ready = min(missing, len(situation.spare_pool.ready))
+        text = f"{text}: of the pods with which it grows back {ready} of {missing} are ready"
+    return SizeStanding(False, conditions.SHRUNK, text)

@@ -1,0 +1,272 @@
+"""Who belongs to the job right now, and who was lost: the first question of every reconcile.
+
+A worker's member is its newest pod that is not lost. A spare is warm, and no worker's yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from tiercheck.protocol.report import TrainerState
+from tiercheck_operator.controller.attempt.directives import members_digest
+from tiercheck_operator.controller.members.departures import Departure, Move, assign, find_moves
+from tiercheck_operator.controller.members.lost_nodes import why_left_down, why_lost
+from tiercheck_operator.controller.members.signs_of_life import restart_due, silence, was_up
+from tiercheck_operator.controller.members.suspicion import Doubt
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
+
+_DISRUPTIONS = {
+    "Evicted", "Terminated", "NodeShutdown", "Preempting", "TerminationByKubelet", "EvictionByEvictionAPI",
+    "PreemptionByScheduler", "DeletionByTaintManager", "DeletionByPodGC",
+}  # fmt: skip
+"""Reasons with which Kubernetes itself fails a pod: the kubelet's (pressure, shutdown) and those of DisruptionTarget."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A pod that is no member any more (or never came up), and why."""
+
+    worker: int
+    cause: Cause
+    message: str
+    pod: PodView | None
+    """None: it is gone already."""
+    node: str | None
+    """Set if the node itself is under suspicion."""
+    at: float | None
+    """Unix seconds, if known."""
+    why: str = ""
+    """The message without the pod."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    members: Mapping[int, PodView]
+    losses: tuple[Loss, ...]
+    """Of members of the current attempt. A pod that was left or replaced before has nothing to do with what fails now."""
+    suspects: frozenset[str]
+    """Names of nodes that new pods and copies stay away from."""
+    departures: Mapping[int, Departure] = field(default_factory=dict)
+    """Workers that are about to leave their pod, which trains on meanwhile."""
+    left: frozenset[str] = frozenset()
+    """UIDs of pods that were just left: they go on until the next attempt is written."""
+    lost: Mapping[str, Loss] = field(default_factory=dict)
+    """By pod UID: of every pod that is no member any more."""
+    beyond: tuple[PodView, ...] = ()
+    """Members of the current attempt that the job, which goes on smaller, has no place for under their number: they get another one."""
+
+    def missing(self, workers: int) -> list[int]:
+        return [worker for worker in range(workers) if worker not in self.members]
+
+    def housed(self, worker: int) -> bool:
+        """Whether the worker has a pod that has a node."""
+        pod = self.members.get(worker)
+        return pod is not None and pod.node is not None
+
+
+def find_members(obs: Observation, doubted: Mapping[str, Doubt]) -> Membership:
+    """Asks of every pod of the job whether it is lost. `doubted`: those that we give up ourselves, by UID."""
+    living: dict[int, list[PodView]] = {}
+    lost: dict[str, Loss] = {}
+    beyond: list[PodView] = []
+    moves = {move.pod.uid: move for move in find_moves(obs)}
+    for pod in sorted(obs.pods, key=lambda pod: (pod.worker, -pod.incarnation, -pod.created)):
+        loss = classify_pod(obs, pod, doubted) or (_moved(moves[pod.uid]) if pod.uid in moves else None)
+        if loss is not None:
+            lost[pod.uid] = loss
+        elif pod.worker < obs.size:
+            living.setdefault(pod.worker, []).append(pod)
+        elif pod.uid in obs.attempt_pods and pod.node is not None:
+            beyond.append(pod)
+    for pod, why in _never_up(obs, living, lost):
+        lost[pod.uid] = _lost(pod, Cause.NODE_SILENT, why, node=pod.node)
+        living[pod.worker].remove(pod)
+    assigned = assign(obs, {worker: pods for worker, pods in living.items() if pods})
+    members = assigned.members
+    losses = [*_of_attempt(lost, obs.attempt_pods, members), *(_left(each) for each in assigned.departed)]
+    losses += _vanished(obs, members, losses)
+    unwell = {node.name for node in obs.nodes.values() if node.lost or node.leaving}
+    suspected = {loss.node for loss in (*lost.values(), *losses) if loss.node is not None}
+    begun = members_digest(members) == obs.job.status.members
+    return Membership(
+        members,
+        tuple(losses),
+        frozenset(unwell | suspected),
+        lost=lost,
+        departures=assigned.departures,
+        beyond=tuple(beyond),
+        left=frozenset() if begun else frozenset(each.old.uid for each in assigned.departed),
+    )
+
+
+def _never_up(
+    obs: Observation, living: Mapping[int, Sequence[PodView]], lost: Mapping[str, Loss]
+) -> list[tuple[PodView, str]]:
+    """New pods on nodes that failed next, or at the same time without a pod of this job that would have told, and why they go.
+    Their silence says nothing, so without this they would wait there until Kubernetes notices."""
+    left = {loss.node for loss in lost.values() if loss.cause is Cause.NODE_SILENT}
+    found = []
+    for pod in (pod for pods in living.values() for pod in pods):
+        if pod.uid in obs.attempt_pods or pod.node is None or was_up(obs, pod):
+            continue
+        waited = obs.now - obs.unclaimed.get(pod.uid, obs.now)
+        if pod.node in left:
+            found.append((pod, "it has not come up, and nothing else answers there"))
+        elif waited > obs.patience.unclaimed:
+            found.append((pod, f"no kubelet has taken it for {waited:.0f} s"))
+    return found
+
+
+def _lost(pod: PodView, cause: Cause, why: str, *, node: str | None = None, at: float | None = None) -> Loss:
+    where = f" on node {pod.node}" if pod.node else ""
+    return Loss(pod.worker, cause, f"pod {pod.name} of worker {pod.worker}{where}: {why}", pod, node, at, why)
+
+
+def classify_pod(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -> Loss | None:
+    """Why the pod is lost; None: it is not."""
+    lost = partial(_lost, pod)
+    gone = why_lost(obs, pod)
+    if gone:
+        return lost(Cause.NODE_LOST, gone, node=pod.node)
+    if pod.deleting:
+        # Asked before the phase: however a pod is ended, it is Failed or Succeeded for a moment before it is gone.
+        given_up = _given_up(pod)
+        if given_up is not None:
+            cause, why = given_up
+            return lost(cause, why, node=pod.node if cause in _OF_NODES else None, at=pod.deleted_at)
+        if pod.disruption:
+            return lost(Cause.POD_EVICTED, f"the pod was evicted ({pod.disruption})", at=pod.deleted_at)
+        return lost(Cause.POD_DELETED, "the pod was deleted", at=pod.deleted_at)
+    if pod.phase == "Failed":
+        cause = Cause.POD_EVICTED if pod.disruption in _DISRUPTIONS else Cause.POD_FAILED
+        return lost(cause, f"the pod failed ({pod.disruption or 'no reason given'}) {pod.message}".strip())
+    if pod.phase == "Succeeded":
+        return lost(Cause.POD_FAILED, "the pod ended although the job had not")
+    doubt = doubted.get(pod.uid)
+    if doubt is not None:
+        return lost(doubt.cause, doubt.why, node=pod.node if doubt.of_node else None, at=doubt.since)
+    left_down = why_left_down(obs, pod)
+    return lost(Cause.POD_FAILED, left_down) if left_down else None
+
+
+def _of_attempt(lost: Mapping[str, Loss], current: Collection[str], members: Collection[int]) -> list[Loss]:
+    """Of pods that the attempt began with. Where those are not known, of the newest pod of each worker that has no other."""
+    if current:
+        return [loss for uid, loss in lost.items() if uid in current]
+    newest: dict[int, Loss] = {}
+    for loss in lost.values():
+        newest.setdefault(loss.worker, loss)
+    return [loss for worker, loss in newest.items() if worker not in members]
+
+
+_OF_NODES = (
+    Cause.NODE_SILENT,
+    Cause.HUNG,
+    Cause.GPU_FAULT,
+    Cause.START_FAILED,
+    Cause.HEALTH_CHECK_FAILED,
+    Cause.STUCK,
+    Cause.RESTORE_STALLED,
+)
+NOTED_CAUSES = (*_OF_NODES, Cause.SIDECAR_SILENT, Cause.POD_FAILED)
+"""Why a pod is deleted that nobody else has deleted. Those of nodes keep the node under suspicion until the pod is gone."""
+
+
+def _given_up(pod: PodView) -> tuple[Cause, str] | None:
+    """Why we deleted the pod, if it is one that we gave up."""
+    cause, _, why = pod.given_up.partition(": ")
+    return next(((known, why) for known in NOTED_CAUSES if known.value == cause), None)
+
+
+def left_nodes(obs: Observation) -> frozenset[str]:
+    """Names of nodes that we had reason to take a pod away from, as long as it is there."""
+    found = {pod.node: _given_up(pod) for pod in obs.all_pods if pod.deleting and pod.node is not None}
+    return frozenset(node for node, why in found.items() if why is not None and why[0] in _OF_NODES)
+
+
+def _left(departure: Departure) -> Loss:
+    old = departure.old
+    why = f"pod {old.name} of worker {departure.worker}: {departure.why}"
+    return Loss(departure.worker, Cause.NODE_LEAVING, why, old, None, None, departure.why)
+
+
+def _moved(move: Move) -> Loss:
+    pod = move.pod
+    why = f"pod {pod.name} of worker {pod.worker} on node {pod.node}: {move.why}"
+    return Loss(pod.worker, move.cause, why, pod, pod.node, move.at, move.why)
+
+
+def _vanished(obs: Observation, members: Mapping[int, PodView], losses: Sequence[Loss]) -> list[Loss]:
+    """Workers of the current attempt whose pod object is gone."""
+    if not obs.job.status.members or obs.placement is None:
+        return []
+    present = {pod.uid for pod in obs.pods}
+    explained = {loss.worker for loss in losses}
+    found = []
+    for saved in obs.placement.members:
+        if saved.pod_uid in present or saved.worker in explained:
+            continue
+        if saved.worker in members and members[saved.worker].uid == saved.pod_uid:
+            continue
+        node = obs.nodes.get(saved.node)
+        if (node is None and obs.nodes) or (node is not None and node.lost):
+            why, cause = "the node is lost", Cause.NODE_LOST
+        else:
+            why, cause = "the pod is gone", Cause.POD_DELETED
+        found.append(
+            Loss(
+                saved.worker, cause, f"pod {saved.pod} of worker {saved.worker} on node {saved.node}: {why}", None,
+                saved.node if cause is Cause.NODE_LOST else None, None,
+            )
+        )  # fmt: skip
+    return found
+
+
+@dataclass(frozen=True)
+class SparePool:
+    """The spares by number, each in one of three states."""
+
+    ready: tuple[PodView, ...]
+    """Sidecar and launcher wait."""
+    coming: tuple[PodView, ...]
+    lost: tuple[PodView, ...]
+
+
+def find_spares(obs: Observation) -> SparePool:
+    """Sorts the spares by the rules for members, but that nobody accuses one."""
+    ready, coming, lost = [], [], []
+    silent = _silent(obs)
+    for pod in sorted(obs.spares, key=lambda pod: (pod.spare or 0, pod.uid)):
+        if pod.uid in silent or classify_pod(obs, pod, {}) is not None:
+            lost.append(pod)
+        elif _waits(obs, pod):
+            ready.append(pod)
+        else:
+            coming.append(pod)
+    return SparePool(tuple(ready), tuple(coming), tuple(lost))
+
+
+def _waits(obs: Observation, pod: PodView) -> bool:
+    known = obs.reports.get(pod.uid)
+    return (
+        pod.node is not None
+        and known is not None
+        and known.report is not None
+        and known.silent_since is None
+        and known.report.trainer.state is TrainerState.WAITING
+    )
+
+
+def _silent(obs: Observation) -> set[str]:
+    """Spares that have been silent for too long, while somebody else of the job answers."""
+    answering = any(known.silent_since is None and known.answered_at for known in obs.reports.values())
+    if not answering:
+        return set()
+    return {
+        pod.uid
+        for pod in obs.spares
+        if was_up(obs, pod) and restart_due(obs, pod) is None and (silence(obs, pod) or 0.0) > obs.patience.silent
+    }

@@ -1,0 +1,173 @@
+"""Spares: warm pods that are no worker's yet. A lost worker's identity goes to one of them, and a new spare is made behind it.
+
+What makes a spare a member is a label, patched only if the pod is still as it was seen. So whoever looks next finds it a
+member like any other, and all that follows (attempt, directive, restore) is the same as for a new pod.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tiercheck_operator.controller.members.membership import Membership, SparePool, classify_pod
+from tiercheck_operator.controller.members.replacing import (
+    avoided_hosts,
+    is_held_by_avoidance,
+    next_incarnation,
+    remove_pod,
+    shunned_hosts,
+)
+from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Action, CreateSpare, Promote
+from tiercheck_operator.model.observed import PodView
+from tiercheck_operator.model.status import SparesRecord
+from tiercheck_operator.planning.placement.replacement import choose_spare
+from tiercheck_operator.planning.topology import HOST, Topology
+
+
+@dataclass(frozen=True)
+class Upkeep:
+    """What to do about spares in this reconcile."""
+
+    takeovers: tuple[Promote, ...] = ()
+    actions: tuple[Action, ...] = ()
+    """Spares to make and to remove."""
+    wake: float | None = None
+
+    @property
+    def taken(self) -> frozenset[int]:
+        """Workers that get a pod that is there already."""
+        return frozenset(each.worker for each in self.takeovers)
+
+
+@dataclass(frozen=True)
+class SparesStanding:
+    """What the status says about spares."""
+
+    record: SparesRecord
+    enough: bool
+    reason: str
+    message: str
+
+
+def describe_spares(situation: Situation) -> SparesStanding | None:
+    """None: no spares are wanted, and there are none."""
+    wanted = situation.wanted_spares
+    if not wanted and not situation.spares:
+        return None
+    pool = situation.spare_pool
+    record = SparesRecord(wanted, min(wanted, len(pool.ready)))
+    if record.ready == wanted:
+        reason = conditions.SPARES_WAITING if wanted else conditions.NO_SPARES
+        return SparesStanding(record, bool(wanted), reason, f"{wanted} spares wait to take a lost worker's place")
+    told = f"{record.ready} of {wanted} spares are ready"
+    homeless = next((pod for pod in pool.coming if pod.homeless), None)
+    if homeless is not None:
+        advice = "The job does without it; add nodes, or ask for fewer in spec.spares."
+        if situation.shrunk:
+            advice = "With as many as it lacks workers the job grows back; add nodes."
+        message = f"{told}. {homeless.name}: {homeless.message.rstrip('.')}. {advice}"
+        return SparesStanding(record, False, conditions.SPARES_UNSCHEDULABLE, message)
+    said = next((f". {pod.name}: {pod.message}" for pod in pool.coming if pod.message), "")
+    return SparesStanding(record, False, conditions.SPARES_COMING, f"{told}{said}")
+
+
+def keep_spares(situation: Situation) -> Upkeep:
+    """Spares for workers that lack a pod, and new spares behind them. Workers go first wherever there is only so much room."""
+    pool = situation.spare_pool
+    renamed = _renamed(situation)
+    takeovers = (*renamed, *_takeovers(situation, pool, {each.worker for each in renamed}))
+    used = {each.pod.uid for each in takeovers}
+    left = [pod for pod in (*pool.ready, *pool.coming) if pod.uid not in used]
+    actions: list[Action] = []
+    for pod in pool.lost:
+        actions += remove_pod(
+            situation, pod, classify_pod(situation, pod, {}) or "this spare has not answered for too long"
+        )
+    hindered = [pod for pod in left if is_held_by_avoidance(situation, pod)]
+    surplus = _surplus(pool, [pod for pod in left if pod not in hindered], situation.wanted_spares)
+    for pod in hindered:
+        actions += remove_pod(situation, pod, "this spare found no node while it avoided some that are well again")
+    for pod in surplus:
+        actions += remove_pod(situation, pod, "no more than so many spares are wanted")
+    kept = len(left) - len(hindered) - len(surplus)
+    missing = situation.wanted_spares - kept
+    taken = {each.worker for each in takeovers}
+    if missing <= 0 or not _workers_housed(situation, taken):
+        return Upkeep(takeovers, tuple(actions))
+    pause = _pause(situation, pool)
+    if pause > 0:
+        return Upkeep(takeovers, tuple(actions), pause)
+    first = max((pod.spare for pod in situation.all_pods if pod.spare is not None), default=-1) + 1
+    avoid = avoided_hosts(situation)
+    actions += [CreateSpare(number, avoid, shunned_hosts(situation)) for number in range(first, first + missing)]
+    return Upkeep(takeovers, tuple(actions))
+
+
+def _renamed(situation: Situation) -> tuple[Promote, ...]:
+    """Survivors of a job that goes on smaller, for the workers that were lost: rather than spares, and rather than new pods that
+    have found a node meanwhile, because their memory holds state.
+    """
+    if not situation.membership.beyond:
+        return ()
+    members, numbers = situation.members, range(situation.size)
+    vacant = [worker for worker in numbers if not situation.membership.housed(worker)]
+    empty = [worker for worker in numbers if worker not in vacant and members[worker].uid not in situation.attempt_pods]
+    survivors = sorted((pod for pod in situation.membership.beyond if pod.resource_version), key=lambda pod: pod.worker)
+    pairs = zip(survivors, (*vacant, *empty), strict=False)
+    return tuple(Promote(pod, worker, next_incarnation(situation, worker)) for pod, worker in pairs)
+
+
+def _takeovers(situation: Situation, pool: SparePool, taken: set[int]) -> tuple[Promote, ...]:
+    suspects = situation.membership.suspects
+    usable = {pod.spare or 0: pod for pod in pool.ready if pod.node not in suspects and pod.resource_version}
+    if not usable:
+        return ()
+    workers = (worker for worker in range(situation.size) if worker not in taken)
+    vacant = [worker for worker in workers if _needs_pod(situation.membership, worker)]
+    if not vacant:
+        return ()
+    topology, level = _topology(situation)
+    nodes = [pod.node for pod in situation.members.values() if pod.node]
+    found = []
+    for worker in vacant:
+        number = choose_spare(nodes, {n: pod.node or "" for n, pod in usable.items()}, topology, level)
+        if number is None:
+            break
+        pod = usable.pop(number)
+        nodes.append(pod.node or "")
+        found.append(Promote(pod, worker, next_incarnation(situation, worker)))
+    return tuple(found)
+
+
+def _needs_pod(membership: Membership, worker: int) -> bool:
+    """A pod that no node takes is as good as none while a spare waits, and one that has to leave soon is to be left."""
+    member, going = membership.members.get(worker), membership.departures.get(worker)
+    return member is None or member.homeless or (going is not None and going.new is None)
+
+
+def _workers_housed(situation: Situation, taken: set[int]) -> bool:
+    """Whether every worker has a node: a new spare must not take the place of one."""
+    return all(worker in taken or situation.membership.housed(worker) for worker in range(situation.size))
+
+
+def _surplus(pool: SparePool, left: Sequence[PodView], wanted: int) -> list[PodView]:
+    """Those that are not wanted any more: the youngest first, before them those that are not ready."""
+    ready = {pod.uid for pod in pool.ready}
+    order = sorted(left, key=lambda pod: (pod.uid in ready, -(pod.spare or 0)))
+    return order[: max(0, len(left) - wanted)]
+
+
+def _pause(situation: Situation, pool: SparePool) -> float:
+    """Seconds to wait before another spare is made: those that never came up are not replaced in a tight loop."""
+    failed = [pod.created for pod in pool.lost if pod.phase == "Failed" and pod.ip is None]
+    return max(failed) + situation.patience.retry - situation.now if failed else 0.0
+
+
+def _topology(situation: Situation) -> tuple[Topology, str]:
+    try:
+        return situation.topology, situation.spread.name
+    except ValueError:  # reported where the members are placed
+        labels = {name: node.labels for name, node in situation.nodes.items()}
+        return Topology.build(labels, (HOST,)), HOST.name

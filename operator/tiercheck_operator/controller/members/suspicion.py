@@ -1,0 +1,174 @@
+"""Whom to give up although Kubernetes still believes in it: from what sidecars say of each other, and their silence towards us.
+
+The rule itself is `planning.suspicion`. Here it gets its evidence, and its answer becomes words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tiercheck.protocol.report import Break, TrainerState
+from tiercheck_operator.controller.members.signs_of_life import answers, restart_due, silence, training, was_up
+from tiercheck_operator.model.actions import ProbeSidecar
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import HostSign, Observation, PodView
+from tiercheck_operator.planning.suspicion import (
+    Accusation,
+    Limits,
+    Suspicion,
+    Training,
+    Witness,
+    quiet_for,
+    suspected,
+    unconfirmed,
+)
+
+_ASK_AGAIN = 1.0
+"""Seconds between two calls to a pod that peers cannot reach."""
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A pod that is given up on our own account."""
+
+    cause: Cause
+    why: str
+    since: float
+    of_node: bool
+    """Its node is to be avoided: nothing of the job answers there, or nothing at all."""
+
+
+@dataclass(frozen=True)
+class Testimony:
+    """What the running pods say of each other, heard once per look."""
+
+    running: Sequence[PodView]
+    witnesses: Sequence[Witness]
+    training: Training
+
+
+def hear_witnesses(obs: Observation) -> Testimony:
+    """Of all pods that were up and are not being ended."""
+    running = [pod for pod in obs.living if was_up(obs, pod)]
+    homes = {(pod.worker, pod.address): pod.uid for pod in running}
+    return Testimony(running, [_witness(obs, pod, homes) for pod in running], training(obs))
+
+
+def find_doubts(obs: Observation, heard: Testimony) -> dict[str, Doubt]:
+    """By pod UID. Never all running pods: then it is we who are cut off."""
+    running, witnesses = heard.running, heard.witnesses
+    pods = {pod.uid: pod for pod in running}
+    silent = {witness.pod: witness for witness in witnesses if witness.silent is not None}
+    found = {}
+    for uid, suspicion in suspected(witnesses, _limits(obs), heard.training).items():
+        here = [other.uid for other in running if other.node == pods[uid].node]
+        gone = all(other in silent for other in here)
+        # A kubelet that lives would have told of processes that are not there any more.
+        unheard = gone and all(silent[other].held is None and not _there(obs, other) for other in here)
+        found[uid] = Doubt(
+            cause=Cause.NODE_SILENT if suspicion.host_silent else Cause.SIDECAR_SILENT,
+            why=_sentence(suspicion, pods, restart_due(obs, pods[uid])),
+            since=obs.now - suspicion.seconds,
+            of_node=suspicion.answers or unheard or (gone and suspicion.host_silent),
+        )
+    return found
+
+
+def due_probes(obs: Observation, heard: Testimony) -> list[ProbeSidecar]:
+    """Ask those whom peers cannot reach at once: a long poll under way would notice their death seconds
+    later. While anybody is silent, also ask all who have not answered since then, because what ended it may
+    have ended them, once more when it is time to give it up; and one who answers whether training makes
+    steps, which are no news."""
+    running, witnesses = heard.running, heard.witnesses
+    named = {entry.pod for witness in witnesses for entry in witness.accuses}
+    silent = [witness for witness in witnesses if witness.silent is not None]
+    limits, trained = _limits(obs), heard.training
+    last = [unconfirmed(witnesses, quiet_for(witness, trained), limits) for witness in silent]
+    at_once = set[str]().union(*last)
+    if silent:
+        shortest = min(witness.silent or 0.0 for witness in silent)
+        named |= {witness.pod for witness in witnesses if witness.silent is None and witness.heard >= shortest}
+        named |= set([pod.uid for pod in running if answers(obs, pod) and pod.uid in obs.attempt_pods][:1])
+    due = []
+    for uid in sorted(named | at_once):
+        known = obs.reports.get(uid)
+        if known is None or known.silent_since is not None:
+            continue
+        if uid in at_once or known.answered_at is None or obs.now - known.answered_at >= _ASK_AGAIN:
+            due.append(ProbeSidecar(uid))
+    return due
+
+
+def seconds_to_next_look(obs: Observation, heard: Testimony) -> float | None:
+    """Seconds until time alone may give somebody up; None: nobody is silent, accused, or new where no kubelet has taken it."""
+    uneasy = any(witness.silent is not None or witness.accuses for witness in heard.witnesses)
+    return _ASK_AGAIN if uneasy or any(not pod.claimed for pod in obs.living) else None
+
+
+def doubted_nodes(obs: Observation) -> frozenset[str]:
+    """Names of nodes that this job's own pods give reason to suspect."""
+    found = find_doubts(obs, hear_witnesses(obs))
+    return frozenset(pod.node for pod in obs.pods if pod.node and pod.uid in found and found[pod.uid].of_node)
+
+
+def _limits(obs: Observation) -> Limits:
+    patience = obs.patience
+    return Limits(
+        accused=patience.accused, suspect=patience.suspect, silent=patience.silent, isolated=patience.isolated
+    )
+
+
+def _witness(obs: Observation, pod: PodView, homes: Mapping[tuple[int, str], str]) -> Witness:
+    known, silent = obs.reports.get(pod.uid), silence(obs, pod)
+    report = obs.newest_reports.get(pod.uid) if silent is None else None
+    current = obs.current_reports.get(pod.uid)
+    accuses = tuple(
+        Accusation(homes[each.worker, each.host], max(0.0, obs.now - each.since), each.how is Break.SILENT)
+        for each in (report.unreachable if report is not None else ())
+        if (each.worker, each.host) in homes
+    )
+    return Witness(
+        pod.uid,
+        pod.node or "",
+        silent,
+        host_answers=known is not None and known.host is not HostSign.NOTHING,
+        heard=0.0 if known is None or known.answered_at is None else obs.now - known.answered_at,
+        held=None if silent is None else _held(obs, pod),
+        takes_part=silent is None or pod.uid in obs.attempt_pods,
+        failed=current is not None and current.trainer.state is TrainerState.FAILED,
+        accuses=accuses,
+    )
+
+
+def _there(obs: Observation, uid: str) -> bool:
+    return uid in obs.reports and obs.reports[uid].host is HostSign.ACCEPTED
+
+
+def _held(obs: Observation, pod: PodView) -> float | None:
+    """As `restart_due`. A pod whose memory nobody else has is worth any wait that its kubelet names. One
+    that was never in an attempt holds nothing, and another one in its place would fare no better."""
+    due = restart_due(obs, pod)
+    if due is None or (pod.uid in obs.attempt_pods and (obs.copies or obs.job.spec.parity is not None)):
+        return due
+    return min(due, 0.0) if pod.uid in obs.attempt_pods else 0.0
+
+
+def _sentence(suspicion: Suspicion, pods: Mapping[str, PodView], due: float | None) -> str:
+    named = [f"{pods[uid].worker}" for uid in suspicion.accusers]
+    workers = ", ".join(sorted(named, key=int)[:8]) + (f" and {len(named) - 8} more" if len(named) > 8 else "")
+    if suspicion.answers:
+        return (
+            f"it answers, but for {suspicion.seconds:.0f} s it and its peers have not reached each other (worker {workers} "
+            "says so); the network of its node is cut off"
+        )
+    text = f"its sidecar has not answered for {suspicion.seconds:.0f} s"
+    if due is not None and not suspicion.host_silent:
+        late = f"should have started it again {-due:.0f} s ago" if due < 0 else f"starts it again only in {due:.0f} s"
+        return f"{text}, the way back needs it, and its kubelet {late}"
+    if not named:
+        return text
+    they = f"worker {workers} hears" if len(named) == 1 else f"workers {workers} hear"
+    if suspicion.host_silent:
+        return f"{text}, and {they} nothing from its host either"
+    return f"{text}, and {they} that it is closed, of which its kubelet says nothing"

@@ -1,0 +1,241 @@
+"""From what the sidecars report to what the planner asks: who holds what, without the copies known to be bad.
+
+Workers are numbered anew when a job changes its size. A pod is the worker that its label says. Its sidecar
+hears of that with the next attempt's directive; until then it reports, and is spoken of by others, under
+its old number.
+
+A job's first attempt may begin from what an earlier job of the same name left in the remote tier. Its
+versions carry the earlier job's attempts, so that line is taken over, and ours are counted on from there:
+nothing that we write can be mistaken for what is already stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from tiercheck.protocol.directive import ParityGroup, Peer, Source, Tier
+from tiercheck.protocol.report import Holding, Quarantined, Report
+from tiercheck.protocol.version import Artifact, Branch, History, Kind, Share, Version
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.spec import JobSpec
+from tiercheck_operator.planning.parity.code_groups import CodeGroup, OldGroup
+from tiercheck_operator.planning.recovery.inventory import Artifacts, JobInventory, RemoteInventory, SourceChoice
+from tiercheck_operator.planning.recovery.recovery import RecoveryProblem
+
+_Table = dict[int, tuple[set[Version], set[Version]]]
+
+
+def inventories(reports: Iterable[Report]) -> list[JobInventory]:
+    """One per report. A copy that any sidecar found bad counts for nobody."""
+    known = list(reports)
+    quarantined = {
+        (entry.worker, entry.rank, entry.version, entry.kind) for report in known for entry in report.quarantined
+    }
+    same: dict[Version, Version] = {}
+    found = []
+    for report in sorted(known, key=lambda report: report.worker):
+        own: _Table = {}
+        hosted: _Table = {}
+        blocks: dict[Share, tuple[set[Version], set[Version]]] = {}
+        for holding in report.holdings:
+            if quarantined and _is_bad(report.worker, holding, quarantined):
+                continue
+            held = (
+                blocks.setdefault(holding.share, (set(), set()))
+                if holding.share is not None
+                else (own if holding.tier is Tier.LOCAL else hosted).setdefault(holding.rank, (set(), set()))
+            )
+            version = same.setdefault(holding.version, holding.version)
+            held[0 if holding.kind is Kind.SNAPSHOT else 1].add(version)
+        found.append(
+            JobInventory(
+                report.worker,
+                {rank: _artifacts(held) for rank, held in own.items()},
+                {rank: _artifacts(held) for rank, held in hosted.items()},
+                {share: _artifacts(held) for share, held in blocks.items()},
+            )
+        )
+    return found
+
+
+def bad_everywhere(reports: Iterable[Report]) -> frozenset[Artifact]:
+    """Artifacts that are useless wherever they lie: their replay did not give the state that they were taken from."""
+    return frozenset(
+        Artifact(entry.rank, entry.version, entry.kind)
+        for report in reports
+        for entry in report.quarantined
+        if entry.everywhere
+    )
+
+
+def remote_inventory(spec: JobSpec, reports: Iterable[Report]) -> RemoteInventory:
+    """What the sidecars see of the remote tier, taken together."""
+    if spec.remote is None:
+        return RemoteInventory(configured=False)
+    known = list(reports)
+    told = [report.remote for report in known if report.remote.configured]
+    # A bad object in the store lies at no worker; its version must not be chosen again.
+    bad = {
+        entry.version
+        for report in known
+        for entry in report.quarantined
+        if entry.worker < 0 and entry.kind is Kind.SNAPSHOT
+    }
+    reachable: bool | None = None
+    if any(entry.reachable for entry in told):
+        reachable = True
+    elif told and all(entry.reachable is False for entry in told):
+        reachable = False
+    versions: Collection[Version] = {
+        version for entry in told if entry.reachable for version in entry.versions if version not in bad
+    }
+    ranks = {
+        version: count
+        for entry in told
+        if len(entry.ranks) == len(entry.versions)
+        for version, count in zip(entry.versions, entry.ranks, strict=True)
+        if count
+    }
+    return RemoteInventory(configured=True, reachable=reachable, versions=versions, ranks=ranks)
+
+
+def to_sources(
+    choices: Mapping[int, tuple[SourceChoice, ...]], members: Mapping[int, PodView]
+) -> dict[int, tuple[Source, ...]]:
+    """With addresses; places that are no members fall out."""
+    return {
+        rank: tuple(source for source in (_source(choice, members) for choice in entries) if source is not None)
+        for rank, entries in choices.items()
+    }
+
+
+def parity_group(group: CodeGroup, members: Mapping[int, PodView]) -> ParityGroup | None:
+    """With addresses; None if somebody of it is no member now, or nobody keeps its blocks."""
+    if not group.holders or any(worker not in members for worker in group.workers):
+        return None
+    peers = {worker: Peer(worker, members[worker].address) for worker in group.workers}
+    return ParityGroup(
+        tuple(peers[worker] for worker in group.members), tuple(peers[worker] for worker in group.holders)
+    )
+
+
+def without_versions(situation: RecoveryProblem, bad: Collection[Version], *, deltas: bool = True) -> RecoveryProblem:
+    """As if nobody held `bad`; without `deltas`, as if there were snapshots only."""
+
+    def left(held: Artifacts) -> Artifacts:
+        return Artifacts(
+            [version for version in held.snapshots if version not in bad],
+            [version for version in held.deltas if version not in bad] if deltas else (),
+        )
+
+    return replace(
+        situation,
+        inventories=[
+            JobInventory(
+                entry.worker,
+                {rank: left(held) for rank, held in entry.own.items()},
+                {rank: left(held) for rank, held in entry.hosted.items()},
+                {share: left(held) for share, held in entry.blocks.items()},
+            )
+            for entry in situation.inventories
+        ],
+        remote=replace(
+            situation.remote, versions=[version for version in situation.remote.versions if version not in bad]
+        ),
+    )
+
+
+def _source(choice: SourceChoice, members: Mapping[int, PodView]) -> Source | None:
+    if isinstance(choice.group, OldGroup):
+        return Source(choice.tier, parity=_old_group(choice.group, members))
+    if choice.group is not None:
+        group = parity_group(choice.group, members)
+        return None if group is None else Source(choice.tier, parity=group)
+    if choice.worker is None:
+        return Source(choice.tier)
+    return (
+        Source(choice.tier, Peer(choice.worker, members[choice.worker].address)) if choice.worker in members else None
+    )
+
+
+def _old_group(group: OldGroup, members: Mapping[int, PodView]) -> ParityGroup:
+    def peer(worker: int | None) -> Peer:
+        pod = None if worker is None else members.get(worker)
+        return Peer(-1, "") if worker is None or pod is None else Peer(worker, pod.address)
+
+    return ParityGroup(tuple(map(peer, group.members)), tuple(map(peer, group.holders)), group.ranks)
+
+
+def _is_bad(worker: int, holding: Holding, quarantined: Collection[tuple[int, int, Version, Kind]]) -> bool:
+    """Of a parity block: whichever of its ranks it was found bad for."""
+    ranks: Sequence[int] = (holding.rank,) if holding.share is None else holding.share.ranks
+    return any((worker, rank, holding.version, holding.kind) in quarantined for rank in ranks)
+
+
+def _artifacts(held: tuple[set[Version], set[Version]]) -> Artifacts:
+    return Artifacts(frozenset(held[0]), frozenset(held[1]))
+
+
+def reports_of(obs: Observation, members: Mapping[int, PodView]) -> list[Report]:
+    """The newest report of each member that has one, by worker, in today's numbers."""
+    now: dict[int, int] = {}
+    found = []
+    for worker in sorted(members):
+        report, known = obs.report(members[worker]), obs.reports.get(members[worker].uid)
+        if report is None or known is None or known.report is None:
+            continue
+        now[known.report.worker] = worker
+        found.append(report)
+    if all(before == worker for before, worker in now.items()):
+        return found
+    return [replace(report, quarantined=tuple(_renumbered(report.quarantined, now))) for report in found]
+
+
+def known_as(obs: Observation, pods: Iterable[PodView]) -> dict[int, PodView]:
+    """Pods of the current attempt by the worker that each knows itself to be in it."""
+    found = {}
+    for pod in pods:
+        known = obs.reports.get(pod.uid)
+        report = known.report if known is not None else None
+        follows = report is not None and report.attempt == obs.job.status.attempt and report.worker >= 0
+        found[report.worker if report is not None and follows else pod.worker] = pod
+    return found
+
+
+def _renumbered(entries: Iterable[Quarantined], now: Mapping[int, int]) -> Iterable[Quarantined]:
+    """What was found bad at workers that are no more counts against nobody; at no worker (the remote tier), and everywhere, as before."""
+    for entry in entries:
+        if entry.worker < 0 or entry.everywhere:
+            yield entry
+        elif entry.worker in now:
+            yield replace(entry, worker=now[entry.worker])
+
+
+def adopted_history(remote: RemoteInventory, step: int | None) -> History:
+    """The history that accepts the version to begin from; empty if the remote tier holds none.
+
+    `step`: the one that the user asked for. Among versions of the same step, and for the newest one, the later attempt
+    counts: the earlier one was rolled back.
+    """
+    usable: list[Version] = [version for version in remote.usable if step is None or version.step == step]
+    if not usable:
+        return History()
+    chosen = max(usable, key=lambda version: (version.attempt, version.step))
+    return History((Branch(chosen.attempt, 0, remote.ranks.get(chosen, 0)),))
+
+
+def with_ranks(history: History, remote: RemoteInventory, ranks: int) -> History:
+    """With the numbers of ranks that were not written down: as the remote tier says, or `ranks`."""
+    told = {version.attempt: count for version, count in remote.ranks.items()}
+    return History(
+        tuple(
+            branch if branch.ranks else replace(branch, ranks=told.get(branch.attempt, ranks))
+            for branch in history.branches
+        )
+    )
+
+
+def last_attempt(remote: RemoteInventory) -> int:
+    """The newest attempt that left anything in the remote tier; 0: none did."""
+    return max((version.attempt for version in remote.usable), default=0)

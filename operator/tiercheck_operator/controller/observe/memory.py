@@ -1,0 +1,149 @@
+"""How much memory the slots of a job need, before it starts and while it runs, so that what cannot fit is refused with numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from tiercheck.protocol.artifacts.sizing import (
+    HOSTED_SLOTS,
+    OWN_SLOTS_MIN,
+    SPARE_DELTAS,
+    Room,
+    Sizing,
+    auto_cadence,
+    cost,
+    plan,
+    roomy,
+)
+from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.report import Report
+from tiercheck_operator.model.spec import JobSpec
+from tiercheck_operator.model.status import MemoryRecord
+from tiercheck_operator.planning.parity.code_groups import CodeGroup
+from tiercheck_operator.planning.quantity import parse_quantity
+
+_DENSE_DELTA = 3
+"""A snapshot is at most this many times a dense delta: parameters and two moments against gradients of the same dtype."""
+
+
+@dataclass(frozen=True)
+class MemoryShare:
+    """What one worker keeps for others."""
+
+    copies: int = 0
+    """Of how many workers."""
+    blocks: int = 0
+    """Of how many parity groups."""
+    members: int = 1
+    """Of each of these groups."""
+
+
+def equal_share(spec: JobSpec, workers: int) -> MemoryShare:
+    """What every worker keeps if all keep the same: known before there is a pod."""
+    if spec.parity is not None:
+        data, parity = spec.parity
+        groups = -(-workers // data)
+        return MemoryShare(blocks=-(-groups * parity // workers), members=min(data, workers))
+    return MemoryShare(copies=min(spec.copies, max(0, workers - 1)))
+
+
+def largest_share(holders: Mapping[int, tuple[int, ...]], groups: Iterable[CodeGroup]) -> MemoryShare:
+    """What the worker that keeps most keeps, by the placement."""
+    copies = Counter(keeper for keepers in holders.values() for keeper in keepers)
+    known = list(groups)
+    blocks = Counter(keeper for group in known for keeper in group.holders)
+    return MemoryShare(
+        copies=max(copies.values(), default=0),
+        blocks=max(blocks.values(), default=0),
+        members=max((len(group.members) for group in known), default=1),
+    )
+
+
+def budget(spec: JobSpec, share: MemoryShare) -> Sizing | None:
+    """What a worker needs, if `spec.checkpoint.stateSize` says how large a rank's snapshot is; None: that is not known."""
+    if spec.state_size is None:
+        return None
+    delta = 0 if spec.delta is DeltaMode.NONE else max(1, spec.state_size // _DENSE_DELTA)
+    own = Room(spec.state_size, delta)
+    room = roomy(delta) if delta else 0
+    kept = [Room(spec.state_size, room)] * (share.copies * spec.procs_per_worker)
+    kept += [Room(roomy(spec.state_size), room, share.members + 1)] * (share.blocks * spec.procs_per_worker)
+    cadence = spec.snapshot_every or auto_cadence(spec.state_size, delta)
+    return plan(parse_quantity(spec.size_limit), [own] * spec.procs_per_worker, kept, cadence)
+
+
+def too_small(spec: JobSpec, share: MemoryShare) -> str:
+    """Why the job cannot fit, with numbers; empty: it can, or it is not known."""
+    needed = budget(spec, share)
+    if needed is None or needed.fits:
+        return ""
+    limit = parse_quantity(spec.size_limit)
+    kept = "nothing for others"
+    if share.blocks:
+        kept = f"the parity of {_some(share.blocks, 'group')}"
+    elif share.copies:
+        kept = f"copies of {_some(share.copies, 'other worker')}"
+    return (
+        f"tiers.local.sizeLimit is {spec.size_limit} ({_mib(limit)}), and a worker needs at least {_mib(needed.minimum)}: snapshots "
+        f"of {_some(spec.procs_per_worker, 'rank')} of {_mib(spec.state_size or 0)} each, and {kept}. {_mib(needed.needed)} would "
+        "hold three snapshots per rank and all deltas. Raise sizeLimit, keep fewer copies or use parity"
+    )
+
+
+def forecast(spec: JobSpec, share: MemoryShare) -> MemoryRecord | None:
+    """For the status, while no sidecar has reported sizes."""
+    needed = budget(spec, share)
+    if needed is None:
+        return None
+    return MemoryRecord(needed.needed, parse_quantity(spec.size_limit), needed.local, needed.peer)
+
+
+def measured(reports: Iterable[Report]) -> MemoryRecord | None:
+    """For the status: the worker that needs most, once sizes are known."""
+    known = [report.memory for report in reports if report.memory.needed]
+    if not known:
+        return None
+    most = max(known, key=lambda memory: memory.needed)
+    return MemoryRecord(most.needed, most.limit, most.local, most.peer)
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """What workers can keep for others. Empty where sizes are not known."""
+
+    copies: Mapping[int, int]
+    """By worker: how many other workers' copies it can hold in all; left out: more than would ever be asked of it."""
+    bytes: Mapping[int, int]
+    """By worker: bytes for copies."""
+    copy_bytes: int | None
+    """Of one worker's copies."""
+
+
+def rooms(spec: JobSpec, wanted_copies: int, reports: Iterable[Report]) -> Rooms:
+    """From the sizes and limits that sidecars report: beside the least that a worker needs for its own ranks, and with deltas if
+    they are taken now.
+    """
+    known = list(reports)
+    snapshot = max((report.memory.snapshot for report in known), default=0)
+    if not snapshot:
+        return Rooms({}, {}, None)
+    taken = spec.delta is not DeltaMode.NONE and not any(report.trainer.no_deltas for report in known)
+    delta = max((report.memory.delta for report in known), default=0) if taken else 0
+    chain = max((report.snapshot_every for report in known), default=0) + SPARE_DELTAS if delta else 0
+    row = chain * cost(delta) if delta else 0
+    own = spec.procs_per_worker * (OWN_SLOTS_MIN * cost(snapshot) + row)
+    each = spec.procs_per_worker * (HOSTED_SLOTS * cost(snapshot) + row)
+    free = {report.worker: max(0, report.memory.limit - own) for report in known}
+    enough = 2 * max(1, wanted_copies) + 2
+    copies = {worker: size // each for worker, size in sorted(free.items()) if size // each < enough}
+    return Rooms(copies, free, each)
+
+
+def _some(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{-(-size // 2**20)} MiB"

@@ -1,0 +1,229 @@
+"""Asks the planner who keeps whose copies or parity for the pods as they are, and says its worth.
+
+What may vanish right now is what a placement promises only while all its copies are made. They are once the
+coordinator names a version that is complete in the peer tier. They are not any more when a pod is lost, or
+when others are to hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from tiercheck.protocol.report import Report
+from tiercheck_operator.controller.members.membership import Membership
+from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import Push
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.status import JobRecord, PlacementRecord
+from tiercheck_operator.planning.parity.code_groups import CodeGroup
+from tiercheck_operator.planning.parity.parity import ParityPolicy, describe_parity, place_parity
+from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, WorkerSite, describe, place
+from tiercheck_operator.planning.placement.placement import Unplaceable as Impossible
+from tiercheck_operator.planning.recovery.inventory import Distance
+from tiercheck_operator.planning.replan.replan import named
+from tiercheck_operator.planning.saved_placement import SavedDomains, SavedMember, SavedPlacement
+from tiercheck_operator.planning.topology import Topology, levels_from_spec
+
+_SENTENCE = 500
+"""Characters of a sentence in the status, at most."""
+
+
+@dataclass(frozen=True)
+class CannotPlace:
+    """Why the job cannot start: reason and message for the condition Placed."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Placed:
+    holders: Mapping[int, tuple[int, ...]]
+    record: PlacementRecord
+    reason: str
+    """For the condition Placed."""
+    message: str
+    topology: Topology
+    nodes: tuple[str, ...]
+    """By worker."""
+    groups: tuple[CodeGroup, ...] = ()
+
+    def distance(self, a: int, b: int) -> int:
+        return self.topology.distance(self.nodes[a], self.nodes[b])
+
+    def saved(self, attempt: int, membership: Membership) -> SavedPlacement:
+        """To be written before the attempt is."""
+        return SavedPlacement(
+            attempt,
+            tuple(_saved(worker, pod, self.holders) for worker, pod in sorted(membership.members.items())),
+            self.groups,
+            SavedDomains.of(self.topology, self.nodes),
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the members are, and how far apart their copies are wanted."""
+
+    topology: Topology
+    level: str
+    nodes: tuple[str, ...]
+    """By worker."""
+    sites: tuple[WorkerSite, ...]
+    suspects: frozenset[str]
+    avoided: frozenset[str]
+    """Cordoned nodes: as good as any if there is no other way."""
+    copies: PlacementPolicy
+    parity: ParityPolicy | None
+
+    def place(self, before: SavedPlacement | None, suspects: frozenset[str]) -> Placement | Impossible:
+        """Close to the last placement. Raises ValueError as the planner does."""
+        if self.parity is not None:
+            return place_parity(self.sites, self.topology, self.parity, suspects, before.groups if before else ())
+        return place(self.sites, self.topology, self.copies, suspects, before.lasting() if before else {})
+
+    def describe(self, saved: SavedPlacement) -> Placement:
+        """What the placement is worth."""
+        if self.parity is not None and saved.groups:
+            return describe_parity(self.sites, self.topology, self.parity, saved.groups)
+        return describe(self.sites, self.topology, self.copies, saved.holders())
+
+
+def lay_out(
+    situation: Situation, memory: Mapping[int, int] | None = None, copy_bytes: int | None = None
+) -> Layout | CannotPlace:
+    """Of members that all have a node. `memory`: bytes that each worker can give to copies, where known."""
+    spec = situation.job.spec
+    try:
+        level, topology = situation.spread.name, situation.member_topology
+    except ValueError as error:
+        return CannotPlace(conditions.INVALID_SPEC, f"spec.topology: {error}")
+    nodes = tuple(situation.members[worker].node or "" for worker in range(situation.size))
+    return Layout(
+        topology=topology,
+        level=level,
+        nodes=nodes,
+        sites=tuple(WorkerSite(worker, node, (memory or {}).get(worker)) for worker, node in enumerate(nodes)),
+        suspects=frozenset(situation.membership.suspects),
+        avoided=frozenset(name for name in nodes if name in situation.nodes and situation.nodes[name].cordoned),
+        copies=PlacementPolicy(situation.copies, level, spec.spread_required, copy_bytes),
+        parity=None if spec.parity is None else ParityPolicy(*spec.parity, level, spec.spread_required),
+    )
+
+
+def place_members(situation: Situation) -> Placed | CannotPlace:
+    """The placement for the members, close to the last one. Every worker must have a pod on a node."""
+    layout = lay_out(situation)
+    if isinstance(layout, CannotPlace):
+        return layout
+    try:
+        # Of another number of workers nothing is worth keeping to.
+        last = (
+            situation.placement if situation.placement and len(situation.placement.members) == situation.size else None
+        )
+        outcome = layout.place(last, layout.suspects)
+        if layout.avoided and isinstance(outcome, Placement):
+            aside = layout.place(last, layout.suspects | layout.avoided)
+            if isinstance(aside, Placement) and _no_worse(aside, outcome):
+                outcome = aside
+    except ValueError as error:
+        return CannotPlace(conditions.INVALID_SPEC, f"spec.tiers.peer: {error}")
+    if isinstance(outcome, Impossible):
+        return CannotPlace(conditions.INSUFFICIENT_DOMAINS, outcome.reason)
+    return describe_placement(outcome, layout)
+
+
+def _no_worse(one: Placement, other: Placement) -> bool:
+    return one.achieved_level == other.achieved_level and len(one.unprotected) <= len(other.unprotected)
+
+
+def describe_members(situation: Situation, saved: SavedPlacement) -> Placed | CannotPlace:
+    """What the placement that the members have is worth. Every worker must have a pod on a node."""
+    layout = lay_out(situation)
+    return layout if isinstance(layout, CannotPlace) else describe_placement(layout.describe(saved), layout)
+
+
+def describe_placement(outcome: Placement, layout: Layout) -> Placed:
+    """The planner's answer in the controller's words."""
+    return _placed(outcome, layout.topology, layout.nodes, layout.level)
+
+
+def _placed(outcome: Placement, topology: Topology, nodes: tuple[str, ...], level: str) -> Placed:
+    record = PlacementRecord(
+        hash=outcome.digest,
+        spread_achieved=outcome.achieved_level or "none",
+        tolerates=outcome.tolerates,
+        unprotected_workers=len(outcome.unprotected),
+        unprotected_reason=f"{named(outcome.unprotected)}: {outcome.reason}"[:_SENTENCE] if outcome.unprotected else "",
+        complete=not any(outcome.holders) and not outcome.groups,  # nothing is copied
+    )
+    reason, message = conditions.ALL_PLACED, outcome.reason or "every worker has a node and its copies have holders"
+    # A label that the wanted spread does not look at is no reason to alarm anybody.
+    missing = [(entry, bare) for entry, bare in topology.missing if entry.name == level]
+    if missing:
+        entry, bare = missing[0]
+        bare_ones = ", ".join(bare[:5]) + (f" and {len(bare) - 5} more" if len(bare) > 5 else "")
+        reason = conditions.NODES_UNLABELLED
+        message = (
+            f"nodes without the label {entry.label} (level {entry.name}): {bare_ones}. Label them, or name the labels that "
+            f"your nodes have in spec.topology.levels. {outcome.reason}"
+        )
+    elif outcome.achieved_level != level and (any(outcome.holders) or outcome.groups):
+        reason = conditions.DEGRADED_SPREAD
+    holders = dict(enumerate(outcome.holders))
+    return Placed(holders, record, reason, message, topology, nodes, outcome.groups)
+
+
+def distance_between(obs: Observation, members: Mapping[int, PodView]) -> Distance | None:
+    """How far apart two members are; None if the spec's levels cannot be used."""
+    spec = obs.job.spec
+    try:
+        levels = levels_from_spec(spec.topology_preset, spec.topology_levels)
+        nodes = {worker: pod.node or "" for worker, pod in members.items()}
+        labels = {name: obs.nodes[name].labels if name in obs.nodes else {} for name in {*nodes.values()}}
+        topology = Topology.build(labels, levels)
+    except ValueError:
+        return None
+    return lambda a, b: topology.distance(nodes.get(a, ""), nodes.get(b, ""))
+
+
+def _saved(worker: int, pod: PodView, holders: Mapping[int, tuple[int, ...]]) -> SavedMember:
+    return SavedMember(worker, pod.name, pod.uid, pod.incarnation, pod.node or "", holders.get(worker, ()))
+
+
+def all_copied(reports: Mapping[int, Report], members: Mapping[int, PodView], owed: Iterable[Push]) -> bool:
+    """Whether the coordinator says so, of the placement that is wanted now: no directive is on its way to it."""
+    report = reports.get(0)
+    if report is None or report.watermarks.peer is None:
+        return False
+    return members[0].uid not in {push.pod_uid for push in owed}
+
+
+def describe_found_again(before: PlacementRecord | None, after: PlacementRecord) -> PlacementRecord:
+    """`after`, made anew for the same pods: if nothing moves, what is complete stays so."""
+    same = before is not None and before.hash == after.hash and before.complete
+    return replace(after, complete=after.complete or same)
+
+
+def describe_moved(
+    before: PlacementRecord | None, after: PlacementRecord | None, was: SavedPlacement, now: SavedPlacement
+) -> PlacementRecord | None:
+    """What the placement is worth while training goes on. Where others hold copies at once, these are not made yet; where the old
+    holders stay until the new ones have them, they are.
+    """
+    at_once = not (now.same_holders(was) or now.leaving or was.leaving)
+    if after is None or before is None or at_once:
+        return after or before
+    return replace(after, complete=after.complete or before.complete)
+
+
+def describe_now(record: JobRecord, *, copied: bool) -> PlacementRecord | None:
+    """For the status that is about to be written. `copied`: as `all_copied` says."""
+    placement, recovery = record.placement, record.recovery
+    if placement is None or copied:
+        return placement and replace(placement, complete=True)
+    pod_lost = recovery is not None and recovery.decided_at is None and not Cause.parse(recovery.cause).in_place
+    return replace(placement, complete=False) if pod_lost else placement

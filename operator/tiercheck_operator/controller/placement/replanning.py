@@ -1,0 +1,267 @@
+"""Moves copies while training goes on: watches whether the placement is still right, waits until a reason lasts, begins the moves
+and ends them when the new holders are complete. What is to move, and that nothing is lost meanwhile, is the planner's (`replan`).
+
+All that must be remembered is in the ConfigMap of the placement, so an operator that restarts goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from tiercheck.protocol.report import Report
+from tiercheck.protocol.version import rebuildable
+from tiercheck_operator.controller.observe.inventories import inventories
+from tiercheck_operator.controller.observe.memory import rooms
+from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.controller.placement.placing import CannotPlace, Layout, describe_placement, lay_out
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import ProbeSidecar
+from tiercheck_operator.model.findings import Finding
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import JobRecord, PlacementRecord
+from tiercheck_operator.planning.placement.placement import Unplaceable as Impossible
+from tiercheck_operator.planning.recovery.inventory import Artifacts
+from tiercheck_operator.planning.replan.replan import ReplanInputs, finish, give_up, named, plan_round
+from tiercheck_operator.planning.replan.replan_parity import ParitySurroundings, plan_parity_round
+from tiercheck_operator.planning.saved_placement import Replanning, SavedDomains, SavedPlacement
+
+_PATIENT_TIMES = 12
+"""How much longer a reason must last that puts nothing at risk."""
+_LOOK_EVERY = 1.0
+"""Seconds between two looks at what new holders have."""
+_STUCK = 600.0
+"""Seconds after which a move that does not come to an end is taken back."""
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """What this look led to."""
+
+    saved: SavedPlacement
+    """To be written if it is another one than before."""
+    record: PlacementRecord | None = None
+    """None: as it was."""
+    placed: Finding | None = None
+    """For the condition Placed; None: as it was."""
+    probes: tuple[ProbeSidecar, ...] = ()
+    wake: float | None = None
+
+
+def replan(
+    situation: Situation,
+    status: JobRecord,
+    saved: SavedPlacement,
+    reports: Mapping[int, Report],
+) -> Replanned:
+    """Of a job that trains; a job on its way back is placed anew as a whole. `reports`: those of the current attempt."""
+    if status.recovery is not None or len(reports) < situation.size:
+        return Replanned(saved)
+    if situation.job.spec.topology_problem:
+        told = Finding(
+            conditions.TOPOLOGY_NOT_FOUND, f"{situation.job.spec.topology_problem}. Copies stay where they are"
+        )
+        return Replanned(saved, placed=told)
+    if saved.leaving:
+        return _under_way(situation, status, saved, reports)
+    if any(way.new is None or way.new.unschedulable_since is None for way in situation.membership.departures.values()):
+        return Replanned(saved)  # an attempt is about to begin elsewhere
+    room = rooms(situation.job.spec, situation.copies, reports.values())
+    layout = lay_out(situation, room.bytes, room.copy_bytes)
+    if isinstance(layout, CannotPlace):
+        return Replanned(saved, placed=Finding(layout.reason, f"{layout.message}. Copies stay where they are"))
+    checked = _digest(situation, layout, room.copies)
+    if checked == saved.replanning.checked:
+        return Replanned(saved)
+    try:
+        change = _change(situation, layout, saved, room.copies)
+    except ValueError as error:
+        return Replanned(
+            saved, placed=Finding(conditions.INVALID_SPEC, f"spec.tiers.peer: {error}. Copies stay where they are")
+        )
+    if change.saved is None:
+        return _settled(layout, saved, checked, change.reason)
+    return _patiently(situation, layout, saved, change)
+
+
+@dataclass(frozen=True)
+class _Change:
+    saved: SavedPlacement | None
+    """None: nothing moves."""
+    urgent: bool = False
+    workers: tuple[int, ...] = ()
+    reason: str = ""
+    """Why something that ought to move does not."""
+
+
+def _change(obs: Observation, layout: Layout, saved: SavedPlacement, room: Mapping[int, int]) -> _Change:
+    if layout.parity is not None and saved.groups:
+        around = ParitySurroundings(layout.sites, layout.topology, layout.parity, layout.suspects, layout.avoided)
+        blocks = plan_parity_round(around, saved.groups, room)
+        if blocks.groups is None:
+            return _Change(None, workers=blocks.workers, reason=blocks.reason)
+        return _Change(replace(saved, groups=blocks.groups), blocks.urgent, blocks.workers)
+    if (layout.parity is not None) != bool(saved.groups):
+        return _other_encoding(obs, layout, saved, room)
+    copies = ReplanInputs(layout.sites, layout.topology, layout.copies, layout.suspects, layout.avoided)
+    moves = plan_round(copies, saved.holders(), room)
+    if not moves:
+        return _Change(None, workers=moves.postponed, reason=moves.reason)
+    leaving = tuple(sorted((worker, gone) for worker, gone in moves.leaving.items() if gone))
+    workers = tuple(sorted(moves.holders))
+    return _Change(replace(saved.with_holders(moves.holders), leaving=leaving), moves.urgent, workers, moves.reason)
+
+
+def _other_encoding(obs: Observation, layout: Layout, saved: SavedPlacement, room: Mapping[int, int]) -> _Change:
+    """From copies to parity or back. What is kept in the old way is freed by its holders when the new way is complete, so until
+    then there must be room for both.
+    """
+    outcome = layout.place(None, layout.suspects)
+    if isinstance(outcome, Impossible):
+        return _Change(None, reason=outcome.reason)
+    anew = replace(saved.with_holders(dict(enumerate(outcome.holders))), groups=outcome.groups)
+    kept = _kept_by(saved) + _kept_by(anew)
+    full = [worker for worker, most in room.items() if kept[worker] > most]
+    if full:
+        return _Change(
+            None,
+            reason=f"tiers.peer changes at the next restart: the memory of {named(full)} has no room for the old and the new copies together",
+        )
+    return _Change(anew, True, tuple(range(obs.size)))
+
+
+def _kept_by(placement: SavedPlacement) -> Counter[int]:
+    """How much each worker keeps for others: copies of a worker, and blocks of a group."""
+    copies = Counter(holder for holders in placement.holders().values() for holder in holders)
+    return copies + Counter(holder for group in placement.groups for holder in group.holders)
+
+
+def _settled(layout: Layout, saved: SavedPlacement, checked: str, delayed: str) -> Replanned:
+    """Nothing moves: what the placement is worth now is told, and not thought about again until something changes."""
+    placed = describe_placement(layout.describe(saved), layout)
+    finding = (
+        Finding(conditions.MOVE_DELAYED, f"{delayed}. {placed.message}")
+        if delayed
+        else Finding(placed.reason, placed.message)
+    )
+    known = replace(saved.replanning, checked=checked, wish="", since=0.0)
+    where = SavedDomains.of(layout.topology, layout.nodes)
+    return Replanned(replace(saved, domains=where, replanning=known), placed.record, finding)
+
+
+def _patiently(obs: Observation, layout: Layout, saved: SavedPlacement, change: _Change) -> Replanned:
+    """A reason must last before anything moves, so that what flaps moves nothing, and rounds follow each other with a pause."""
+    assert change.saved is not None
+    known, patience = saved.replanning, obs.patience.relocate * (1 if change.urgent else _PATIENT_TIMES)
+    wish = _short([change.saved.holders(), [(g.members, g.holders) for g in change.saved.groups], change.saved.leaving])
+    if known.wish != wish:
+        waits = replace(saved, replanning=replace(known, checked="", wish=wish, since=obs.now))
+        return Replanned(waits, describe_placement(layout.describe(saved), layout).record, wake=patience)
+    left = max(known.since, known.moved) + patience - obs.now
+    if left > 0:
+        return Replanned(saved, wake=left)
+    begun = replace(change.saved, replanning=Replanning(moved=obs.now))
+    record = None if begun.leaving else describe_placement(layout.describe(begun), layout).record
+    return Replanned(begun, record, _moving(layout, saved, change), wake=_LOOK_EVERY)
+
+
+def _moving(layout: Layout, saved: SavedPlacement, change: _Change) -> Finding:
+    before = saved.holders()
+    cordoned = sorted(
+        {layout.nodes[holder] for worker in change.workers for holder in before.get(worker, ())} & layout.avoided
+    )
+    if cordoned:
+        why = f"node {cordoned[0]}" + (
+            f" and {len(cordoned) - 1} more are cordoned" if cordoned[1:] else " is cordoned"
+        )
+    elif change.urgent:
+        why = "their copies are not where the spec and the nodes' labels ask for"
+    else:
+        why = "the load is shared out anew"
+    text = (
+        f"{named(change.workers)} {'gets' if len(change.workers) == 1 else 'get'} other holders, because {why}; what is kept now stays "
+        "until it is complete there"
+    )
+    return Finding(conditions.COPIES_MOVING, f"{text}. {change.reason}".rstrip(". "))
+
+
+def _under_way(
+    situation: Situation,
+    status: JobRecord,
+    saved: SavedPlacement,
+    reports: Mapping[int, Report],
+) -> Replanned:
+    leaving, holders = dict(saved.leaving), saved.holders()
+    complete = _completeness(situation, status, leaving, reports)
+    moving = {worker: holders[worker] for worker in leaving}
+    done = finish(moving, leaving, complete)
+    overdue = situation.now - saved.replanning.moved > _STUCK
+    if len(done) < len(leaving) and not overdue:
+        # All leave together: to the sidecars each change of holders is a new beginning.
+        fresh = {holder for worker in leaving for holder in holders[worker] if holder not in leaving[worker]}
+        probes = tuple(ProbeSidecar(situation.members[worker].uid) for worker in sorted(fresh))
+        return Replanned(saved, probes=probes, wake=_LOOK_EVERY)
+    stuck = {worker: gone for worker, gone in leaving.items() if worker not in done}
+    back = give_up({worker: holders[worker] for worker in stuck}, stuck, complete)
+    ended = replace(saved.with_holders({**done, **back}), leaving=(), replanning=Replanning(moved=situation.now))
+    layout = lay_out(situation)
+    if isinstance(layout, CannotPlace):
+        return Replanned(ended)
+    placed = describe_placement(layout.describe(ended), layout)
+    finding = Finding(placed.reason, placed.message)
+    if stuck:
+        said = f"the new holders of {named(stuck)} took nothing for {_STUCK:.0f} s, so the old ones stay"
+        finding = Finding(conditions.MOVE_DELAYED, f"{said}. {placed.message}")
+    return Replanned(ended, placed.record, finding, wake=_LOOK_EVERY)
+
+
+def _completeness(
+    obs: Observation, status: JobRecord, leaving: Mapping[int, tuple[int, ...]], reports: Mapping[int, Report]
+) -> Callable[[int, int], bool]:
+    """Whether a holder can give back every rank of a worker, as new as the peer tier was when the move began: from then on that
+    mark stands still until the new holders have caught up.
+    """
+    hosted = {inventory.worker: inventory.hosted for inventory in inventories(reports.values())}
+    procs, history = obs.job.spec.procs_per_worker, status.history
+
+    def newest(rank: int, holder: int) -> int:
+        held = hosted.get(holder, {}).get(rank, Artifacts())
+        return max((version.step for version in rebuildable(held.snapshots, held.deltas, history)), default=0)
+
+    mark = status.tiers.get("peer")
+
+    def complete(worker: int, holder: int) -> bool:
+        for rank in range(worker * procs, (worker + 1) * procs):
+            wanted = mark.step if mark is not None else max((newest(rank, old) for old in leaving[worker]), default=0)
+            if newest(rank, holder) < wanted:
+                return False
+        return True
+
+    return complete
+
+
+def _digest(obs: Observation, layout: Layout, room: Mapping[int, int]) -> str:
+    """Of everything that the placement depends on, but for itself."""
+    spec, topology = obs.job.spec, layout.topology
+    where = {node: topology.path(node) for node in sorted({*layout.nodes})}
+    return _short(
+        [
+            layout.nodes,
+            where,
+            sorted(layout.suspects),
+            sorted(layout.avoided),
+            sorted(room.items()),
+            obs.copies,
+            spec.parity,
+            layout.level,
+            spec.spread_required,
+            topology.level_names,
+        ]
+    )
+
+
+def _short(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

@@ -1,0 +1,390 @@
+"""The life of one job in this process: wait until something changed, look, decide, execute, and again.
+
+It keeps no state that matters: credentials, reports and the placement are read back after a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tiercheck.failpoints import failpoint
+from tiercheck.protocol import names
+from tiercheck_operator.config import Config
+from tiercheck_operator.controller.decide import decide, refused
+from tiercheck_operator.controller.execute import Executor
+from tiercheck_operator.controller.failures.sidecar_ends import away
+from tiercheck_operator.controller.lifecycle.finish import finished
+from tiercheck_operator.controller.members.membership import left_nodes
+from tiercheck_operator.controller.members.replacing import choose_sidecar_image
+from tiercheck_operator.controller.members.suspicion import doubted_nodes
+from tiercheck_operator.controller.status.discretion import discreet
+from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube
+from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents
+from tiercheck_operator.kubernetes.identity import ClusterIdentity
+from tiercheck_operator.kubernetes.owned_objects import Belongings
+from tiercheck_operator.kubernetes.topology_source import TopologySource
+from tiercheck_operator.metrics import Metrics
+from tiercheck_operator.model.actions import Decision
+from tiercheck_operator.model.observed import JobView, NodeView, Observation, PodView, WorkerReport
+from tiercheck_operator.model.parsing import parse_job
+from tiercheck_operator.model.status import render_record
+from tiercheck_operator.planning.placement.replacement import SuspectNodes
+from tiercheck_operator.sidecars import JobSidecars
+
+log = logging.getLogger(__name__)
+
+_LEAST_PAUSE = 0.02
+"""Seconds between two reconciles of a job, so that a burst of changes is seen as one."""
+_BREATHER = 4.0
+"""Pause between two reconciles, in times of what deciding took: no job, however large, takes more than a fifth of the processor."""
+_ERROR_BACKOFF = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_PATIENT_FAILURES = 3
+"""Answers of 500 and above in a row that are not worth a word in the status."""
+_PROGRESS = ("progress", "tiers")
+"""Parts of the status that change all the time while training goes well."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What all jobs share: the views of the cluster, kept up to date by the watches."""
+
+    pods: Callable[[str, str], Iterable[PodView]]
+    """By the namespace of a job, and the UID that its pods know it by."""
+    nodes: Callable[[], Mapping[str, NodeView]]
+    kube: Kube
+    config: Config
+    metrics: Metrics
+    clock: Callable[[], float] = time.time
+    suspects: SuspectNodes = field(default_factory=SuspectNodes)
+    sidecars: Callable[..., JobSidecars] = JobSidecars
+    gone: Callable[[str], object] = lambda uid: None
+    """Told the UID of a job that the API server does not have, whatever the watches say; its loop has ended."""
+    cluster: ClusterIdentity | None = None
+    """None: pods are not told which cluster they are in."""
+
+
+class JobGone(Exception):
+    """The API server does not have the job, or has another one under its name."""
+
+
+class JobLoop:
+    """Start with `start`, feed with `changed`, end with `stop`. Ends by itself once the API server does not have the job."""
+
+    def __init__(self, raw: Mapping[str, Any], around: Surroundings) -> None:
+        self._raw = raw
+        self._around = around
+        self._woken = asyncio.Event()
+        self._belongings = Belongings(around.kube)
+        self._topology = TopologySource(around.kube)
+        self._known = False
+        self._doubted = False
+        """An answer of the API server leaves open whether the job is still there, or is as we have it."""
+        self._executor = Executor(around.kube, around.config, self._belongings, around.cluster)
+        self._events = EventPoster(around.kube)
+        self._object_events = ObjectEvents(around.kube)
+        self._strange_at = -1
+        """Version of the job that made no sense."""
+        self._sidecars: JobSidecars | None = None
+        self._unclaimed: Mapping[str, float] = {}
+        self._followed: Mapping[str, str] = {}
+        """Whom they listen to: IP address by pod UID."""
+        self._wrote_progress = 0.0
+        self._failures = 0
+        """Reconciles in a row that failed."""
+        self._task: asyncio.Task[None] | None = None
+        self._deciding = 0.0
+        """Seconds that the last decision took."""
+        self.began: float | None = None
+        """When the reconcile under way began, by the loop's clock; None: none is."""
+
+    @property
+    def uid(self) -> str:
+        return str(self._raw["metadata"]["uid"])
+
+    def start(self) -> None:
+        metadata = self._raw["metadata"]
+        self._task = asyncio.create_task(self._run(), name=f"job {metadata['namespace']}/{metadata['name']}")
+
+    def changed(self, raw: Mapping[str, Any]) -> None:
+        """A watch event; one that is older than what we wrote ourselves is ignored, as is a second job for the same owner."""
+        if raw["metadata"]["uid"] == self.uid and _version(raw) >= _version(self._raw):
+            self._raw = raw
+        self.wake()
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    async def stop(self) -> None:
+        """The job is gone, or the operator ends. The job's pods are left to their owner references."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        await self._close()
+
+    async def _close(self) -> None:
+        if self._sidecars is not None:
+            await self._sidecars.close()
+            self._sidecars = None
+        self._around.metrics.job_gone(*self.key)
+
+    async def _run(self) -> None:
+        try:
+            await self._go_on()
+        except JobGone:
+            log.info("%s: the API server does not have it any more", self.named)
+            self._around.gone(self.uid)
+            await self._close()
+
+    async def _go_on(self) -> None:
+        while True:
+            self._woken.clear()
+            began = self.began = asyncio.get_running_loop().time()
+            try:
+                try:
+                    delay = await self._reconcile()
+                finally:
+                    await self._tell_removed()
+                self._failures = 0
+            except JobGone:
+                raise
+            except ApiFailure as error:
+                self._around.metrics.reconcile_failed("conflict" if error.conflict else "api")
+                delay = self._after_failure(error)
+                self._failures += 1
+            except Exception:
+                # One job's trouble must not take the operator down; it is counted, logged and tried again.
+                self._around.metrics.reconcile_failed("bug")
+                log.exception("%s: reconcile failed", self.named)
+                delay = _ERROR_BACKOFF[min(self._failures, len(_ERROR_BACKOFF) - 1)]
+                self._failures += 1
+            self.began, took = None, asyncio.get_running_loop().time() - began
+            self._around.metrics.reconciled(took)
+            await asyncio.sleep(delay if self._failures else max(_LEAST_PAUSE, _BREATHER * self._deciding))
+            quiet = self._failures > 0 or not await self._news_within(delay)
+            if quiet and delay >= self._around.config.resync_seconds:
+                self._known = False  # nothing happened for a while: look at everything again
+
+    async def _tell_removed(self) -> None:
+        removed = self._executor.removed()
+        if removed:
+            await self._events.post_removed(parse_job(self._raw), removed, self._around.clock())
+
+    async def _news_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                return await self._woken.wait()
+        return False
+
+    def _after_failure(self, error: ApiFailure) -> float:
+        """Seconds to wait. A conflict means that somebody wrote the job since we read it; with 404, it may be the job that is gone."""
+        log.log(logging.DEBUG if error.conflict else logging.WARNING, "%s: %s", self.named, error)
+        self._doubted = self._doubted or error.conflict or error.not_found
+        return max(_ERROR_BACKOFF[min(self._failures, len(_ERROR_BACKOFF) - 1)], error.retry_after or 0.0)
+
+    async def _look_up(self) -> None:
+        """Have the job as it is. Raises JobGone; ApiFailure, then it is as doubtful as before."""
+        namespace, name = self.key
+        fresh = await self._around.kube.get(JOBS + "/{name}", namespace=namespace, name=name)
+        if fresh is None or fresh["metadata"]["uid"] != self.uid:
+            raise JobGone
+        if _version(fresh) >= _version(self._raw):
+            self._raw = fresh
+        self._doubted = False
+
+    async def _reconcile(self) -> float:
+        """One look and what follows from it; seconds until the next look at the latest."""
+        around = self._around
+        try:
+            job = parse_job(self._raw)
+        except Exception as error:
+            await self._tell_strange(error)
+            return around.config.resync_seconds
+        if _ours(job) and (self._doubted or not (self._known or self._over(job))):
+            # Nothing is made for a job that only a late event, or a watch that missed its end, still knows.
+            await self._look_up()
+            job = parse_job(self._raw)
+        raw = self._raw
+        image = choose_sidecar_image(job.status, self._pods(job), around.config.sidecar_image)
+        job = replace(job, sidecar_image=image)
+        if not _ours(job):
+            return around.config.resync_seconds
+        if not self._over(job):
+            job = await self._topology.resolve(job)
+        if not self._known and not self._over(job):
+            await self._belongings.refresh(job)
+            self._known = True
+        observation = self._observe(job)
+        around.suspects.note(doubted_nodes(observation) | left_nodes(observation), observation.now)
+        began = time.perf_counter()
+        decision = decide(observation)
+        self._deciding = time.perf_counter() - began
+        around.metrics.decided(self._deciding)
+        try:
+            await self._executor.run(job, decision.before, self._sidecars)
+        except ApiFailure as error:
+            if error.refused or (error.status >= 500 and self._failures >= _PATIENT_FAILURES):
+                await self._write_status(job, raw, refused(observation, decision, str(error)))
+            raise
+        except Exception as error:
+            # A fault of ours, most likely: the job's owner must hear of it, and not only our log.
+            why = f"what the spec asks for cannot be made: {type(error).__name__}: {error}"[:500]
+            await self._write_status(job, raw, refused(observation, decision, why))
+            raise
+        delay = await self._write_status(job, raw, decision)
+        await self._executor.run(job, decision.after, self._sidecars)
+        around.metrics.job_seen(parse_job(self._raw), len(away(observation)))
+        wanted = [around.config.resync_seconds, decision.wake_after, delay]
+        return max(_LEAST_PAUSE, min(entry for entry in wanted if entry is not None))
+
+    async def _tell_strange(self, error: Exception) -> None:
+        """The API server holds what its schema should have refused: said once, and left alone until it changes."""
+        if self._strange_at == _version(self._raw):
+            return
+        self._strange_at = _version(self._raw)
+        why = f"The job cannot be understood, and is left alone: {type(error).__name__}: {error}"[:500]
+        log.warning("%s: %s", self.named, why)
+        metadata = self._raw["metadata"]
+        about = {"apiVersion": self._raw.get("apiVersion"), "kind": names.KIND, "name": metadata["name"]}
+        about |= {"namespace": metadata["namespace"], "uid": metadata["uid"]}
+        await self._object_events.warn(about, "NotUnderstood", why)
+
+    def _over(self, job: JobView) -> bool:
+        """Whether nobody needs what the job owns any more: finished jobs may be kept by the hundred."""
+        return finished(job.status) and all(pod.terminal for pod in self._pods(job))
+
+    def _pods(self, job: JobView) -> Iterator[PodView]:
+        """Its own, or those that were attached: nobody gets at the pods of another job by naming that as his workload."""
+        attached = job.spec.attach is not None
+        for pod in self._around.pods(job.namespace, job.identity):
+            if bool(pod.attached) is attached:
+                yield pod
+
+    def _observe(self, job: JobView) -> Observation:
+        around = self._around
+        pods = tuple(self._pods(job))
+        credentials = self._belongings.credentials
+        if credentials is not None and self._sidecars is None:
+            config = around.config
+            self._sidecars = around.sidecars(
+                job.identity,
+                credentials,
+                self.wake,
+                poll_seconds=config.poll_seconds,
+                call_seconds=config.call_seconds,
+                clock=around.clock,
+            )
+        heard: Mapping[str, WorkerReport] = {}
+        if self._sidecars is not None:
+            hosts = {pod.uid: pod.address for pod in pods if pod.ip and not pod.terminal}
+            self._followed = {**self._unseen(job, pods), **hosts}
+            heard = self._sidecars.reports  # the last words of those that are followed no more are looked at once
+            self._sidecars.follow(self._followed)
+        return Observation(
+            now=around.clock(),
+            job=job,
+            pods=tuple(pod for pod in pods if not pod.is_spare),
+            spares=tuple(pod for pod in pods if pod.is_spare),
+            nodes=around.nodes(),
+            reports={**heard, **self._sidecars.reports} if self._sidecars is not None else {},
+            placement=self._belongings.placement,
+            unclaimed=self._note_unclaimed(pods, around.clock()),
+            patience=around.config.patience,
+            shunned=around.suspects.shunned(around.clock()),
+            have_service=self._belongings.have_service,
+            have_credentials=self._belongings.have_secret,
+            have_gang=self._belongings.have_gang,
+            gang_problem=self._belongings.gang_problem,
+            budget=self._belongings.budget,
+            budget_problem=self._belongings.budget_problem,
+        )
+
+    def _note_unclaimed(self, pods: Iterable[PodView], now: float) -> Mapping[str, float]:
+        """Since when pods wait for their kubelet, by our clock: the scheduler's may differ by more than is waited for."""
+        self._unclaimed = {pod.uid: self._unclaimed.get(pod.uid, now) for pod in pods if not pod.claimed}
+        return self._unclaimed
+
+    def _unseen(self, job: JobView, pods: Iterable[PodView]) -> dict[str, str]:
+        """Sidecars of the attempt whose pods the API server has forgotten, as after a deletion by force: until the next attempt is decided
+        they may still train, and only they know how far.
+        """
+        recovery, placement = job.status.recovery, self._belongings.placement
+        if recovery is None or recovery.decided_at is not None or placement is None:
+            return {}
+        gone = {member.pod_uid for member in placement.members} - {pod.uid for pod in pods}
+        return {uid: host for uid, host in self._followed.items() if uid in gone}
+
+    async def _write_status(self, job: JobView, raw: Mapping[str, Any], decision: Decision) -> float | None:
+        """Raises ApiFailure if it could not be written; then nothing that depends on it may be done."""
+        if decision.status is None:
+            return None
+        old, new = raw.get("status") or {}, discreet(render_record(decision.status))
+        if old == new:
+            return None
+        now = self._around.clock()
+        trains = new.get("phase") == "Running"  # what is said while pods end is said once
+        if trains and _without_progress(old) == _without_progress(new):
+            left = self._wrote_progress + self._around.config.progress_seconds - now
+            if left > 0:
+                return left
+        patch = {
+            "metadata": {"resourceVersion": job.resource_version, "uid": job.uid},
+            "status": merge_patch(old, new),
+        }
+        failpoint("before-status-write")
+        written = await self._around.kube.merge(JOBS + "/{name}/status", patch, namespace=job.namespace, name=job.name)
+        failpoint("after-status-write")
+        self._wrote_progress = now
+        if _version(written) >= _version(self._raw):
+            self._raw = written
+        self._around.metrics.status_written(job, decision.status)
+        await self._events.post(job, decision.notices, now)
+        return None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Namespace and name of the job."""
+        return str(self._raw["metadata"]["namespace"]), str(self._raw["metadata"]["name"])
+
+    @property
+    def named(self) -> str:
+        return "/".join(self.key)
+
+    @property
+    def dead(self) -> bool:
+        """Whether it was started, and ended without being stopped."""
+        return self._task is not None and self._task.done()
+
+
+def _ours(job: JobView) -> bool:
+    """Whether there is anything to be done for it, by us."""
+    return not job.deleting and job.spec.managed_by == names.CONTROLLER
+
+
+def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON merge patch that turns `old` into `new`."""
+    patch: dict[str, Any] = {key: None for key in old if key not in new}
+    for key, value in new.items():
+        before = old.get(key)
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            inner = merge_patch(before, value)
+            if inner:
+                patch[key] = inner
+        elif key not in old or before != value:
+            patch[key] = value
+    return patch
+
+
+def _without_progress(status: Mapping[str, Any]) -> str:
+    return json.dumps({key: value for key, value in status.items() if key not in _PROGRESS}, sort_keys=True)
+
+
+def _version(raw: Mapping[str, Any]) -> int:
+    text = str(raw["metadata"].get("resourceVersion") or "0")
+    return int(text) if text.isdigit() else 0

@@ -1,0 +1,86 @@
+"""What sidecars say of what is saved: cadence, deltas, proofs that it comes back, last words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from tiercheck.protocol.artifacts.sizing import auto_cadence
+from tiercheck.protocol.directive import DeltaMode, Tier
+from tiercheck.protocol.report import Report
+from tiercheck.protocol.version import Version
+from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.status import CheckpointRecord, JobRecord, ProofRecord, TierRecord, rfc3339
+
+EVERY_STEP = "EveryStep"
+OFF = "Off"
+TURNED_OFF = "checkpoint.delta.mode is None"
+
+
+def describe_saving(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> CheckpointRecord | None:
+    """For the status; what is not known in this attempt yet is left as it was."""
+    before = record.checkpoint or CheckpointRecord()
+    deltas, reason = _deltas(obs, reports) or (before.deltas, before.deltas_reason)
+    found = CheckpointRecord(_cadence(obs, reports) or before.snapshot_every, deltas, reason)
+    return found if found != CheckpointRecord() else None
+
+
+def _cadence(obs: Observation, reports: Mapping[int, Report]) -> int:
+    if obs.job.spec.snapshot_every:
+        return obs.job.spec.snapshot_every
+    named = [report.snapshot_every for report in reports.values() if report.snapshot_every]
+    if named:
+        return named[0] if 0 not in reports else reports[0].snapshot_every or named[0]
+    memory = [report.memory for report in reports.values()]
+    return auto_cadence(
+        max((entry.snapshot for entry in memory), default=0), max((entry.delta for entry in memory), default=0)
+    )
+
+
+def _deltas(obs: Observation, reports: Mapping[int, Report]) -> tuple[str, str] | None:
+    """(state, reason); None: nobody has said anything yet."""
+    if obs.job.spec.delta is DeltaMode.NONE:
+        return OFF, TURNED_OFF
+    for worker in sorted(reports):
+        why = reports[worker].trainer.no_deltas
+        if why:
+            return OFF, f"worker {worker}: {why}"[:1000]
+    if len(reports) == obs.size and all(report.counters.deltas for report in reports.values()):
+        return EVERY_STEP, ""
+    return None
+
+
+def add_last_words(obs: Observation, record: JobRecord) -> JobRecord:
+    """`record` with what is newer in the reports of its attempt, of however many workers they are left."""
+    reports = [known.report for known in obs.reports.values() if known.report is not None]
+    reports = [report for report in reports if report.attempt == record.attempt]
+    steps = [report.trainer.step for report in reports if report.trainer.step is not None]
+    step = max([record.step or 0, min(steps)]) if steps else record.step
+    tiers = dict(record.tiers)
+    stored = max((version for report in reports for version in _stored(report, record)), default=None)
+    known = tiers.get("remote")
+    if stored is not None and (known is None or known.step < stored.step):
+        tiers["remote"] = TierRecord(stored.step, rfc3339(obs.now), 0)
+    lagged = {name: replace(tier, lag_steps=max(0, (step or 0) - tier.step)) for name, tier in tiers.items()}
+    return replace(record, step=step, tiers=lagged)
+
+
+def _stored(report: Report, record: JobRecord) -> list[Version]:
+    """Versions of this history in the remote tier. The coordinator may be gone before others have seen the last one there."""
+    marks = (report.watermarks.remote,) if report.watermarks.remote is not None else ()
+    return [version for version in (*marks, *report.remote.versions) if record.history.accepts(version)]
+
+
+def newest_proofs(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> Mapping[str, ProofRecord]:
+    """By tier: the proof of the rank whose newest one is the oldest. A tier that some worker cannot show one for, as after a restart of its
+    sidecar, keeps the one that it had; one that holds nothing any more has none.
+    """
+    if obs.job.spec.rehearse_every is None:
+        return {}
+    found = {name: proof for name, proof in record.proofs.items() if name in record.tiers}
+    for tier in Tier:
+        shown = [proof for report in reports.values() for proof in report.proofs if proof.tier is tier]
+        if tier.value in record.tiers and len(shown) == len(reports) == obs.size:
+            step = min(proof.version.step for proof in shown)
+            found[tier.value] = ProofRecord(step, rfc3339(min(proof.at for proof in shown)))
+    return found

@@ -1,0 +1,289 @@
+"""Paths of the API server. Names come from objects that anybody may write: none of them becomes more than the one segment it stands for.
+
+Calls to the API server with plain dictionaries, off the event loop. Authentication is the kubernetes client's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import quote
+
+import kubernetes
+import urllib3
+from kubernetes.client.exceptions import ApiException
+from urllib3.exceptions import HTTPError
+
+from tiercheck.protocol import names
+from tiercheck.protocol.plain_json import parse_json
+from tiercheck.redaction import redacted
+
+
+def fill(path: str, **names: str) -> str:
+    """The path with its segments filled in. Raises ValueError for what is no name."""
+    for key, name in names.items():
+        if name in ("", ".", ".."):  # which clients resolve, quoted or not
+            raise ValueError(f"{name!r} is no {key}")
+    return path.format(**{key: quote(name, safe="") for key, name in names.items()})
+
+
+pass  # HOUSE
+
+JOBS = f"/apis/{names.API_GROUP}/{names.API_VERSION}/namespaces/{{namespace}}/{names.PLURAL}"
+CORE = "/api/v1/namespaces/{namespace}"
+MERGE_PATCH = "application/merge-patch+json"
+
+METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json"
+
+_THREADS = 8
+"""Calls at once, of all jobs together; the others wait their turn, first come, first served."""
+_BUSY_TRIES = 4
+"""Times that one call is sent if the server is too busy for it."""
+_LONGEST_HOLD = 30.0
+"""Seconds; a server that wants to be left alone for longer is asked again after that."""
+
+
+class ApiFailure(Exception):
+    """The API server refused or did not answer. `status` is the HTTP status; 0: no answer.
+
+    `retry_after`: seconds for which the server wants to be left alone; None: it did not say.
+    """
+
+    def __init__(self, status: int, message: str, retry_after: float | None = None) -> None:
+        super().__init__(f"{status}: {message}" if status else message)
+        self.status = status
+        self.retry_after = retry_after
+
+    @property
+    def conflict(self) -> bool:
+        return self.status == 409
+
+    @property
+    def not_found(self) -> bool:
+        return self.status == 404
+
+    @property
+    def busy(self) -> bool:
+        """The server has not even looked at it (priority and fairness, or overload), so that it may be sent again as it is."""
+        return self.status == 429 or (self.status == 503 and self.retry_after is not None)
+
+    @property
+    def refused(self) -> bool:
+        """The server understood and said no (quota, admission, rights, validation): asking again soon will not help."""
+        return self.status in (400, 403, 405, 413, 422)
+
+
+def load_configuration() -> kubernetes.client.Configuration:
+    """In-cluster if there is a service account, else $KUBECONFIG or ~/.kube/config. Raises ConfigException."""
+    configuration = kubernetes.client.Configuration()
+    try:
+        kubernetes.config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    except kubernetes.config.ConfigException:
+        kubernetes.config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    configuration.connection_pool_maxsize = _THREADS
+    # Only what was surely not sent is sent again behind our back; the client would also sleep, and repeat writes that timed out.
+    configuration.retries = urllib3.Retry(
+        total=None, connect=1, read=0, redirect=0, status=0, other=0, respect_retry_after_header=False
+    )
+    return configuration
+
+
+class NotLeading(ApiFailure):
+    """Nothing was sent: another replica may lead by now."""
+
+    def __init__(self) -> None:
+        super().__init__(0, "this replica does not lead")
+
+
+class Kube:
+    """One connection pool to the API server.
+
+    `may_write` is asked right before anything but a GET is sent, in the sending thread. When the server says that it is busy, all
+    calls hold back for as long as it wants, and the call is sent again.
+    """
+
+    def __init__(
+        self,
+        configuration: kubernetes.client.Configuration,
+        timeout: float = 15.0,
+        *,
+        may_write: Callable[[], bool] = lambda: True,
+        called: Callable[[str, int, float], None] = lambda verb, status, seconds: None,
+    ) -> None:
+        self._client = kubernetes.client.ApiClient(configuration)
+        self._timeout = timeout
+        self._may_write, self._called = may_write, called
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kube")
+        self._hold_until = 0.0
+        """Monotonic time."""
+        self._lock = threading.Lock()
+        self._writing = 0
+        self._idle = threading.Event()
+        self._idle.set()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def may_write(self) -> bool:
+        """Whether this replica may act at this very moment."""
+        return self._may_write()
+
+    async def drain(self, seconds: float) -> bool:
+        """Wait until nothing that was sent to be written is still on its way; False: that took too long."""
+        return await asyncio.get_running_loop().run_in_executor(None, self._idle.wait, seconds)
+
+    async def get(self, path: str, **names: str) -> dict[str, Any] | None:
+        """None if there is no such object. Raises ApiFailure."""
+        try:
+            return await self._call("GET", _filled(path, names))
+        except ApiFailure as error:
+            if error.not_found:
+                return None
+            raise
+
+    async def create(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
+        """Raises ApiFailure; `conflict` if it exists already."""
+        return await self._call("POST", _filled(path, names), body)
+
+    async def replace(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
+        """Raises ApiFailure."""
+        return await self._call("PUT", _filled(path, names), body)
+
+    async def merge(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
+        """JSON merge patch; a resourceVersion in `body` is a precondition. Raises ApiFailure."""
+        return await self._call("PATCH", _filled(path, names), body, MERGE_PATCH)
+
+    async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> bool:
+        """With DeleteOptions. Whether there was such an object; one that is gone already is fine. Raises ApiFailure."""
+        try:
+            await self._call("DELETE", _filled(path, names), {"apiVersion": "v1", "kind": "DeleteOptions", **options})
+        except ApiFailure as error:
+            if not error.not_found:
+                raise
+            return False
+        return True
+
+    async def list_metadata(self, path: str, query: str = "", page: int = 500, **names: str) -> list[dict[str, Any]]:
+        """`metadata` of every object, as of one moment, asked from the storage. Raises ApiFailure."""
+        found: list[dict[str, Any]] = []
+        more = ""
+        while True:
+            asked = "&".join(part for part in (query, f"limit={page}", f"continue={more}" if more else "") if part)
+            listed = await self._call("GET", f"{_filled(path, names)}?{asked}", accept=METADATA_ONLY)
+            found += [entry["metadata"] for entry in listed.get("items") or []]
+            more = (listed.get("metadata") or {}).get("continue") or ""
+            if not more:
+                return found
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        content_type: str = "application/json",
+        accept: str = "application/json",
+    ) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        for left in reversed(range(_BUSY_TRIES)):
+            await asyncio.sleep(max(0.0, self._hold_until - time.monotonic()))
+            try:
+                return await loop.run_in_executor(self._threads, self.call, method, path, body, content_type, accept)
+            except ApiFailure as error:
+                if not error.busy:
+                    raise
+                hold = min(_LONGEST_HOLD, 1.0 if error.retry_after is None else error.retry_after)
+                self._hold_until = max(self._hold_until, time.monotonic() + hold)
+                if not left:
+                    raise
+        raise AssertionError("unreachable")
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        content_type: str = "application/json",
+        accept: str = "application/json",
+    ) -> dict[str, Any]:
+        """One request, in the calling thread. Raises ApiFailure."""
+        if method == "GET":
+            return self._timed(method, path, body, content_type, accept)
+        with self._lock:
+            self._writing += 1
+            self._idle.clear()
+        try:
+            if not self._may_write():
+                raise NotLeading
+            return self._timed(method, path, body, content_type, accept)
+        finally:
+            with self._lock:
+                self._writing -= 1
+                if not self._writing:
+                    self._idle.set()
+
+    def _timed(
+        self, method: str, path: str, body: Mapping[str, Any] | None, content_type: str, accept: str
+    ) -> dict[str, Any]:
+        began, status = time.monotonic(), 200
+        try:
+            return self._send(method, path, body, content_type, accept)
+        except ApiFailure as error:
+            status = error.status
+            raise
+        finally:
+            self._called(method, status, time.monotonic() - began)
+
+    def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, content_type: str, accept: str
+    ) -> dict[str, Any]:
+        headers = {"Accept": accept}
+        if body is not None:
+            headers["Content-Type"] = content_type
+        try:
+            request = self._client.param_serialize(
+                method, path, header_params=headers, body=body, auth_settings=["BearerToken"]
+            )
+            response = self._client.call_api(*request, _request_timeout=self._timeout)
+            data = response.read()  # type: ignore[no-untyped-call]
+        except ApiException as error:
+            raise ApiFailure(
+                int(error.status or 0), _sentence(error.body) or str(error.reason), _retry_after(error.headers)
+            ) from error
+        except (HTTPError, OSError) as error:
+            raise ApiFailure(0, f"the API server does not answer: {error}") from error
+        except ValueError as error:  # a header that cannot be sent, and the error quotes it
+            raise ApiFailure(0, f"the API server cannot be asked: {redacted(str(error))}") from None
+        if not 200 <= response.status < 300:
+            raise ApiFailure(
+                int(response.status), _sentence(data) or str(response.reason), _retry_after(response.headers)
+            )
+        try:
+            return dict(parse_json(data)) if data else {}
+        except (TypeError, ValueError) as error:
+            raise ApiFailure(0, f"the API server's answer cannot be read: {error}") from error
+
+
+def _filled(path: str, names: Mapping[str, str]) -> str:
+    try:
+        return fill(path, **names)
+    except ValueError as error:
+        raise ApiFailure(400, str(error)) from error
+
+
+def _retry_after(headers: Any) -> float | None:
+    """Seconds; a date, which the API server never sends, counts as not said."""
+    text = str((headers or {}).get("Retry-After") or "")
+    return float(text) if text.isdigit() else None
+
+
+def _sentence(body: bytes | str | None) -> str:
+    """The message of a Status object."""
+    try:
+        return str(parse_json(body or b"{}").get("message") or "")
+    except (ValueError, AttributeError):
+        return str(body or "")[:500]

@@ -1,0 +1,186 @@
+"""Posts Kubernetes Events. Losing one is not worth a retry: the status has said it already."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tiercheck.protocol import names
+from tiercheck.redaction import redacted
+from tiercheck_operator.kubernetes.client import CORE, ApiFailure, Kube
+from tiercheck_operator.model.actions import DeletePod, Notice
+from tiercheck_operator.model.observed import JobView
+from tiercheck_operator.model.status import rfc3339
+
+log = logging.getLogger(__name__)
+
+_COMPONENT = "tiercheck-operator"
+_PAUSE = 10.0
+"""Seconds between two writes of one Event; what happens meanwhile is counted."""
+_SIMILAR = 10
+"""Events of one reason with different messages; further ones are told by a single one that is written anew."""
+_FORGET = 600.0
+"""Seconds after which an Event that comes again is a new one."""
+_SERIES = 100
+"""Series that are remembered; the oldest are forgotten first."""
+_LONG_QUIET = 3600.0
+"""Seconds in which the same Event about an object that is no job is posted once only: nothing happens to such objects while
+they wait for somebody to mend their templates."""
+_MESSAGE_LIMIT = 1024
+POD_REMOVED = "PodRemoved"
+"""Reason of the Event about each pod that we delete."""
+_PODS_AT_ONCE = 64
+"""Pods of one reconcile that get an Event of their own, beside the job's: a recovery does not wait for a thousand of them."""
+
+
+@dataclass
+class _Series:
+    """One Event in the cluster that stands for everything alike."""
+
+    notice: Notice
+    name: str = ""
+    """Empty: not posted yet."""
+    count: int = 0
+    told: int = 0
+    """What the cluster's Event says of `count`."""
+    last: float = 0.0
+    written: float = float("-inf")
+
+
+class EventPoster:
+    """For one job. What comes again raises the count of the Event that is there, as Kubernetes' own controllers do it."""
+
+    def __init__(self, kube: Kube) -> None:
+        self._kube = kube
+        self._series: dict[tuple[str, str, str], _Series] = {}
+
+    async def post(self, job: JobView, notices: Iterable[Notice], now: float) -> None:
+        """What was counted and not yet told is told by a later call, `notices` or not."""
+        kept = [(key, entry) for key, entry in self._series.items() if now - entry.last < _FORGET]
+        self._series = dict(kept[-_SERIES:])
+        for notice in notices:
+            series = self._of(notice)
+            series.count, series.last = series.count + 1, now
+            if notice.reason != POD_REMOVED:  # whoever did it has said it
+                log.info("%s/%s: %s: %s", job.namespace, job.name, notice.reason, notice.message)
+        for series in list(self._series.values()):
+            if series.count > series.told and now - series.written >= _PAUSE:
+                await self._write(job, series, now)
+
+    async def post_removed(self, job: JobView, removed: Sequence[DeletePod], now: float) -> None:
+        """Of pods that we have deleted: why, at the job and at the pods themselves."""
+        if not removed:
+            return
+        told = [Notice("Normal", POD_REMOVED, f"deleted{' by force' * pod.force} {pod.why}") for pod in removed]
+        await self.post(job, told, now)
+        pairs = list(zip(removed, told, strict=True))[:_PODS_AT_ONCE]
+        await asyncio.gather(*(self._write_at(_pod(job, pod), notice, now) for pod, notice in pairs))
+
+    async def _write_at(self, about: Mapping[str, str], notice: Notice, now: float) -> None:
+        try:
+            await self._kube.create(CORE + "/events", _event(about, notice, now), namespace=about["namespace"])
+        except ApiFailure as error:
+            log.warning("%s/%s: Event %s was not posted: %s", about["namespace"], about["name"], notice.reason, error)
+
+    def _of(self, notice: Notice) -> _Series:
+        key = (notice.type, notice.reason, notice.message)
+        if key not in self._series:
+            alike = sum(known[:2] == key[:2] and known[2] != "" for known in self._series)
+            if alike >= _SIMILAR:
+                key = (*key[:2], "")
+                notice = replace(notice, message=f"(combined from similar events): {notice.message}")
+        series = self._series.pop(key, None) or _Series(notice)
+        series.notice = notice
+        self._series[key] = series  # the newest last
+        return series
+
+    async def _write(self, job: JobView, series: _Series, now: float) -> None:
+        series.written, told = now, series.count
+        try:
+            if series.name and await self._again(job, series):
+                series.told = told
+                return
+            body = _event(_reference(job), series.notice, now, count=told)
+            await self._kube.create(CORE + "/events", body, namespace=job.namespace)
+            series.name = str(body["metadata"]["name"])
+        except ApiFailure as error:
+            log.warning("%s/%s: Event %s was not posted: %s", job.namespace, job.name, series.notice.reason, error)
+        series.told = told
+
+    async def _again(self, job: JobView, series: _Series) -> bool:
+        """False: the cluster has forgotten the Event."""
+        again = {
+            "count": series.count,
+            "lastTimestamp": rfc3339(series.last),
+            "message": _told(series.notice),
+        }
+        try:
+            await self._kube.merge(CORE + "/events/{name}", again, namespace=job.namespace, name=series.name)
+        except ApiFailure as error:
+            if not error.not_found:
+                raise
+            return False
+        return True
+
+
+class ObjectEvents:
+    """Warnings about objects that are not jobs of ours: pods, and the owners of attached ones."""
+
+    def __init__(self, kube: Kube, clock: Callable[[], float] = time.time) -> None:
+        self._kube, self._clock = kube, clock
+        self._posted: dict[tuple[str, str, str], float] = {}
+
+    async def warn(self, about: Mapping[str, str], reason: str, message: str) -> None:
+        """`about`: an ObjectReference with namespace and UID."""
+        now = self._clock()
+        self._posted = {key: at for key, at in self._posted.items() if now - at < _LONG_QUIET}
+        key = (about["uid"], reason, message)
+        if key in self._posted:
+            return
+        self._posted[key] = now
+        try:
+            body = _event(about, Notice("Warning", reason, message), now)
+            await self._kube.create(CORE + "/events", body, namespace=about["namespace"])
+        except ApiFailure as error:
+            log.warning("%s/%s: Event %s was not posted: %s", about["namespace"], about["name"], reason, error)
+
+
+def _pod(job: JobView, pod: DeletePod) -> Mapping[str, str]:
+    return {"apiVersion": "v1", "kind": "Pod", "namespace": job.namespace, "name": pod.name, "uid": pod.uid}
+
+
+def _reference(job: JobView) -> Mapping[str, str]:
+    return {
+        "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
+        "kind": names.KIND,
+        "namespace": job.namespace,
+        "name": job.name,
+        "uid": job.uid,
+    }
+
+
+def _told(notice: Notice) -> str:
+    return redacted(notice.message)[:_MESSAGE_LIMIT]
+
+
+def _event(about: Mapping[str, str], notice: Notice, now: float, count: int = 1) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": f"{about['name']}.{secrets.token_hex(8)}", "namespace": about["namespace"]},
+        "involvedObject": dict(about),
+        "type": notice.type,
+        "reason": notice.reason,
+        "message": _told(notice),
+        "firstTimestamp": rfc3339(now),
+        "lastTimestamp": rfc3339(now),
+        "count": count,
+        "source": {"component": _COMPONENT},
+        "reportingComponent": _COMPONENT,
+        "reportingInstance": _COMPONENT,
+    }

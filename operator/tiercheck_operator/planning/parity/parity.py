@@ -1,0 +1,250 @@
+"""Decides whose artifacts are coded together and who keeps the parity, so that what fails together costs no group more than it can lose.
+
+A group of `data` members and `parity` holders survives any `parity` losses among them. So a domain may vanish if it has no more
+than that many of any group. Several complete placements are drawn up and the best by the order of goals is taken: as
+`placement` does for copies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from tiercheck_operator.planning.parity.code_groups import CodeGroup, deal, deal_nodes, keep
+from tiercheck_operator.planning.parity.parity_tolerance import fits, parity_tolerated
+from tiercheck_operator.planning.placement.placement import Placement, Unplaceable
+from tiercheck_operator.planning.placement.problem import PlacementProblem, WorkerSite
+from tiercheck_operator.planning.topology import Topology, short_name
+
+__all__ = ["CodeGroup", "ParityPolicy", "place_parity"]
+
+_OPENED = (0, 1, 3, 8)
+"""How many groups that are still right are opened, at most, to make room for those that are not."""
+
+_MENDINGS = 8
+"""How often a placement that cannot be made right is mended, at most."""
+
+Cost = tuple[tuple[int, ...], int, int, int, int, int, int]
+
+
+@dataclass(frozen=True)
+class ParityPolicy:
+    """What the user asks for."""
+
+    data: int
+    """Workers whose artifacts are coded together. Where the number of workers is no multiple, groups have one member less."""
+    parity: int
+    """Losses that a group survives, and the number of its holders."""
+    level: str | None
+    """The level of which any one domain may vanish. None: the widest at which that can be had for every worker."""
+    required: bool
+    """True: this level or nothing. False: climb down level by level."""
+
+
+def place_parity(
+    sites: Sequence[WorkerSite],
+    topology: Topology,
+    policy: ParityPolicy,
+    suspects: Collection[str] = frozenset(),
+    previous: Sequence[CodeGroup] = (),
+) -> Placement | Unplaceable:
+    """Groups of the workers, each worker a member of exactly one.
+
+    `suspects` are nodes whose workers keep nothing. `previous` are the groups of the last placement. Raises ValueError if `sites`
+    are not the workers 0..n-1, the level is not one of the topology's, or there are too few workers for one group.
+    """
+    if policy.data < 1 or policy.parity < 1:
+        raise ValueError("a parity group needs data and parity of at least 1")
+    if policy.level is not None and policy.level not in topology.level_names:
+        raise ValueError(f"no topology level {policy.level!r}; there are {', '.join(topology.level_names)}")
+    ground = PlacementProblem.of(sites, topology, policy.parity, None, frozenset(suspects))
+    if ground.workers < policy.data + policy.parity:
+        raise ValueError(
+            f"a group of {policy.data} + {policy.parity} needs as many workers, and there are {ground.workers}"
+        )
+    last = len(ground.levels) - 1
+    if policy.level is not None:
+        starts = [topology.level_index(policy.level)]
+    else:
+        starts = [level for level in range(last) if not ground.unlabelled[level]] + [last]
+    for start in starts:
+        groups = _best(ground, start, policy.data, previous)
+        complete = _complete(ground, start, groups)
+        if complete or start == starts[-1]:
+            break
+    if policy.required and not complete:
+        return Unplaceable(
+            policy.level,
+            f"{_wish(ground, start, policy)} is required, but {_bound(ground, start, policy, len(groups))}",
+        )
+    return _describe(ground, policy, start, groups)
+
+
+def describe_parity(
+    sites: Sequence[WorkerSite], topology: Topology, policy: ParityPolicy, groups: Sequence[CodeGroup]
+) -> Placement:
+    """What these groups are worth, however they came about. Raises ValueError as `place_parity` does."""
+    ground = PlacementProblem.of(sites, topology, policy.parity, None, frozenset())
+    level = len(ground.levels) - 1 if policy.level is None else topology.level_index(policy.level)
+    return _describe(ground, policy, level, tuple(groups))
+
+
+def _best(ground: PlacementProblem, start: int, data: int, previous: Sequence[CodeGroup]) -> tuple[CodeGroup, ...]:
+    """What keeps most of the last placement, if nothing better can be had; else the best of several drafts."""
+    drafts: list[tuple[CodeGroup, ...]] = []
+    if _still_meant(ground, data, previous):
+        drafts.append(tuple(previous))
+    for opened in _OPENED if previous else ():
+        drafts.append(keep(ground, start, data, previous, opened))
+        if _complete(ground, start, drafts[-1]):
+            return drafts[-1]
+    by_nodes = deal_nodes(ground, start, data)
+    if by_nodes is not None:
+        drafts.append(by_nodes)
+    for crowded_first in (None, True, False):
+        drafts.append(deal(ground, start, data, crowded_first))
+        if _complete(ground, start, drafts[-1]):
+            break
+    best = min(drafts, key=lambda groups: _cost(ground, start, groups, previous))
+    if _complete(ground, start, best):
+        return best
+    # Where no draft is right, mending the best may give a better one, and would the next time: so that nothing moves then.
+    for _ in range(_MENDINGS):
+        mended = [keep(ground, start, data, best, opened) for opened in _OPENED]
+        better = min([best, *mended], key=lambda groups: _cost(ground, start, groups, previous))
+        if better == best:
+            break
+        best = better
+    return best
+
+
+def _still_meant(ground: PlacementProblem, data: int, groups: Sequence[CodeGroup]) -> bool:
+    """Whether these are as many groups of all the workers as are wanted now, with holders that can hold."""
+    members = sorted(member for group in groups for member in group.members)
+    holders = {holder for group in groups for holder in group.holders}
+    return (
+        members == list(range(ground.workers))
+        and len(groups) == -(-ground.workers // data)
+        and all(len(group.members) <= data and len(group.holders) <= ground.copies for group in groups)
+        and all(holder < ground.workers and ground.can_hold[holder] for holder in holders)
+    )
+
+
+def _cost(ground: PlacementProblem, start: int, groups: Sequence[CodeGroup], previous: Sequence[CodeGroup]) -> Cost:
+    """Workers whose group a domain's loss would break (wanted level first), holders lacking, workers of one group in one
+    domain, unequal load, fatal sets of nodes, blocks to be folded anew, network distance. Smaller is better.
+    """
+    levels = range(start, len(ground.levels))
+    near = tuple(sum(len(group.members) for group in groups if not fits(ground, level, group)) for level in levels)
+    before = {group.members: group.holders for group in previous}
+    lacking = together = moved = distance = 0
+    sets: set[tuple[int, ...]] = set()
+    load: Counter[int] = Counter(holder for group in groups for holder in group.holders)
+    wanted = ground.domain[start]
+    for group in groups:
+        lacking += ground.copies - len(group.holders)
+        together += len(group.workers) - len({wanted[worker] for worker in group.workers})
+        sets.add(tuple(sorted({ground.node[worker] for worker in group.workers})))
+        kept = before.get(group.members, ())
+        moved += sum(index >= len(kept) or kept[index] != holder for index, holder in enumerate(group.holders))
+        distance += sum(
+            len(ground.levels) - ground.parting_level(0, member, holder)
+            for member in group.members
+            for holder in group.holders
+        )
+    unequal = sum(count * count for count in load.values())
+    return near, lacking, together, unequal, len(sets), moved, distance
+
+
+def _complete(ground: PlacementProblem, level: int, groups: Sequence[CodeGroup]) -> bool:
+    return all(len(group.holders) == ground.copies and fits(ground, level, group) for group in groups)
+
+
+def _describe(ground: PlacementProblem, policy: ParityPolicy, start: int, groups: tuple[CodeGroup, ...]) -> Placement:
+    last = len(ground.levels) - 1
+    achieved = next(
+        (ground.levels[level] for level in range(start, last + 1) if _complete(ground, level, groups)), None
+    )
+    unprotected = tuple(
+        sorted(
+            worker
+            for group in groups
+            if len(group.holders) < ground.copies or not fits(ground, last, group)
+            for worker in group.members
+        )
+    )
+    levels, sentences = parity_tolerated(ground, groups)
+    return Placement(
+        holders=((),) * ground.workers,
+        requested_level=policy.level,
+        achieved_level=achieved,
+        unprotected=unprotected,
+        tolerates=sentences,
+        tolerated_levels=levels,
+        digest=hashlib.sha256(json.dumps([(g.members, g.holders) for g in groups]).encode()).hexdigest()[:12],
+        reason=_reason(ground, policy, start, achieved, unprotected=unprotected, groups=len(groups)),
+        groups=groups,
+    )
+
+
+def _reason(
+    ground: PlacementProblem,
+    policy: ParityPolicy,
+    start: int,
+    achieved: str | None,
+    *,
+    unprotected: tuple[int, ...],
+    groups: int,
+) -> str:
+    count = f"{groups} {'group' if groups == 1 else 'groups'} of up to {policy.data} + {policy.parity} workers"
+    if achieved == ground.levels[start]:
+        text = f"{count}: {_wish(ground, start, policy)}"
+    elif achieved is not None:
+        own = ground.levels.index(achieved)
+        why = _bound(ground, start, policy, groups)
+        text = f"{count}: {_wish(ground, own, policy)}, but more in one {ground.levels[start]}: {why}"
+    else:
+        are = "worker is" if len(unprotected) == 1 else "workers are"
+        why = _bound(ground, len(ground.levels) - 1, policy, groups)
+        text = f"{count}: {len(unprotected)} of {ground.workers} {are} unprotected: {why}"
+    aside = ground.workers - sum(ground.can_hold)
+    if aside:
+        text += f"; {aside} {'worker' if aside == 1 else 'workers'} on suspect nodes: given no parity"
+    return text
+
+
+def _wish(ground: PlacementProblem, level: int, policy: ParityPolicy) -> str:
+    name = ground.levels[level]
+    return f"at most {policy.parity} of a group in one {name}"
+
+
+def _bound(ground: PlacementProblem, level: int, policy: ParityPolicy, groups: int) -> str:
+    """The first bound that forbids it."""
+    name = ground.levels[level]
+    able = sum(ground.can_hold)
+    if able <= policy.parity:
+        return f"only {able} workers can keep parity; the others are on suspect nodes"
+    nameless = ground.unlabelled[level]
+    if nameless:
+        more = f" and {len(nameless) - 3} more" if len(nameless) > 3 else ""
+        return f"the {name} of {'node' if len(nameless) == 1 else 'nodes'} {', '.join(nameless[:3])}{more} is not known from labels"
+    owners = Counter(ground.domain[level])
+    largest = -(-ground.workers // groups)
+    needed = -(-(largest + policy.parity) // policy.parity)
+    if len(owners) < needed:
+        have = f"{len(owners)} {name}" if len(owners) == 1 else f"{len(owners)} {name}s"
+        return f"a group of {largest} + {policy.parity} workers needs at least {needed} {name}s, and the workers are in {have}"
+    place, count = min(owners.items(), key=lambda item: (-item[1], item[0]))
+    most = groups * policy.parity
+    if count > most:
+        where = short_name(ground.domain_name[level][place])
+        return (
+            f"{name} {where} holds {count} of {ground.workers} workers; with {groups} groups and parity {policy.parity} "
+            f"no more than {most} may be in one {name}"
+        )
+    if able < ground.workers:
+        return f"{ground.workers - able} workers are on suspect nodes, and the others are spread too unevenly over the {name}s"
+    return f"the workers are spread too unevenly over the {name}s"

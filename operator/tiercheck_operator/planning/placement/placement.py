@@ -1,0 +1,221 @@
+"""Decides which workers keep copies of which others, so that what fails together does not hold the same state.
+
+Several complete placements are drawn up and the best by the order of goals (`goals.cost`) is taken: nobody without a copy, no copy in the
+same domain, none on suspect nodes, equal load, few fatal sets, least change, short way. Deterministic.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from tiercheck_operator.planning.parity.code_groups import CodeGroup
+from tiercheck_operator.planning.placement.build import bound, build
+from tiercheck_operator.planning.placement.goals import cost, tolerated
+from tiercheck_operator.planning.placement.problem import PlacementProblem, WorkerSite
+from tiercheck_operator.planning.placement.uncovered import cover_bare
+from tiercheck_operator.planning.replan.trade import trade
+from tiercheck_operator.planning.topology import Topology
+
+__all__ = ["Placement", "PlacementPolicy", "Unplaceable", "WorkerSite", "place"]
+
+Holders = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class PlacementPolicy:
+    """What the user asks for."""
+
+    copies: int
+    """Copies of each worker's artifacts on other workers; 0: none."""
+    level: str | None
+    """The level whose domains must differ. None: the widest at which every worker can be placed."""
+    required: bool
+    """True: this level or nothing. False: climb down level by level."""
+    copy_bytes: int | None = None
+    """Bytes one copy takes; with it, workers whose `memory` is too small for their share hold none."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who keeps whose copies, and what that is worth."""
+
+    holders: Holders
+    """By worker: the workers that keep its copies."""
+    requested_level: str | None
+    achieved_level: str | None
+    """The level at which every worker has all its copies in other domains; None: not even the host."""
+    unprotected: tuple[int, ...]
+    """Workers with fewer copies than asked for, or with no copy outside their own node."""
+    tolerates: tuple[str, ...]
+    """Sentences for people, such as "any one rack"; widest first."""
+    tolerated_levels: tuple[str, ...]
+    """Levels of which any one domain can vanish with nothing lost; widest first."""
+    digest: str
+    """Short, and the same for the same holders."""
+    reason: str
+    """What was achieved and, if that is less than asked for, which bound is to blame."""
+    groups: tuple[CodeGroup, ...] = ()
+    """With parity in place of copies; then there are no `holders`."""
+
+    def hosted(self, worker: int) -> tuple[int, ...]:
+        """The workers whose copies `worker` keeps."""
+        return tuple(owner for owner, kept in enumerate(self.holders) if worker in kept)
+
+
+@dataclass(frozen=True)
+class Unplaceable:
+    """The required spread is impossible; `reason` names the bound."""
+
+    requested_level: str | None
+    reason: str
+
+
+def place(
+    sites: Sequence[WorkerSite],
+    topology: Topology,
+    policy: PlacementPolicy,
+    suspects: Collection[str] = frozenset(),
+    previous: Mapping[int, tuple[int, ...]] | None = None,
+) -> Placement | Unplaceable:
+    """Place `policy.copies` copies of every worker on other workers.
+
+    `suspects` are nodes that get no copies. `previous` maps workers to their holders in the last placement. Raises
+    ValueError if `sites` are not the workers 0..n-1, the level is not one of the topology's, or copies is negative.
+    """
+    if policy.copies < 0:
+        raise ValueError("copies must not be negative")
+    if policy.level is not None and policy.level not in topology.level_names:
+        raise ValueError(f"no topology level {policy.level!r}; there are {', '.join(topology.level_names)}")
+    ground = PlacementProblem.of(sites, topology, policy.copies, policy.copy_bytes, frozenset(suspects))
+    before = dict(previous or {})
+    if policy.copies == 0:
+        return _describe(ground, policy, 0, ((),) * ground.workers)
+    last = len(ground.levels) - 1
+    if policy.level is not None:
+        starts = [topology.level_index(policy.level)]
+    else:
+        starts = [level for level in range(last) if _could_part(ground, level)] + [last]
+    for start in starts:
+        holders = _best(ground, start, before)
+        complete = _parted(ground, start, holders)
+        if complete or start == starts[-1]:
+            break
+    if policy.required and not complete:
+        return Unplaceable(policy.level, f"{_wish(ground, start)} is required, but {bound(ground, start)}")
+    return _describe(ground, policy, start, holders)
+
+
+def describe(
+    sites: Sequence[WorkerSite], topology: Topology, policy: PlacementPolicy, holders: Mapping[int, tuple[int, ...]]
+) -> Placement:
+    """What these holders are worth, however they came about. Raises ValueError as `place` does."""
+    ground = PlacementProblem.of(sites, topology, policy.copies, policy.copy_bytes, frozenset())
+    level = len(ground.levels) - 1 if policy.level is None else topology.level_index(policy.level)
+    given = tuple(tuple(holders.get(worker, ())) for worker in range(ground.workers))
+    return _describe(ground, policy, level if policy.copies else 0, given)
+
+
+def _could_part(ground: PlacementProblem, level: int) -> bool:
+    return not ground.unlabelled[level] and len(ground.domain_name[level]) > 1
+
+
+def _best(ground: PlacementProblem, start: int, before: Mapping[int, tuple[int, ...]]) -> Holders:
+    drafts: list[Sequence[tuple[int, ...]]] = [build(ground, start, {}, scoped=True), build(ground, start, {})]
+    if before:
+        drafts.append(build(ground, start, before))
+    if not all(ground.can_hold):
+        # Others must take more than their own share then, and that may spare someone a nearer holder.
+        drafts += [build(ground, start, earlier, fill_first=True) for earlier in ([before, {}] if before else [{}])]
+        if _usable(ground, before):
+            drafts.append([before[worker] for worker in range(ground.workers)])
+        drafts += [trade(ground, start, holders) for holders in drafts]
+    drafts = [cover_bare(ground, start, holders) for holders in drafts]
+    costs = [cost(ground, start, holders, before) for holders in drafts]
+    return tuple(drafts[costs.index(min(costs))])
+
+
+def _usable(ground: PlacementProblem, before: Mapping[int, tuple[int, ...]]) -> bool:
+    """Whether the last placement as it stands breaks no rule that a new one would keep."""
+    load = [0] * ground.workers
+    for worker in range(ground.workers):
+        kept = before.get(worker)
+        if kept is None or len(kept) > ground.copies or len(set(kept)) != len(kept):
+            return False
+        for holder in kept:
+            if not 0 <= holder < ground.workers or holder == worker or not ground.can_hold[holder]:
+                return False
+            if ground.node[holder] == ground.node[worker] and not ground.one_node:
+                return False
+            load[holder] += 1
+    return all(given <= most for given, most in zip(load, ground.limit, strict=True))
+
+
+def _parted(ground: PlacementProblem, level: int, holders: Holders) -> bool:
+    return all(
+        len(kept) == ground.copies and all(ground.apart(level, worker, holder) for holder in kept)
+        for worker, kept in enumerate(holders)
+    )
+
+
+def _describe(ground: PlacementProblem, policy: PlacementPolicy, start: int, holders: Holders) -> Placement:
+    levels = range(start, len(ground.levels)) if policy.copies else range(0)
+    achieved = next((ground.levels[level] for level in levels if _parted(ground, level, holders)), None)
+    unprotected = tuple(
+        worker
+        for worker, kept in enumerate(holders)
+        if len(kept) < policy.copies or all(ground.node[holder] == ground.node[worker] for holder in kept)
+    )
+    tolerated_levels, sentences = tolerated(ground, holders)
+    return Placement(
+        holders=holders,
+        requested_level=policy.level,
+        achieved_level=achieved,
+        unprotected=unprotected,
+        tolerates=sentences,
+        tolerated_levels=tolerated_levels,
+        digest=hashlib.sha256(json.dumps(holders).encode()).hexdigest()[:12],
+        reason=_reason(ground, policy, start, achieved, unprotected),
+    )
+
+
+def _wish(ground: PlacementProblem, level: int) -> str:
+    return f"a copy {_away(ground, level)}" if ground.copies == 1 else f"{ground.copies} copies {_away(ground, level)}"
+
+
+def _away(ground: PlacementProblem, level: int) -> str:
+    name = ground.levels[level]
+    return f"in another {name}" if ground.copies == 1 else f"in other {name}s"
+
+
+def _reason(
+    ground: PlacementProblem, policy: PlacementPolicy, start: int, achieved: str | None, unprotected: tuple[int, ...]
+) -> str:
+    if policy.copies == 0:
+        return "no copies are asked for: only the worker's own memory and the remote tier hold its state"
+    sentences = []
+    if achieved == ground.levels[start]:
+        sentences.append(f"every worker has {_wish(ground, start)}")
+    elif achieved is not None:
+        own = ground.levels.index(achieved)
+        sentences.append(
+            f"every worker has {_wish(ground, own)}, but not every one {_away(ground, start)}: {bound(ground, start)}"
+        )
+    else:
+        count = len(unprotected)
+        workers, are = "worker" if ground.workers == 1 else "workers", "is" if count == 1 else "are"
+        sentences.append(
+            f"{count} of {ground.workers} {workers} {are} unprotected: {bound(ground, len(ground.levels) - 1)}"
+        )
+    aside = ground.workers - sum(ground.can_hold) - len(ground.short_of_memory)
+    if aside > 0:
+        sentences.append(f"{_workers(aside)} on suspect nodes: given no copies")
+    if ground.short_of_memory:
+        sentences.append(f"{_workers(len(ground.short_of_memory))} with too little memory: given no copies")
+    return "; ".join(sentences)
+
+
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"

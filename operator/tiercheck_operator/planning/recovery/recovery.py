@@ -1,0 +1,255 @@
+"""Decides what a job comes back to after a failure: which version, from where for each rank, and why.
+
+A version counts if *every* rank can rebuild it, from a snapshot and the deltas after it, wherever these lie. The minimum of each
+rank's newest would be wrong: of snapshots {8, 10} and {8, 9} it names 9, which nobody can rebuild. And nothing is started
+afresh while a committed version may still turn up: then the answer is to wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.version import Artifact, History, Version
+from tiercheck_operator.planning.parity.code_groups import CodeGroup
+from tiercheck_operator.planning.recovery.inventory import (
+    Artifacts,
+    Distance,
+    JobInventory,
+    Missing,
+    RemoteInventory,
+    SourceChoice,
+    Sources,
+)
+from tiercheck_operator.planning.recovery.resharded import ResizedStock
+
+__all__ = [
+    "Artifacts",
+    "Decision",
+    "JobInventory",
+    "Missing",
+    "Recover",
+    "RecoveryProblem",
+    "Refuse",
+    "RemoteInventory",
+    "RestoreSeconds",
+    "SourceChoice",
+    "Sources",
+    "StartFresh",
+    "Wait",
+    "decide_recovery",
+]
+
+
+@dataclass(frozen=True)
+class RestoreSeconds:
+    """How long a restore takes whose farthest rank comes from that tier. Estimates, in seconds."""
+
+    local: float = 2.0
+    peer: float = 10.0
+    remote: float = 120.0
+
+
+@dataclass(frozen=True)
+class RecoveryProblem:
+    """All that the decision depends on."""
+
+    ranks: int
+    ranks_per_worker: int
+    history: History
+    inventories: Sequence[JobInventory]
+    """Of the sidecars that answered."""
+    remote: RemoteInventory
+    silent: Collection[int] = frozenset()
+    """Workers whose sidecar has not answered yet."""
+    distance: Distance | None = None
+    step_seconds: float | None = None
+    last_step: int | None = None
+    """Newest step trained, if known."""
+    restore_seconds: RestoreSeconds = field(default_factory=RestoreSeconds)
+    target_step: int | None = None
+    """`spec.restore.from.step`: come back to exactly this step."""
+    bad: Collection[Artifact] = ()
+    """Artifacts that are useless wherever they lie."""
+    groups: Sequence[CodeGroup] = ()
+    """The parity groups of the placement."""
+
+    @property
+    def stock(self) -> ResizedStock:
+        """Everything that can be rebuilt from."""
+        return ResizedStock(
+            self.ranks,
+            self.ranks_per_worker,
+            self.history,
+            self.inventories,
+            self.remote,
+            bad=self.bad,
+            groups=self.groups,
+        )
+
+
+@dataclass(frozen=True)
+class Recover:
+    """Restore `version`."""
+
+    version: Version
+    sources: Sources
+    tier_counts: Mapping[Tier, int]
+    """Ranks by the farthest tier that their nearest chain needs; tiers without ranks are left out."""
+    lost_steps: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class StartFresh:
+    """Nothing committed exists anywhere: train from scratch."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing can be rebuilt now, but what has not answered yet may hold it."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """The step that the user asked for cannot be rebuilt from anything."""
+
+    reason: str
+
+
+Decision = Recover | StartFresh | Wait | Refuse
+
+
+def decide_recovery(situation: RecoveryProblem) -> Decision:
+    """The version with the least expected loss among those that every rank can rebuild, or what to do without one.
+
+    Raises ValueError if `ranks` is not a multiple of `ranks_per_worker`.
+    """
+    if situation.ranks < 1 or situation.ranks_per_worker < 1 or situation.ranks % situation.ranks_per_worker:
+        raise ValueError("ranks must be a positive multiple of ranks_per_worker")
+    stock = situation.stock
+    rebuildable = [version for version in stock.versions if stock.farthest_tier(version) is not None]
+    if situation.target_step is not None:
+        rebuildable = [version for version in rebuildable if version.step == situation.target_step]
+    if not rebuildable:
+        return _without_version(situation, stock)
+    newest_step = max(situation.last_step or 0, stock.versions[-1].step)
+    # Newest first, so that of two versions that cost the same the newer one is taken.
+    chosen = min(reversed(rebuildable), key=lambda version: _expected_loss(version, newest_step, stock, situation))
+    sources = stock.sources(chosen, situation.distance)
+    assert not isinstance(sources, Missing)
+    counts = {tier: 0 for tier in Tier}
+    for rank in range(stock.ranks_of(chosen)):
+        tier = stock.tier_of(rank, chosen)
+        assert tier is not None
+        counts[tier] += 1
+    tier_counts = {tier: count for tier, count in counts.items() if count}
+    return Recover(
+        version=chosen,
+        sources=sources,
+        tier_counts=tier_counts,
+        lost_steps=newest_step - chosen.step,
+        reason="; ".join(
+            [
+                *_why(chosen, rebuildable, tier_counts, situation),
+                *_resized(chosen, stock, situation),
+                *_incomplete([version for version in stock.versions if version > chosen], stock),
+            ]
+        ),
+    )
+
+
+def _expected_loss(version: Version, newest_step: int, stock: ResizedStock, situation: RecoveryProblem) -> float:
+    """Seconds until training is back where it was. Without a step time every step counts more than any restore."""
+    tier = stock.farthest_tier(version)
+    estimate = situation.restore_seconds
+    restore = {Tier.LOCAL: estimate.local, Tier.PEER: estimate.peer, Tier.REMOTE: estimate.remote}
+    assert tier is not None
+    lost = newest_step - version.step
+    if not situation.step_seconds:
+        return float(lost) * (1.0 + sum(restore.values()))
+    return lost * situation.step_seconds + restore[tier]
+
+
+def _without_version(situation: RecoveryProblem, stock: ResizedStock) -> Decision:
+    asked = situation.target_step
+    what = "no version" if asked is None else f"step {asked}"
+    if not situation.history.branches and asked is None:
+        return StartFresh("the job has not trained before, so there is nothing to come back to")
+    incomplete = _incomplete(stock.versions, stock)
+    detail = f"; {'; '.join(incomplete)}" if incomplete else ""
+    if situation.remote.undecided:
+        state = "has not been tried yet" if situation.remote.reachable is None else "is unreachable"
+        return Wait(f"{what} can be rebuilt from memory, and the remote tier {state}: it may hold one{detail}")
+    if situation.silent:
+        return Wait(
+            f"{what} can be rebuilt from what answered; waiting for {_listed('worker', situation.silent)}{detail}"
+        )
+    remote = "the remote tier holds none" if situation.remote.configured else "no remote tier is configured"
+    if asked is not None:
+        return Refuse(f"step {asked} was asked for, but no source holds it for every rank, and {remote}{detail}")
+    return StartFresh(
+        f"no version can be rebuilt, so training begins from scratch: every sidecar answered and {remote}{detail}"
+    )
+
+
+def _why(
+    chosen: Version,
+    rebuildable: Sequence[Version],
+    tier_counts: Mapping[Tier, int],
+    situation: RecoveryProblem,
+) -> list[str]:
+    if situation.target_step is not None:
+        head = f"step {chosen.step}: asked for by spec.restore"
+    elif chosen == rebuildable[-1]:
+        head = f"step {chosen.step}: newest version that every rank can rebuild"
+    else:
+        head = f"step {chosen.step}: back sooner than from step {rebuildable[-1].step}, whose restore takes longer"
+    places = {Tier.LOCAL: "from own memory", Tier.PEER: "from a peer", Tier.REMOTE: "from the remote tier"}
+    parts = []
+    for position, (tier, count) in enumerate(tier_counts.items()):
+        unit = ("rank " if count == 1 else "ranks ") if position == 0 else ""
+        parts.append(f"{count} {unit}{places[tier]}")
+    sentences = [head, ", ".join(parts)]
+    if situation.silent:
+        sentences.append(f"{_listed('worker', situation.silent)} had not answered")
+    return sentences
+
+
+def _resized(chosen: Version, stock: ResizedStock, situation: RecoveryProblem) -> list[str]:
+    if not stock.is_resized(chosen):
+        return []
+    return [f"made by {stock.ranks_of(chosen)} ranks, from which {situation.ranks} read their parts"]
+
+
+def _incomplete(versions: Sequence[Version], stock: ResizedStock) -> list[str]:
+    """Why the newest of `versions` cannot be rebuilt, one clause each, newest first."""
+    clauses = []
+    for version in reversed(versions):
+        lacking = stock.lacking(version)
+        if not lacking:
+            continue
+        gaps: dict[str, list[int]] = {}
+        for rank in lacking:
+            gaps.setdefault(stock.gap(rank, version), []).append(rank)
+        gap, ranks = max(gaps.items(), key=lambda item: (len(item[1]), -item[1][0]))
+        verb = gap if len(ranks) == 1 else gap.replace("has ", "have ").replace("lacks ", "lack ")
+        clauses.append(f"step {version.step} is incomplete: {_listed('rank', ranks)} {verb}")
+        if len(clauses) == 2:
+            break
+    return clauses
+
+
+def _listed(noun: str, numbers: Collection[int]) -> str:
+    """ "rank 2", "ranks 1, 2 and 3", "ranks 0, 1, 2 and 61 more"."""
+    ordered = [str(number) for number in sorted(numbers)]
+    if len(ordered) == 1:
+        return f"{noun} {ordered[0]}"
+    if len(ordered) > 4:
+        return f"{noun}s {', '.join(ordered[:3])} and {len(ordered) - 3} more"
+    return f"{noun}s {', '.join(ordered[:-1])} and {ordered[-1]}"

@@ -1,0 +1,161 @@
+"""What a job can come back to whose attempts did not all have as many ranks: each version counts by the ranks that made it.
+
+Of another number of ranks a version is restored by resharding: every rank reads its part of what the old ones saved. For that nobody
+is at home: what lies at a worker is a copy kept there, whoever made it, and what nobody has may be rebuilt from parity. Only snapshots
+count: deltas can be replayed by nobody but the ranks that took them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.version import Artifact, History, Share, Version
+from tiercheck_operator.planning.old_parity import OldParity
+from tiercheck_operator.planning.parity.code_groups import CodeGroup
+from tiercheck_operator.planning.recovery.availability import Availability
+from tiercheck_operator.planning.recovery.inventory import (
+    Artifacts,
+    Distance,
+    JobInventory,
+    Missing,
+    RemoteInventory,
+    SourceChoice,
+    Sources,
+)
+
+_BY_PARITY = 2**31
+"""The number of no worker, after all others: has what can be rebuilt."""
+
+
+class ResizedStock:
+    """A `Stock` for each number of ranks that the history knows, behind the same questions.
+
+    `ranks` is what the job has now, and what branches count as of which it is not known.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        ranks_per_worker: int,
+        history: History,
+        inventories: Sequence[JobInventory],
+        remote: RemoteInventory,
+        *,
+        bad: Collection[Artifact] = (),
+        groups: Iterable[CodeGroup] = (),
+    ) -> None:
+        self._history, self._ranks = history, ranks
+        others = {branch.ranks for branch in history.branches} - {0, ranks}
+        own, stored = (inventories, remote) if not others else self._made_by(ranks, inventories, remote)
+        self._stocks: dict[int, Availability] = {
+            ranks: Availability(ranks, ranks_per_worker, history, own, stored, bad=bad, groups=groups),
+        }
+        for count in sorted(others):
+            found, stored = self._made_by(count, inventories, remote)
+            self._stocks[count] = _OldStock(count, history, list(map(_snapshots_as_copies, found)), stored, bad)
+        self.versions = tuple(sorted(version for stock in self._stocks.values() for version in stock.versions))
+        """Accepted versions of which anything is held, oldest first."""
+
+    def ranks_of(self, version: Version) -> int:
+        """How many ranks made it."""
+        return self._history.ranks_of(version) or self._ranks
+
+    def is_resized(self, version: Version) -> bool:
+        """Whether it was made by another number of ranks than there are now."""
+        return self.ranks_of(version) != self._ranks
+
+    def farthest_tier(self, version: Version) -> Tier | None:
+        """As of `Stock`."""
+        return self._of(version).farthest_tier(version)
+
+    def tier_of(self, rank: int, version: Version) -> Tier | None:
+        """As of `Stock`; `rank` is one of those that made the version."""
+        return self._of(version).tier_of(rank, version)
+
+    def lacking(self, version: Version) -> tuple[int, ...]:
+        """As of `Stock`."""
+        return self._of(version).lacking(version)
+
+    def gap(self, rank: int, version: Version) -> str:
+        """As of `Stock`."""
+        return self._of(version).gap(rank, version)
+
+    def sources(self, version: Version, distance: Distance | None = None) -> Sources | Missing:
+        """As of `Stock`, for each rank that made the version. Where resized, no order is nearest for all who read."""
+        return self._of(version).sources(version, None if self.is_resized(version) else distance)
+
+    def _of(self, version: Version) -> Availability:
+        return self._stocks[self.ranks_of(version)]
+
+    def _made_by(
+        self, ranks: int, inventories: Sequence[JobInventory], remote: RemoteInventory
+    ) -> tuple[list[JobInventory], RemoteInventory]:
+        known: dict[Version, bool] = {}
+
+        def ours(version: Version) -> bool:
+            if version not in known:
+                known[version] = self.ranks_of(version) == ranks
+            return known[version]
+
+        def left(held: Artifacts) -> Artifacts:
+            return Artifacts(frozenset(filter(ours, held.snapshots)), frozenset(filter(ours, held.deltas)))
+
+        def blocks(entry: JobInventory) -> Iterator[tuple[Share, Artifacts]]:
+            for share, held in entry.blocks.items():
+                kept = left(held)
+                if kept.snapshots or kept.deltas:
+                    yield share, kept
+
+        return [
+            JobInventory(
+                entry.worker,
+                {rank: left(held) for rank, held in entry.own.items()},
+                {rank: left(held) for rank, held in entry.hosted.items()},
+                dict(blocks(entry)),
+            )
+            for entry in inventories
+        ], replace(remote, versions=frozenset(filter(ours, remote.versions)))
+
+
+class _OldStock(Availability):
+    """Of ranks that are no more: copies of their snapshots at any worker, and what their parity gives."""
+
+    def __init__(
+        self,
+        ranks: int,
+        history: History,
+        inventories: Sequence[JobInventory],
+        remote: RemoteInventory,
+        bad: Collection[Artifact],
+    ) -> None:
+        self._old_parity = OldParity.of(ranks, inventories)
+        copies = [replace(entry, blocks={}) for entry in inventories]
+        copies.append(JobInventory(_BY_PARITY, hosted=self._old_parity.rebuildable()))
+        super().__init__(ranks, None, history, copies, remote, bad=bad)
+
+    def sources(self, version: Version, distance: Distance | None = None) -> Sources | Missing:
+        found = super().sources(version, distance)
+        if isinstance(found, Missing):
+            return found
+        return {rank: tuple(self._with_groups(rank, version, places)) for rank, places in found.items()}
+
+    def _with_groups(self, rank: int, version: Version, places: Iterable[SourceChoice]) -> Iterator[SourceChoice]:
+        for place in places:
+            if place.worker == _BY_PARITY:
+                for group in self._old_parity.sources(rank, version):
+                    yield SourceChoice(Tier.PEER, group=group)
+            else:
+                yield place
+
+
+def _snapshots_as_copies(inventory: JobInventory) -> JobInventory:
+    """Of another number of ranks: nothing is at home, and no delta can be replayed."""
+    hosted: dict[int, Artifacts] = {}
+    for table in (inventory.own, inventory.hosted):
+        for rank, held in table.items():
+            before = hosted.get(rank, Artifacts())
+            hosted[rank] = Artifacts(frozenset(before.snapshots) | frozenset(held.snapshots))
+    blocks = {share: Artifacts(held.snapshots) for share, held in inventory.blocks.items()}
+    return JobInventory(inventory.worker, {}, hosted, blocks)

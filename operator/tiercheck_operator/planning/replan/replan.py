@@ -1,0 +1,240 @@
+"""Decides which copies move while a job trains, and in which order, so that at no moment fewer complete copies exist than before.
+
+A move is made before it is broken: the new holder is added, and the old one leaves when the new one has a complete version. Both
+need memory meanwhile, so a move waits where there is no room. A copy that was promised is given up only for a worker that has none. Each round makes the placement strictly better by `Standing`
+and nothing else moves, so rounds come to an end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tiercheck_operator.planning.placement.goals import PlacementStanding, standing
+from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, place
+from tiercheck_operator.planning.placement.problem import PlacementProblem, WorkerSite
+from tiercheck_operator.planning.replan.mend import mend
+from tiercheck_operator.planning.topology import Topology, spread_level
+
+Holders = Mapping[int, tuple[int, ...]]
+
+_LEAST_AT_ONCE = 4
+_PART_AT_ONCE = 8
+"""One worker in so many moves at once, so that moving never takes more than a part of the network."""
+
+
+@dataclass(frozen=True)
+class ReplanInputs:
+    """Where workers are, and where copies should not be. `avoided` nodes are as good as any if there is no other way."""
+
+    sites: Sequence[WorkerSite]
+    topology: Topology
+    policy: PlacementPolicy
+    suspects: Collection[str] = frozenset()
+    avoided: Collection[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Round:
+    """The moves that may begin now. By worker, of those only whose holders change."""
+
+    holders: Holders = field(default_factory=dict)
+    """Everybody who keeps copies of it meanwhile."""
+    leaving: Holders = field(default_factory=dict)
+    """Those of them that stop when the others are complete."""
+    urgent: bool = False
+    """Whether state may be lost if it is put off."""
+    postponed: tuple[int, ...] = ()
+    """Workers whose move has no room."""
+    reason: str = ""
+    """Why they are postponed; empty: none is."""
+
+    def __bool__(self) -> bool:
+        return bool(self.holders)
+
+
+def plan_round(around: ReplanInputs, current: Holders, room: Mapping[int, int] | None = None) -> Round:
+    """The best moves from `current` (every worker's holders, none of them leaving). `room`: how many workers' copies each worker's
+    memory can hold in all; a worker that is not in it has enough. Raises ValueError as `place` does.
+    """
+    wanted, ground, start = _wanted(around, current)
+    before = [tuple(current.get(worker, ())) for worker in range(ground.workers)]
+    if wanted is None:
+        stuck = tuple(w for w, kept in enumerate(before) if any(not ground.can_hold[holder] for holder in kept))
+        return Round(postponed=stuck, reason=_nowhere_else(around, before, stuck))
+    load = Counter(holder for kept in before for holder in kept)
+    at_once = max(_LEAST_AT_ONCE, ground.workers // _PART_AT_ONCE)
+    holders: dict[int, tuple[int, ...]] = {}
+    leaving: dict[int, tuple[int, ...]] = {}
+    postponed: list[int] = []
+    full: list[int] = []
+    urgent = False
+    for parts, gain in _worthwhile(ground, start, before, wanted, at_once=at_once):
+        if holders and len(holders) + len(parts) > at_once:
+            continue
+        more = Counter(holder for worker in parts for holder in wanted[worker] if holder not in before[worker])
+        tight = [holder for holder in sorted(more) if room and load[holder] + more[holder] > room.get(holder, 10**9)]
+        if tight:
+            postponed += parts
+            full += tight
+            continue
+        load += more
+        urgent = urgent or gain
+        for worker in parts:
+            stays = wanted[worker]
+            gone = tuple(holder for holder in before[worker] if holder not in stays)
+            holders[worker], leaving[worker] = (*stays, *gone), gone
+    return Round(holders, leaving, urgent, tuple(sorted(postponed)), _no_room(postponed, full))
+
+
+def finish(holders: Holders, leaving: Holders, complete: Callable[[int, int], bool]) -> Holders:
+    """The workers whose old holders may leave now, and who keeps their copies then. `complete(worker, holder)` tells whether the
+    holder can give back a version of the worker that is as new as what the others together could.
+    """
+    done: dict[int, tuple[int, ...]] = {}
+    for worker, gone in leaving.items():
+        stays = tuple(holder for holder in holders[worker] if holder not in gone)
+        if all(complete(worker, holder) for holder in stays):
+            done[worker] = stays
+    return done
+
+
+def give_up(holders: Holders, leaving: Holders, complete: Callable[[int, int], bool]) -> Holders:
+    """What the moves that do not come to an end go back to: old holders stay, new ones only if they are complete."""
+    back: dict[int, tuple[int, ...]] = {}
+    for worker, gone in leaving.items():
+        fresh = [holder for holder in holders[worker] if holder not in gone and complete(worker, holder)]
+        back[worker] = tuple(holder for holder in holders[worker] if holder in fresh or holder in gone)
+    return back
+
+
+def _wanted(around: ReplanInputs, current: Holders) -> tuple[list[tuple[int, ...]] | None, PlacementProblem, int]:
+    """The holders to move to; None: there is nothing better."""
+    policy, topology = around.policy, around.topology
+    level = spread_level(topology.levels, policy.level)
+    start = topology.level_index(level)
+    all_avoided = frozenset(around.suspects) | frozenset(around.avoided)
+    strict = PlacementProblem.of(around.sites, topology, policy.copies, policy.copy_bytes, all_avoided)
+    before = [tuple(current.get(worker, ())) for worker in range(strict.workers)]
+    if standing(strict, start, before) == _perfect(strict, start):
+        return None, strict, start
+    candidates: list[Sequence[tuple[int, ...]]] = [before]
+    for suspects in dict.fromkeys((all_avoided, frozenset(around.suspects))):
+        ground = PlacementProblem.of(around.sites, topology, policy.copies, policy.copy_bytes, suspects)
+        mended = mend(ground, start, before)
+        if mended is not None:
+            candidates.append(mended)
+            if standing(strict, start, mended) == _perfect(strict, start):
+                break
+        anew = place(around.sites, topology, policy, suspects, dict(enumerate(before)))
+        if isinstance(anew, Placement):
+            candidates.append(anew.holders)
+    scores = [(standing(strict, start, each), _moved(before, each)) for each in candidates]
+    best = scores.index(min(scores))
+    if scores[best][0] >= scores[0][0]:
+        return None, strict, start
+    return list(candidates[best]), strict, start
+
+
+def _perfect(ground: PlacementProblem, start: int) -> PlacementStanding:
+    return PlacementStanding(0, 0, (0,) * (len(ground.levels) - start), 0, 0, 0)
+
+
+def _moved(before: Sequence[tuple[int, ...]], after: Sequence[tuple[int, ...]]) -> int:
+    return sum(holder not in old for old, new in zip(before, after, strict=True) for holder in new)
+
+
+def _worthwhile(
+    ground: PlacementProblem,
+    start: int,
+    before: Sequence[tuple[int, ...]],
+    wanted: Sequence[tuple[int, ...]],
+    *,
+    at_once: int,
+) -> list[tuple[list[int], bool]]:
+    """The parts of a change that each make the placement better by themselves, those that matter most first, and whether each is
+    urgent. A part is a set of workers whose changes touch the same holders: no load outside of it changes.
+    """
+    found = []
+    for whole in _parts(before, wanted):
+        # Of a large part as many as may move at once, if that is a step forward; else it can be made as a whole only.
+        for parts in (whole[:at_once], whole):
+            after = list(before)
+            for worker in parts:
+                after[worker] = wanted[worker]
+            touched = {*parts, *(holder for worker in parts for holder in (*before[worker], *wanted[worker]))}
+            old, new = standing(ground, start, before, touched), standing(ground, start, after, touched)
+            fewer = any(len(wanted[w]) < min(len(before[w]), ground.copies) for w in parts)
+            if new < old and (not fewer or new.bare < old.bare):
+                found.append((_gain(old, new), parts, new.urgent < old.urgent))
+                break
+    return [(parts, urgent) for _, parts, urgent in sorted(found, key=lambda each: (each[0], each[1]))]
+
+
+def _gain(old: PlacementStanding, new: PlacementStanding) -> tuple[int, ...]:
+    """Smaller is better."""
+    near = tuple(b - a for a, b in zip(old.near, new.near, strict=True))
+    return (
+        new.bare - old.bare,
+        new.lacking - old.lacking,
+        *near,
+        new.unfit - old.unfit,
+        new.overload - old.overload,
+        new.surplus - old.surplus,
+    )
+
+
+def _parts(before: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """The workers that move, together if they come to or leave the same holder."""
+    moving = [w for w, kept in enumerate(wanted) if set(kept) != set(before[w])]
+    parent: dict[int, int] = {}
+
+    def root(holder: int) -> int:
+        parent.setdefault(holder, holder)
+        while parent[holder] != holder:
+            parent[holder] = parent[parent[holder]]
+            holder = parent[holder]
+        return holder
+
+    for worker in moving:
+        touched = sorted({*before[worker]} ^ {*wanted[worker]})
+        for holder in touched[1:]:
+            parent[root(holder)] = root(touched[0])
+    found: dict[int, list[int]] = {}
+    for worker in moving:
+        found.setdefault(root(min({*before[worker]} ^ {*wanted[worker]})), []).append(worker)
+    return [found[key] for key in sorted(found, key=lambda key: found[key][0])]
+
+
+def _nowhere_else(around: ReplanInputs, before: Sequence[tuple[int, ...]], stuck: Sequence[int]) -> str:
+    if not stuck:
+        return ""
+    nodes = {site.worker: site.node for site in around.sites}
+    wrong = {*around.suspects, *around.avoided}
+    where = sorted({nodes[holder] for worker in stuck for holder in before[worker]} & wrong)
+    there = (
+        f"node {where[0]}" + (f" and {len(where) - 1} more" if where[1:] else "")
+        if where
+        else "holders short of memory"
+    )
+    return f"copies of {named(stuck)} stay on {there}: no other worker is as far away from them and has room"
+
+
+def _no_room(postponed: Sequence[int], full: Sequence[int]) -> str:
+    if not postponed:
+        return ""
+    return (
+        f"{named(postponed)} cannot get better holders: the memory of {named(full)} has no room for their copies beside those that "
+        "it keeps already"
+    )
+
+
+def named(workers: Collection[int], most: int = 5) -> str:
+    """ "worker 3", "workers 1 and 2", "workers 0, 1, 2, 3, 4 and 7 more"."""
+    known = sorted(set(workers))
+    if len(known) == 1:
+        return f"worker {known[0]}"
+    if len(known) <= most:
+        return f"workers {', '.join(map(str, known[:-1]))} and {known[-1]}"
+    return f"workers {', '.join(map(str, known[:most]))} and {len(known) - most} more"

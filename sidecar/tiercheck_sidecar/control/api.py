@@ -1,0 +1,173 @@
+"""The control API: HTTPS with JSON, for the operator and for the other sidecars of this job only.
+
+The part of the control API that sidecars use among themselves: tier reports in, verdicts out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import math
+import ssl
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from aiohttp import web
+
+from tiercheck.protocol.directive import Directive
+from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.report import Report
+from tiercheck_sidecar.control.report import Reporter
+from tiercheck_sidecar.decoding import Malformed, decode
+from tiercheck_sidecar.model.config import SidecarConfig
+from tiercheck_sidecar.model.state import DirectiveRefused, SidecarState, StaleRefused
+from tiercheck_sidecar.versions.coordinator import BadReport, Coordinator, NotNow, StaleReport
+from tiercheck_sidecar.versions.watermark import TierReport, TierVerdict
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_MAX_BODY = 64 * 1024 * 1024
+_MAX_WAIT = 60.0
+
+
+def server_context(config: SidecarConfig) -> ssl.SSLContext:
+    """TLS with the job's own certificate. Raises OSError, ssl.SSLError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(config.credentials_dir / "tls.crt", config.credentials_dir / "tls.key")
+    return context
+
+
+class ControlApi:
+    """The routes. `build` gives the aiohttp application."""
+
+    def __init__(self, board: SidecarState, reporter: Reporter) -> None:
+        self._board, self._reporter = board, reporter
+        self._expected = f"Bearer {board.config.token}".encode()
+        self._changed = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.on_proof: Callable[[web.Request], None] = lambda _: None
+        """Hears of each request that has the job's token."""
+        self._told = -1
+        """Serial of the newest report that the controller has."""
+
+    def build(self, *more: web.RouteDef) -> web.Application:
+        app = web.Application(middlewares=[self._authenticate], client_max_size=_MAX_BODY)
+        app.add_routes([web.put("/v1/directive", self._directive), web.get("/v1/report", self._report), *more])
+        app.on_startup.append(self._listen)
+        return app
+
+    async def _listen(self, _: web.Application) -> None:
+        loop = self._loop = asyncio.get_running_loop()
+
+        def wake() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._wake)
+
+        self._board.subscribe(wake)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    @web.middleware
+    async def _authenticate(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(given, self._expected):
+            return sentence(401, "the job's token is required")
+        self.on_proof(request)
+        return await handler(request)
+
+    async def _directive(self, request: web.Request) -> web.StreamResponse:
+        try:
+            directive = decode(await request.read(), Directive)
+        except Malformed as error:
+            return sentence(422, f"not a directive: {error}")
+        self._board.hear_controller()
+        try:
+            self._board.accept(directive)
+        except StaleRefused as error:
+            return sentence(409, str(error))
+        except DirectiveRefused as error:
+            return sentence(403, str(error))
+        return self._tell(self._reporter.report())
+
+    async def _report(self, request: web.Request) -> web.StreamResponse:
+        try:
+            after = int(request.query.get("after", "-1"))
+            wait = float(request.query.get("wait", "0"))
+            if not math.isfinite(wait):
+                raise ValueError(wait)
+        except ValueError:
+            return sentence(422, "after is a serial, wait is in seconds")
+        self._board.hear_controller()
+        deadline = asyncio.get_running_loop().time() + min(wait, _MAX_WAIT)
+        while True:
+            changed = self._changed
+            report = self._reporter.report()
+            left = deadline - asyncio.get_running_loop().time()
+            if self._is_news(report, after) or left <= 0 or self._board.stopping:
+                return self._tell(report)
+            try:
+                async with asyncio.timeout(left):
+                    await changed.wait()
+            except TimeoutError:
+                continue
+
+    def has_told_all(self) -> bool:
+        """Whether the controller knows what there is to know, or has not asked for so long that it will not."""
+        if self._board.clock() - self._board.controller_at > _MAX_WAIT:
+            return True
+        return self._told >= self._reporter.report().serial
+
+    def _tell(self, report: Report) -> web.Response:
+        self._told = report.serial
+        return answer(report)
+
+    def _is_news(self, report: Report, after: int) -> bool:
+        return report.serial > after
+
+
+def answer(value: object) -> web.Response:
+    return web.Response(body=to_json(value), content_type="application/json")
+
+
+def sentence(status: int, text: str) -> web.Response:
+    return web.json_response({"error": text}, status=status)
+
+
+pass  # HOUSE
+
+
+def routes(board: SidecarState, coordinator: Coordinator) -> list[web.RouteDef]:
+    """`POST /v1/tiers` and `PUT /v1/watermarks`."""
+
+    async def tiers(request: web.Request) -> web.StreamResponse:
+        try:
+            report = decode(await request.read(), TierReport)
+        except Malformed as error:
+            return sentence(422, f"not a tier report: {error}")
+        if report.job_uid != board.config.job_uid:
+            return sentence(403, f"this sidecar belongs to job {board.config.job_uid}")
+        try:
+            return answer(await asyncio.to_thread(coordinator.hear, report))
+        except StaleReport as error:
+            return sentence(409, str(error))
+        except BadReport as error:
+            return sentence(422, str(error))
+        except NotNow as error:
+            return sentence(503, str(error))
+
+    async def watermarks(request: web.Request) -> web.StreamResponse:
+        try:
+            verdict = decode(await request.read(), TierVerdict)
+        except Malformed as error:
+            return sentence(422, f"not a verdict: {error}")
+        reason = board.follow(verdict)
+        return sentence(409, reason) if reason else answer(board.verdict)
+
+    return [web.post("/v1/tiers", tiers), web.put("/v1/watermarks", watermarks)]

@@ -1,0 +1,73 @@
+"""Calls another sidecar's control API, as one of the same job: its certificate is checked against the job's own CA."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import ssl
+
+from tiercheck.protocol import names
+from tiercheck.protocol.names import endpoint
+from tiercheck.protocol.report import Break
+from tiercheck_sidecar.exchange.frames import PeerSilent, broken
+from tiercheck_sidecar.model.config import SidecarConfig
+
+_MOST_BODY = 64 * 1024 * 1024
+"""Bytes; the verdict of a job of ten thousand ranks is a hundredth of it."""
+
+
+class CallFailed(Exception):
+    """No answer, or a refusal; the message is a sentence."""
+
+    def __init__(self, message: str, how: Break | None = None) -> None:
+        """`how`: why there was no answer; None: there was one."""
+        super().__init__(message)
+        self.how = how
+
+
+class ControlClient:
+    """One kept-alive connection. Used by one thread."""
+
+    def __init__(self, config: SidecarConfig, host: str, timeout: float = 3.0) -> None:
+        self.host = host
+        """Its address (`protocol.address`)."""
+        self._config, self._timeout = config, timeout
+        self._context = ssl.create_default_context(cafile=str(config.credentials_dir / "ca.crt"))
+        self._connection: http.client.HTTPConnection | None = None
+
+    def call(self, method: str, path: str, body: bytes) -> bytes:
+        """The body of a 200 answer. Raises CallFailed."""
+        try:
+            connection = self._connection or self._connect()
+            connection.request(method, path, body, {"Authorization": f"Bearer {self._config.token}"})
+            response = connection.getresponse()
+            text = response.read(_MOST_BODY + 1)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self.close()
+            silent = isinstance(error, OSError) and isinstance(broken(error), PeerSilent)
+            raise CallFailed(f"{self.host}: {error}", Break.SILENT if silent else Break.REFUSED) from error
+        if response.status != 200:
+            raise CallFailed(f"{self.host}: {response.status} {text[:300].decode(errors='replace')}")
+        if len(text) > _MOST_BODY:
+            self.close()
+            raise CallFailed(f"{self.host}: an answer of more than {_MOST_BODY} bytes is refused")
+        return text
+
+    def close(self) -> None:
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.close()
+        self._connection = None
+
+    def _connect(self) -> http.client.HTTPConnection:
+        address = endpoint(self.host, names.CONTROL_PORT)
+        raw = socket.create_connection(address, self._timeout, (self._config.pod_ip, 0))
+        connection = http.client.HTTPConnection(*address, timeout=self._timeout)
+        try:
+            connection.sock = self._context.wrap_socket(raw, server_hostname=names.TLS_SERVER_NAME)
+        except OSError:
+            raw.close()
+            raise
+        self._connection = connection
+        return connection

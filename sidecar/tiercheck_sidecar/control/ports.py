@@ -1,0 +1,126 @@
+"""Ports that strangers can reach: they get little room and little time, and never that of the job's own.
+
+A port for HTTP on which strangers cannot take the room of others, nor hold a connection without proving who they are.
+
+aiohttp's own sites accept whoever comes, and wait for an hour for the first request. Here each connection, from before its TLS
+handshake on, is a stranger (`strangers`) until a request on it is believed, and has a few seconds for that.
+
+Accepts connections for as long as the listener lives: a shortage of descriptors passes, and with it the trouble.
+
+Who has room of his own among strangers: whoever comes from an address that the operator named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from aiohttp import web
+
+from tiercheck.connections import Arrivals, Strangers, hang_up
+from tiercheck.protocol.directive import Directive, Peer
+from tiercheck.protocol.names import split_address
+from tiercheck_sidecar.supervision import Threads
+
+PATIENCE = 10.0
+"""Seconds from the connection to a believed request."""
+
+
+class GuardedPort:
+    """Used in one event loop."""
+
+    def __init__(self, app: web.Application, strangers: Strangers, context: ssl.SSLContext | None = None) -> None:
+        """`context`: None for plain HTTP."""
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, auto_decompress=False)
+        self._strangers, self._context = strangers, context
+        self._arrivals = Arrivals(self._watch)
+        self._waiting: dict[asyncio.Protocol, asyncio.Event] = {}
+
+    async def start(self, host: str, port: int) -> None:
+        """Raises OSError."""
+        await self._runner.setup()
+        self._arrivals.start(host, port)
+
+    async def stop(self) -> None:
+        await self._arrivals.stop()
+        await self._runner.cleanup()
+
+    def believe(self, request: web.Request) -> None:
+        """Who sent `request` has proved to be no stranger."""
+        waiting = self._waiting.get(request.protocol)
+        if waiting is not None:
+            waiting.set()
+
+    async def _watch(self, connection: socket.socket, address: str) -> None:
+        guest = self._strangers.enter(address, partial(hang_up, connection))
+        server, believed = self._runner.server, asyncio.Event()
+        assert server is not None
+        protocol = server()
+        self._waiting[protocol] = believed
+        try:
+            async with asyncio.timeout(PATIENCE):
+                loop, limit = asyncio.get_running_loop(), PATIENCE if self._context else None
+                await loop.connect_accepted_socket(
+                    lambda: protocol, connection, ssl=self._context, ssl_handshake_timeout=limit
+                )
+                await believed.wait()
+        except (TimeoutError, OSError):  # ssl.SSLError is one
+            hang_up(connection)
+        finally:
+            del self._waiting[protocol]
+            self._strangers.leave(guest)
+
+
+log = logging.getLogger(__name__)
+
+_FIRST, _LONGEST = 0.05, 1.0
+"""Seconds until the next try; what waits to be accepted meanwhile stays in the kernel's queue."""
+_UNUSABLE = {errno.EBADF, errno.EINVAL, errno.ENOTSOCK}
+"""Of the listener itself: no next try will be better."""
+_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+"""Of this process or machine, and so worth telling; all others are troubles of the one who calls."""
+
+
+def incoming(
+    name: str, listener: socket.socket, threads: Threads, stopped: Callable[[], bool]
+) -> Iterator[socket.socket]:
+    """Each new connection, until `stopped`. Raises OSError if the listener cannot be used, though nobody stopped it."""
+    wait = _FIRST
+    while not stopped():
+        try:
+            connection, _ = listener.accept()
+        except OSError as error:
+            if stopped():
+                return
+            if error.errno in _UNUSABLE:
+                raise
+            log.warning("%s: no connection is accepted for now: %s", name, error)
+            if error.errno in _SHORTAGES:
+                threads.trouble(name, f"{name} accepts no connections: {os.strerror(error.errno or 0)}")
+            threads.pause(wait)
+            wait = min(_LONGEST, 2 * wait)
+            continue
+        wait = _FIRST
+        yield connection
+
+
+def named_addresses(directive: Directive | None) -> frozenset[str]:
+    """The IP addresses of the peers that a directive names."""
+    if directive is None:
+        return frozenset()
+    groups = [*directive.folded, *([directive.parity] if directive.parity else [])]
+    peers: list[Peer] = [*directive.holders, *directive.hosted, directive.coordinator]
+    for group in groups:
+        peers += [*group.members, *group.holders]
+    addresses = set()
+    for peer in peers:
+        with contextlib.suppress(ValueError):  # not an address: nobody comes from there
+            addresses.add(split_address(peer.host)[0])
+    return frozenset(addresses)

@@ -1,0 +1,144 @@
+"""The report: everything the controller knows about this worker, gathered from the state and the vault.
+
+Its serial grows only with facts that the controller may act on. What a worker holds and which version is complete change at
+every step, and wake nobody: the controller looks at them when it decides on a recovery, and before that it asks every sidecar
+anew. That they are there at all, and the snapshot watermark by the coordinator's word, are news.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+from tiercheck.protocol.report import (
+    Holding,
+    MemoryReport,
+    Report,
+    RestoreReport,
+    RestoreState,
+    TrainerReport,
+    TrainerState,
+    Watermarks,
+)
+from tiercheck.protocol.version import Version
+from tiercheck_sidecar.control.own_credentials import Discretion, own_credentials
+from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.vault import Vault
+
+
+class Reporter:
+    """Thread-safe."""
+
+    def __init__(self, board: SidecarState, vault: Vault) -> None:
+        self._board, self._vault = board, vault
+        self._lock = threading.Lock()
+        self._serial = 0
+        self._known: tuple[Any, ...] = ()
+        self._discretion = Discretion(own_credentials() | {board.config.token})
+        self.owes: Callable[[], bool] = lambda: False
+        """Whether holders lack anything. While training runs they always lack the newest, so then nobody is told."""
+        self.settled: Callable[[], bool] = lambda: False
+        """Whether the job is over and this sidecar may go. Asked without the state's lock."""
+
+    def report(self) -> Report:
+        with self._lock:
+            report = self._discretion.discreet(self._gather(self.settled()))
+            essence = _essence(report)
+            if essence == self._known:
+                return report
+            self._known = essence
+            self._serial += 1
+            return dataclasses.replace(report, serial=self._serial)
+
+    def _gather(self, settled: bool) -> Report:
+        board, vault = self._board, self._vault
+        with board.lock:
+            directive, verdict = board.directive, board.verdict
+            return Report(
+                job_uid=board.config.job_uid,
+                worker=board.config.worker,
+                pod_uid=board.config.pod_uid,
+                instance=board.instance,
+                serial=self._serial,
+                attempt=board.attempt,
+                revision=directive.revision if directive else "",
+                phase=directive.phase if directive else None,
+                restore=self._restore(),
+                trainer=self._trainer(),
+                holdings=tuple(
+                    Holding(seal.rank, seal.version, seal.tier, seal.digests.size, seal.kind, seal.share)
+                    for seal in vault.held()
+                ),
+                remote=board.remote,
+                watermarks=verdict.watermarks if verdict else Watermarks(),
+                memory=self._memory(),
+                quarantined=board.quarantined,
+                problems=board.problems,
+                unreachable=board.peers.unreachable(),
+                can_change_worker=True,
+                owes=board.trainer.report.state is not TrainerState.RUNNING and self.owes(),
+                counters=board.counters,
+                snapshot_every=board.every,
+                proofs=board.proofs,
+                followed=board.followed,
+                settled=settled,
+            )
+
+    def _restore(self) -> RestoreReport:
+        board = self._board
+        if board.restore.state is not RestoreState.RUNNING:
+            return board.restore
+        return dataclasses.replace(board.restore, progress=board.meter.told())
+
+    def _trainer(self) -> TrainerReport:
+        board = self._board
+        reasons = (board.deltas_off(rank) for rank in self._vault.ranks)
+        no_deltas = (next(filter(None, reasons), "") or board.no_room) if board.wants_deltas else ""
+        report = board.trainer.report
+        return report if report.no_deltas == no_deltas else dataclasses.replace(report, no_deltas=no_deltas)
+
+    def _memory(self) -> MemoryReport:
+        plan = self._vault.size_plan()
+        return MemoryReport(
+            limit=self._vault.limit,
+            used=self._vault.used(),
+            needed=plan.needed,
+            local=plan.local,
+            peer=plan.peer,
+            snapshot=plan.snapshot,
+            delta=plan.delta,
+        )
+
+
+def _all_but(kind: type, *names: str) -> Callable[[Any], tuple[Any, ...]]:
+    """The values of a dataclass, without these."""
+    return attrgetter(*(field.name for field in dataclasses.fields(kind) if field.name not in names))
+
+
+_OF_REPORT = _all_but(Report, "serial", "restore", "trainer", "memory", "watermarks", "holdings", "counters")
+_OF_RESTORE = _all_but(RestoreReport, "progress")
+_OF_TRAINER = _all_but(TrainerReport, "step", "step_seconds", "slowest_rank", "slowest_step")
+_OF_MEMORY = _all_but(MemoryReport, "used")
+
+
+def _essence(report: Report) -> tuple[Any, ...]:
+    """What is news when it changes."""
+    marks = report.watermarks
+    return (
+        _OF_REPORT(report),
+        _OF_RESTORE(report.restore),
+        _OF_TRAINER(report.trainer),
+        _OF_MEMORY(report.memory),
+        _present(marks.local),
+        _present(marks.peer),
+        marks.remote,
+        # Everybody hears it from the coordinator, and the controller from one of them.
+        marks.snapshot if report.worker == 0 else _present(marks.snapshot),
+    )
+
+
+def _present(version: Version | None) -> Version | None:
+    return version and Version(0, 0)

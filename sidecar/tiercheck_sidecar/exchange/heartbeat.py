@@ -1,0 +1,112 @@
+"""Asks every neighbour once a second whether it is there: streams fall silent when training does, and then tell nothing.
+
+A neighbour is a worker that this one keeps copies with, in either direction. A connection that breaks proves little; a neighbour is
+called lost when a new one cannot be made, or when no answer comes in time. With each answer comes the attempt that the neighbour follows,
+so a worker that was cut off learns that the job went on without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+from tiercheck.protocol.directive import Directive, Peer
+from tiercheck.protocol.report import Break
+from tiercheck_sidecar.exchange.frames import Ask, PeerSilent, Say, Wire, WireBroken
+from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
+from tiercheck_sidecar.model.state import SidecarState
+
+EVERY = 1.0
+ANSWER = 2.0
+"""Seconds that an answer may take."""
+
+
+def neighbours(directive: Directive) -> frozenset[Peer]:
+    """Whose pulse this worker feels."""
+    groups = [*directive.folded, *([directive.parity] if directive.parity else [])]
+    coded = [peer for group in groups for peer in (*group.members, *group.holders)]
+    return frozenset(
+        peer
+        for peer in (*directive.holders, *directive.hosted, *coded)
+        if peer.host and peer.worker != directive.worker
+    )
+
+
+class Pulse:
+    """`run` keeps a thread per neighbour of the current attempt."""
+
+    def __init__(self, board: SidecarState, identity: Identity, port: int) -> None:
+        self._board, self._identity, self._port = board, identity, port
+        self._attempt = 0
+        self._peers: frozenset[Peer] = frozenset()
+        self._lock = threading.Lock()
+        self._felt: set[tuple[Peer, int]] = set()
+        """Who has a thread, for which attempt."""
+
+    def run(self) -> None:
+        seen = -1
+        while not self._board.stopping:
+            seen = self._board.wait(seen, timeout=5.0)
+            directive = self._board.directive
+            if directive is None:
+                continue
+            peers = neighbours(directive)
+            if (directive.attempt, peers) != (self._attempt, self._peers):
+                coordinator = {directive.coordinator} if directive.coordinator.worker != directive.worker else set()
+                self._board.peers.only(peers | coordinator)
+                with self._lock:
+                    self._attempt, self._peers = directive.attempt, peers
+            for peer in peers:
+                self._begin(peer, directive.attempt)
+
+    def _begin(self, peer: Peer, attempt: int) -> None:
+        with self._lock:
+            if (peer, attempt) in self._felt:
+                return
+            self._board.threads.loop(f"pulse-of-worker-{peer.worker}", lambda: self._feel(peer, attempt))
+            self._felt.add((peer, attempt))
+
+    def _feel(self, peer: Peer, attempt: int) -> None:
+        watch = self._board.peers
+        while self._wanted(peer, attempt):
+            connected = False
+            try:
+                with contextlib.closing(dial(self._identity, attempt, peer, self._port)) as wire:
+                    wire.patience(ANSWER)
+                    while self._wanted(peer, attempt):
+                        said = _pulse(wire)
+                        connected = True
+                        watch.answered(peer)
+                        self._board.learn(said.attempt)
+                        self._pause(peer)
+            except PeerRefused as error:
+                if error.attempt is None:
+                    watch.broken(peer, Break.REFUSED)  # somebody else has its address now
+                else:
+                    watch.answered(peer)
+                    self._board.learn(error.attempt)
+            except PeerSilent:
+                watch.broken(peer, Break.SILENT)
+            except WireBroken:
+                if connected:
+                    continue  # it may have been started again: look at once
+                watch.broken(peer, Break.REFUSED)
+            except BaseException:
+                watch.broken(peer, Break.REFUSED)  # whatever it says, it is no answer
+                raise
+            self._pause(peer)
+
+    def _wanted(self, peer: Peer, attempt: int) -> bool:
+        with self._lock:
+            wanted = not self._board.stopping and self._attempt == attempt and peer in self._peers
+            if not wanted:
+                self._felt.discard((peer, attempt))
+            return wanted
+
+    def _pause(self, peer: Peer) -> None:
+        self._board.wait_until(lambda: self._board.peers.doubted(peer), EVERY)
+
+
+def _pulse(wire: Wire) -> Say:
+    wire.send(Ask("pulse"))
+    return wire.receive(Say)

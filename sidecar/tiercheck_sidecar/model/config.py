@@ -1,0 +1,143 @@
+"""What one sidecar is told at birth: who it is, and where its memory, socket and credentials are.
+
+Everything that can change while it runs arrives in directives instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiercheck.protocol import names
+from tiercheck.protocol.names import join_address
+from tiercheck.protocol.report import SPARE
+from tiercheck_sidecar.throttling import CGROUP
+
+ENV_CGROUP_DIR = "TIERCHECK_CGROUP_DIR"
+"""Where the container's cgroup is to be seen; /sys/fs/cgroup if not set."""
+
+
+class ConfigError(ValueError):
+    """An environment variable is missing or malformed; the message names it."""
+
+
+@dataclass(frozen=True)
+class SidecarConfig:
+    """The sidecar's identity and places. Paths are as this process sees them."""
+
+    job: str
+    """namespace/name"""
+    job_uid: str
+    worker: int
+    """`SPARE` until a directive says which. A later one may say otherwise."""
+    procs_per_worker: int
+    pod_uid: str
+    pod_ip: str
+    """All servers bind here, all connections start here."""
+    memory_dir: Path
+    memory_limit: int
+    """Bytes."""
+    run_dir: Path
+    credentials_dir: Path
+    remote: str | None
+    """JSON of the remote tier's settings; None: no remote tier."""
+    token: str
+    cluster: str = ""
+    """UID of the cluster's namespace kube-system; empty: not known."""
+    remote_credentials_dir: Path | None = None
+    """Where the Secret with the remote tier's credentials is mounted; None: there is none."""
+    node_memory_keep: float | None = None
+    """The memory is the node's, not the pod's: seconds that what dead pods left there is kept. None: it is the pod's."""
+    grace: int = 30
+    """Seconds between SIGTERM and SIGKILL, by the pod's terminationGracePeriodSeconds."""
+    cgroup_dir: Path = CGROUP
+    control_port: int = names.CONTROL_PORT
+    exchange_port: int = names.EXCHANGE_PORT
+    metrics_port: int = names.METRICS_PORT
+
+    @property
+    def address(self) -> str:
+        """By which others reach this sidecar."""
+        return join_address(self.pod_ip, None if self.control_port == names.CONTROL_PORT else self.control_port)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of this worker; a spare has none."""
+        if self.worker == SPARE:
+            return ()
+        first = self.worker * self.procs_per_worker
+        return tuple(range(first, first + self.procs_per_worker))
+
+    @property
+    def vault_dir(self) -> Path:
+        """Where the slots are: in the node's memory in a folder of this pod's own."""
+        return self.memory_dir if self.node_memory_keep is None else self.memory_dir / self.pod_uid
+
+    @property
+    def flush_seconds(self) -> float:
+        """How long the end may be put off by an upload; the rest of the grace is for closing down."""
+        return self.grace - min(5.0, 0.2 * self.grace)
+
+    @property
+    def socket_path(self) -> Path:
+        return self.run_dir / names.SOCKET_NAME
+
+    @staticmethod
+    def from_env(env: Mapping[str, str] = os.environ) -> SidecarConfig:
+        """Raises ConfigError."""
+        credentials = Path(env.get(names.ENV_CREDENTIALS_DIR) or names.CREDENTIALS_DIR)
+        memory = Path(env.get(names.ENV_MEMORY_DIR) or names.MEMORY_DIR)
+        try:
+            token = (credentials / "token").read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{names.ENV_CREDENTIALS_DIR}: the job's token cannot be read ({error})") from error
+        if not token:
+            raise ConfigError(f"{names.ENV_CREDENTIALS_DIR}: the job's token is empty")
+        return SidecarConfig(
+            job=_text(env, names.ENV_JOB),
+            job_uid=_text(env, names.ENV_JOB_UID),
+            worker=SPARE if env.get(names.ENV_WORKER) == names.SPARE_WORKER else _number(env, names.ENV_WORKER),
+            procs_per_worker=_number(env, names.ENV_PROCS_PER_WORKER),
+            pod_uid=_text(env, names.ENV_POD_UID),
+            pod_ip=_text(env, names.ENV_POD_IP),
+            memory_dir=memory,
+            memory_limit=_number(env, names.ENV_MEMORY_LIMIT),
+            run_dir=Path(env.get(names.ENV_RUN_DIR) or names.RUN_DIR),
+            credentials_dir=credentials,
+            remote=env.get(names.ENV_REMOTE) or None,
+            token=token,
+            cluster=env.get(names.ENV_CLUSTER, ""),
+            remote_credentials_dir=Path(text) if (text := env.get(names.ENV_REMOTE_CREDENTIALS_DIR)) else None,
+            node_memory_keep=float(_number(env, names.ENV_NODE_MEMORY_KEEP))
+            if env.get(names.ENV_NODE_MEMORY_KEEP)
+            else None,
+            **_ports(env),
+            cgroup_dir=Path(env.get(ENV_CGROUP_DIR) or CGROUP),
+            grace=_number(env, names.ENV_GRACE_SECONDS) if env.get(names.ENV_GRACE_SECONDS) else SidecarConfig.grace,
+        )
+
+
+def _ports(env: Mapping[str, str]) -> dict[str, int]:
+    if not env.get(names.ENV_FIRST_PORT):
+        return {}
+    first = _number(env, names.ENV_FIRST_PORT)
+    return {"control_port": first, "exchange_port": first + 1, "metrics_port": first + 2}
+
+
+_MOST_DIGITS = 18
+
+
+def _text(env: Mapping[str, str], name: str) -> str:
+    value = env.get(name, "")
+    if not value:
+        raise ConfigError(f"{name} is not set")
+    return value
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    text = _text(env, name)
+    if not (text.isascii() and text.isdigit()) or len(text) > _MOST_DIGITS:
+        raise ConfigError(f"{name} is not a whole number: {text[:40]!r}")
+    return int(text)

@@ -1,0 +1,426 @@
+"""The sidecar's state: the few facts that its threads share, and the one condition they all wait on.
+
+Every loop is level-based: it waits until anything changed, looks at the state and the vault, and does what is missing.
+So no message between threads can be lost, and a directive sent twice does nothing twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+
+from tiercheck.protocol.directive import DeltaMode, Directive, Phase
+from tiercheck.protocol.report import (
+    SPARE,
+    Counters,
+    Problem,
+    Proof,
+    Quarantined,
+    RemoteReport,
+    RestoreReport,
+    RestoreState,
+)
+from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck_sidecar.model.config import SidecarConfig
+from tiercheck_sidecar.model.fence import Fence
+from tiercheck_sidecar.model.peer_watch import PeerWatch
+from tiercheck_sidecar.model.trainer_watch import TrainerWatch
+from tiercheck_sidecar.restore.progress_meter import ProgressMeter
+from tiercheck_sidecar.supervision import Threads
+from tiercheck_sidecar.vault.tags import Tagger
+from tiercheck_sidecar.versions.watermark import TierVerdict
+
+CANNOT_SAVE = "CannotSave"
+"""Reason of the problem that nothing of a rank can be saved."""
+
+log = logging.getLogger(__name__)
+
+_MOST_AHEAD = 1000
+"""Attempts that may have begun since the newest directive."""
+
+
+class DirectiveRefused(Exception):
+    """A directive that this sidecar must not follow; the message is a sentence."""
+
+
+class StaleRefused(DirectiveRefused):
+    """It is of an older attempt, its phase would go back, or it was decided upon without knowing what is followed now."""
+
+
+class StrangerRefused(DirectiveRefused):
+    """It is meant for another job or another worker."""
+
+
+class SidecarState:
+    """Thread-safe. Read fields under `lock` when more than one must agree; only methods write them (a test looks)."""
+
+    def __init__(self, config: SidecarConfig, clock: Callable[[], float] = time.time) -> None:
+        self.config = config
+        """Its worker changes when a spare learns who it is, and when a job of another size begins an attempt: workers are numbered anew."""
+        self._on_identity: Callable[[SidecarConfig], None] = lambda _: None
+        self.clock = clock
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
+        self._generation = 0
+        self._listeners: list[Callable[[], None]] = []
+        self.threads = Threads(self.bump)
+        self.stopping = False
+        self.ending = False
+        """Whether this process was asked to end, which a native sidecar is only when its trainer has ended."""
+        self.peers = PeerWatch(self.bump, clock)
+        self.controller_at = clock()
+        """When the controller was last heard."""
+        self.instance = uuid.uuid4().hex
+        """Of this process, new at every start."""
+        self.directive: Directive | None = None
+        self.followed = 0
+        """Directives so far, by their own numbers if they have some."""
+        self.saw_hold = False
+        """Whether this process has seen the current attempt from its beginning."""
+        self.restore = RestoreReport(RestoreState.IDLE, None)
+        self.meter = ProgressMeter()
+        """Of the restore of the current attempt."""
+        self.trainer = TrainerWatch()
+        self.remote = RemoteReport(configured=config.remote is not None, reachable=None)
+        self.verdict: TierVerdict | None = None
+        """The coordinator's newest word in this attempt; None: nothing heard, so nothing is freed."""
+        self.leaving: frozenset[Artifact] = frozenset()
+        """Own snapshots newer than the local watermark that are given up as soon as the coordinator counts on them no more."""
+        self.left_out: frozenset[Artifact] = frozenset()
+        """Of those, what it does not count on: its newest report leaves them out, and so does one that is on its way."""
+        self.reached: Mapping[int, Version] = {}
+        """Per own rank, the newest snapshot that it captured or skipped in this attempt."""
+        self.snapshot_every = 0
+        """Steps between snapshots that the coordinator named last, in whichever attempt; 0: never yet."""
+        self.distrusted = ""
+        """Why this worker's deltas are not to be trusted any more, as long as this process lives: a sentence."""
+        self.no_room = ""
+        """Why there is no room for deltas, as far as is known: a sentence with numbers."""
+        self._declined: dict[int, str] = {}
+        """Per own rank that takes no deltas in this attempt: why."""
+        self._lacking: dict[int, str] = {}
+        """Per own rank of which nothing can be saved in this attempt: why."""
+        self.proofs: tuple[Proof, ...] = ()
+        """What the rehearsal can show."""
+        self.counters = Counters()
+        self.fence = Fence(lambda: self.count(refused_stale=1))
+        self._learned = 0
+        self._problems: dict[str, Problem] = {}
+        self._quarantined: dict[tuple[int, Version, Kind, int], Quarantined] = {}
+
+    # Waiting
+
+    def bump(self) -> None:
+        """Something changed: every loop looks again."""
+        with self._changed:
+            self._generation += 1
+            self._changed.notify_all()
+        for listener in self._listeners:
+            with contextlib.suppress(RuntimeError):  # an event loop that has just been closed
+                listener()
+
+    def wait(self, seen: int, timeout: float) -> int:
+        """Until something changed after generation `seen`, the sidecar stops, or `timeout` seconds passed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._generation != seen or self.stopping, timeout)
+            return self._generation
+
+    def wait_until(self, predicate: Callable[[], bool], timeout: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: predicate() or self.stopping, timeout)
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        self._listeners.append(listener)
+
+    def stop(self) -> None:
+        self.stopping = True
+        self.threads.stop()
+        self.bump()
+
+    # Directives
+
+    @property
+    def attempt(self) -> int:
+        directive = self.directive
+        return directive.attempt if directive else 0
+
+    @property
+    def newest_attempt(self) -> int:
+        """The newest that is known to have begun, whether or not we were told to follow it."""
+        return max(self._learned, self.attempt) if self._is_credible(self._learned) else self.attempt
+
+    @property
+    def overtaken(self) -> bool:
+        """Whether the job goes on without us as far as we know: then nothing is written that others could read."""
+        return self.newest_attempt > self.attempt
+
+    def _is_credible(self, attempt: int) -> bool:
+        """One wrong number must not end this sidecar's attempts for good. Before the first directive any may be the job's."""
+        return self.directive is None or attempt <= self.attempt + _MOST_AHEAD
+
+    def learn(self, attempt: int) -> None:
+        """A proven peer, or the remote tier, knows this attempt. What is too far ahead to be true is not believed."""
+        with self.lock:
+            if attempt <= self.newest_attempt or not self._is_credible(attempt):
+                return
+            self._learned = attempt
+        log.warning("attempt %d has begun elsewhere; ours (%d) is over", attempt, self.attempt)
+        self.bump()
+
+    def isolated(self, seconds: float) -> bool:
+        """Whether for so long neither the controller nor any of our peers was heard. Never without peers: nobody else could know."""
+        return self.clock() - self.controller_at > seconds and self.peers.all_lost(seconds)
+
+    def when_identified(self, tell: Callable[[SidecarConfig], None]) -> None:
+        """`tell` is called under the lock with the first directive and whenever this becomes another worker, before anybody sees
+        the directive."""
+        self._on_identity = tell
+
+    def hear_controller(self) -> None:
+        """It has just called."""
+        self.controller_at = self.clock()
+
+    def begin_ending(self) -> None:
+        """This process was asked to end."""
+        self.ending = True
+        self.bump()
+
+    def accept(self, directive: Directive) -> None:
+        """Take over the wanted state. Raises DirectiveRefused."""
+        with self.lock:
+            self._check(directive)
+            old = self.directive
+            if old == directive:
+                return
+            if old is None or self.config.worker != directive.worker:
+                self.config = dataclasses.replace(self.config, worker=directive.worker)
+                self._on_identity(self.config)
+            if old is None or directive.attempt > old.attempt:
+                self.saw_hold = directive.phase is Phase.HOLD
+                self.verdict, self.reached, self._declined = None, {}, {}
+                self._lacking = {}
+                self._problems.pop(CANNOT_SAVE, None)
+                self._quarantined = {}
+                version = directive.restore.version if directive.restore else None
+                self.restore = RestoreReport(RestoreState.RUNNING, version)
+                self.meter.begin()
+                resumed = directive.phase is Phase.RELEASE and not self.saw_hold
+                self.trainer.begin_attempt(directive.attempt, resumed, self.clock())
+            elif directive.placement != old.placement:
+                # What is complete at other holders says nothing of these: until there is word of them, nothing is freed.
+                self.verdict = None
+            self.directive = directive
+            self.followed = max(self.followed + 1, directive.number)
+        self.bump()
+
+    def _check(self, directive: Directive) -> None:
+        config, old = self.config, self.directive
+        if directive.job_uid != config.job_uid:
+            raise StrangerRefused(f"this sidecar belongs to job {config.job_uid}, not {directive.job_uid}")
+        if directive.pod_uid not in ("", config.pod_uid):
+            raise StrangerRefused(f"this is pod {config.pod_uid}, not {directive.pod_uid}")
+        worker = directive.worker if self._may_become_another(directive) else config.worker
+        if (directive.worker, directive.procs_per_worker) != (worker, config.procs_per_worker):
+            raise StrangerRefused(
+                f"this is worker {worker} with {config.procs_per_worker} ranks, "
+                f"not worker {directive.worker} with {directive.procs_per_worker}"
+            )
+        late = self.fence.refuse_past(directive.attempt, old)
+        if late:
+            raise StaleRefused(late)
+        if old is not None and directive.attempt == old.attempt and directive.phase.order < old.phase.order:
+            raise StaleRefused(f"attempt {old.attempt} is in phase {old.phase.value}, past {directive.phase.value}")
+        if directive.number and directive != old:
+            self._check_order(directive)
+
+    def _check_order(self, directive: Directive) -> None:
+        """A call that was given up may arrive after the next one, and so may one of an operator that does not lead any more."""
+        if directive.instance != self.instance:
+            raise StaleRefused("it is meant for a process of this sidecar that was started again since")
+        if directive.number <= self.followed:
+            raise StaleRefused(f"directive {directive.number} comes too late, {self.followed} is followed")
+
+    def _may_become_another(self, directive: Directive) -> bool:
+        """Within an attempt nobody changes: who this is would then depend on which directive came last."""
+        if self.config.worker == SPARE:
+            return True
+        begins = self.directive is None or directive.attempt > self.directive.attempt
+        return begins and directive.pod_uid == self.config.pod_uid
+
+    # Deltas
+
+    @property
+    def wants_deltas(self) -> bool:
+        """Whether the job wants them."""
+        directive = self.directive
+        return directive is not None and directive.policy.delta is not DeltaMode.NONE
+
+    def distrust_deltas(self, why: str) -> None:
+        """This worker's deltas are not to be trusted any more. Wakes nobody: they are still to be given up."""
+        with self.lock:
+            self.distrusted = why
+
+    def decline_deltas(self, rank: int, why: str) -> None:
+        """An own rank takes none; empty: it does again. Wakes nobody: some may still have to be quarantined."""
+        with self.lock:
+            self._declined[rank] = why
+
+    def lack_room(self, why: str) -> None:
+        """There is no room for deltas; empty: there is."""
+        self.no_room = why
+        self.problem("DeltasOff", why)
+
+    def deltas_off(self, rank: int) -> str:
+        """Why an own rank takes no deltas, whatever room there is; empty if it does."""
+        with self.lock:
+            return self.distrusted or self._declined.get(rank, "")
+
+    @property
+    def peers_encrypted(self) -> bool:
+        """Whether the job wants connections between sidecars to be encrypted."""
+        directive = self.directive
+        return directive is not None and directive.policy.peer_encrypted
+
+    def tagger(self, artifact: Artifact) -> Tagger | None:
+        """For what is sealed here and then travels over connections that are not encrypted; None if it will not."""
+        directive = self.directive
+        if directive is None or self.peers_encrypted or not (directive.holders or directive.parity):
+            return None
+        return Tagger(self.config.token, self.config.job_uid, artifact)
+
+    @property
+    def every(self) -> int:
+        """Steps between snapshots: what the user wants, or else what the coordinator names; 0: not decided yet."""
+        directive = self.directive
+        return (directive.policy.snapshot_every if directive else None) or self.snapshot_every
+
+    # Versions
+
+    def follow(self, verdict: TierVerdict) -> str:
+        """Follow the coordinator's word. Returns a sentence if it is refused."""
+        with self.lock:
+            other = self.fence.refuse_other(verdict.attempt, self.directive)
+            if other:
+                return f"the verdict is refused: {other}"
+            if verdict.placement and self.directive is not None and verdict.placement != self.directive.placement:
+                return "the verdict is of another placement"
+            if self.verdict == verdict:
+                return ""
+            self.verdict = verdict
+            if verdict.cadence.every:
+                self.snapshot_every = verdict.cadence.every
+        self.bump()
+        return ""
+
+    def reach(self, rank: int, version: Version) -> None:
+        """An own rank has captured or skipped this snapshot."""
+        with self.lock:
+            before = self.reached.get(rank)
+            self.reached = {**self.reached, rank: max(version, before) if before else version}
+        self.bump()
+
+    def plan_to_free(self, leaving: frozenset[Artifact]) -> frozenset[Artifact]:
+        """These are the own snapshots that wait for the coordinator. Returns what it counts on no more."""
+        with self.lock:
+            news = self.leaving != leaving
+            self.leaving = leaving
+            left_out = self.left_out
+        if news:
+            self.bump()
+        return left_out
+
+    def report_leaving(self) -> frozenset[Artifact]:
+        """What a report that is being made leaves out; all else may be counted on again."""
+        with self.lock:
+            self.left_out &= self.leaving
+            return self.leaving
+
+    def leave_out(self, left_out: frozenset[Artifact]) -> None:
+        """The coordinator has taken a report without these, so it counts on them no more."""
+        if left_out:
+            with self.lock:
+                self.left_out = left_out
+            self.bump()
+
+    def report_restore(self, attempt: int, report: RestoreReport) -> bool:
+        """How the restore of `attempt` stands; False if that attempt is over."""
+        with self.lock:
+            if self.attempt != attempt:
+                return False
+            self.restore = report
+        self.bump()
+        return True
+
+    def report_remote(
+        self,
+        reachable: bool,
+        message: str,
+        versions: tuple[Version, ...] | None = None,
+        ranks: tuple[int, ...] = (),
+    ) -> None:
+        """What is known of the remote tier; without `versions` those of before stand."""
+        with self.lock:
+            before = self.remote
+            after = dataclasses.replace(before, reachable=reachable, message=message)
+            if versions is not None:
+                after = dataclasses.replace(after, versions=versions, ranks=ranks)
+            self.remote = after
+        if after != before:
+            self.bump()
+
+    def show(self, proofs: tuple[Proof, ...]) -> None:
+        """What the rehearsal can show now."""
+        self.proofs = proofs
+
+    # Small facts
+
+    def count(self, **more: int) -> None:
+        """Add to counters by name."""
+        with self.lock:
+            now = {name: getattr(self.counters, name) + value for name, value in more.items()}
+            self.counters = dataclasses.replace(self.counters, **now)
+
+    def problem(self, reason: str, message: str) -> None:
+        """State or, with an empty message, withdraw a problem."""
+        with self.lock:
+            before = self._problems.get(reason)
+            if (before.message if before else "") == message:
+                return
+            self._problems.pop(reason, None)
+            if message:
+                self._problems[reason] = Problem(reason, message)
+        self.bump()
+
+    def cannot_save(self, rank: int, why: str) -> None:
+        """Nothing of an own rank can be saved; empty: it can again."""
+        with self.lock:
+            self._lacking[rank] = why
+            found = next((f"rank {rank}: {why}" for rank, why in sorted(self._lacking.items()) if why), "")
+        self.problem(CANNOT_SAVE, found)
+
+    def withdraw(self, prefix: str, but: str = "") -> None:
+        """Withdraw every problem whose reason begins with `prefix`, other than `but`."""
+        for problem in self.problems:
+            if problem.reason.startswith(prefix) and problem.reason != but:
+                self.problem(problem.reason, "")
+
+    def quarantine(self, bad: Quarantined) -> None:
+        with self.lock:
+            self._quarantined[bad.rank, bad.version, bad.kind, bad.worker] = bad
+        self.bump()
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        with self.lock:
+            known = tuple(self._problems.values())
+        return (*known, *self.threads.problems())
+
+    @property
+    def quarantined(self) -> tuple[Quarantined, ...]:
+        with self.lock:
+            return tuple(self._quarantined.values())

@@ -1,0 +1,205 @@
+"""A bucket as remote tier: obstore moves the bytes of artifacts, boto3 does the rest.
+
+boto3 finds credentials, lists, deletes, and creates the manifest with `If-None-Match: *`.
+
+Payloads are not signed (SHA-256 of every byte would cost more than sending it); where the server takes it, CRC64NVME
+guards them on the way, and our own digests guard them for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from tiercheck_sidecar.remote import keys as layout
+from tiercheck_sidecar.remote.config import S3Settings
+from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteError
+from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored, bounded
+from tiercheck_sidecar.remote.s3 import s3_errors
+from tiercheck_sidecar.remote.s3.s3_multipart import Leftover, part_size
+from tiercheck_sidecar.remote.verify import nothing_arrived
+
+if TYPE_CHECKING:
+    from tiercheck_sidecar.remote.s3.s3_clients import Clients
+
+CONFLICT_TRIES = 6
+SETTLE_SECONDS = 1.0
+PARALLEL_DELETES = 8
+
+
+class S3Objects(Objects):
+    """The job's folder in a bucket. Connects at the first call; credentials that appear later are found then."""
+
+    def __init__(self, settings: S3Settings, folder: str) -> None:
+        self._bucket = settings.bucket
+        self._folder = folder
+        self._settings = settings
+        self.location = f"s3://{settings.bucket}/{folder}"
+        self._connecting = threading.Lock()
+        self._connected: Clients | None = None
+        self._closed = threading.Event()
+
+    def check(self) -> None:
+        clients = self._clients()
+        with self._boto():
+            # Not HeadBucket: its errors have no body, and a policy may allow listing under the prefix only.
+            clients.boto.list_objects_v2(Bucket=self._bucket, Prefix=f"{self._folder}/{layout.MANIFESTS}", MaxKeys=1)
+        self._probe(clients)
+
+    def upload(self, key: str, source: memoryview, chunk: int, gate: Gate) -> None:
+        clients = self._clients()
+        self._probe(clients)
+        part = part_size(len(source), chunk)
+        name = self._key(key)
+        if len(source) <= part:
+            gate(0, source)
+            clients.transfers.send(name, source[:])  # obstore may hold the view for a moment after a close
+            return
+        with self._boto():
+            if not Leftover(clients, name, source, part, self._closed).complete(gate):
+                clients.transfers.send_parts(name, source, part, gate)
+
+    def write(self, key: str, body: bytes) -> None:
+        clients = self._clients()
+        with self._boto():
+            clients.boto.put_object(Bucket=self._bucket, Key=self._key(key), Body=body)
+
+    def create(self, key: str, body: bytes) -> bool:
+        from botocore.exceptions import ClientError
+
+        clients = self._clients()
+        self._probe(clients)
+        if not clients.conditional:
+            return self._create_and_look(key, body)
+        with self._boto():
+            for attempt in range(1, CONFLICT_TRIES + 1):
+                try:
+                    clients.boto.put_object(Bucket=self._bucket, Key=self._key(key), Body=body, IfNoneMatch="*")
+                    return True
+                except ClientError as error:
+                    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+                    if status == 412:
+                        return False
+                    # 409: another conditional request on this key was under way; nobody has won yet.
+                    if status != 409 or attempt == CONFLICT_TRIES:
+                        raise
+                if self._closed.wait(random.uniform(0, 0.05 * 2**attempt)):
+                    raise RemoteClosed
+        raise AssertionError("unreachable")
+
+    def _create_and_look(self, key: str, body: bytes) -> bool:
+        """Where the server does not mind the condition: of two that write in the same moment, the one that is read afterwards has won.
+
+        Whoever looked before our write has written by then, unless it was held up for longer.
+        """
+        if self.read(key) is not None:
+            return False
+        self.write(key, body)
+        if self._closed.wait(SETTLE_SECONDS):
+            raise RemoteClosed
+        return self.read(key) == body
+
+    def _probe(self, clients: Clients) -> None:
+        with self._boto():
+            clients.probe(self._key(layout.PROBE))
+        if not clients.conditional:
+            self.weakness = (
+                f"{self.location} takes If-None-Match and does not mind it, so two writers may both believe that theirs is the "
+                "manifest; each is read back instead. Use a server that honours conditional writes, and see that no other "
+                "job writes there."
+            )
+
+    def read(self, key: str) -> bytes | None:
+        from botocore.exceptions import ClientError
+
+        clients = self._clients()
+        with self._boto():
+            try:
+                answer = clients.boto.get_object(Bucket=self._bucket, Key=self._key(key))
+                with contextlib.closing(answer["Body"]) as body:
+                    return bounded(body.read, f"{self.location}/{key}", answer.get("ContentLength", 0))
+            except ClientError as error:
+                if error.response.get("Error", {}).get("Code") == "NoSuchKey":
+                    return None
+                raise
+
+    def read_into(self, key: str, offset: int, into: memoryview, arrived: Arrived = nothing_arrived) -> int:
+        if not into:
+            return 0
+        clients = self._clients()
+        return clients.transfers.receive(self._key(key), offset, into, arrived)
+
+    def list(self, prefix: str) -> list[Stored]:
+        clients = self._clients()
+        root = f"{self._folder}/"
+        with self._boto():
+            pages = clients.boto.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket, Prefix=self._key(prefix)
+            )
+            return [
+                Stored(entry["Key"].removeprefix(root), entry["Size"], entry["LastModified"].timestamp())
+                for page in pages
+                for entry in page.get("Contents", ())
+            ]
+
+    def delete(self, keys: Iterable[str]) -> None:
+        clients = self._clients()
+
+        def delete_one(key: str) -> None:
+            clients.boto.delete_object(Bucket=self._bucket, Key=self._key(key))
+
+        # Not in bulk: that needs an MD5 or CRC header which S3-compatible servers disagree about.
+        with self._boto(), ThreadPoolExecutor(PARALLEL_DELETES, thread_name_prefix="remote-delete") as pool:
+            for done in [pool.submit(delete_one, key) for key in keys]:
+                done.result()
+
+    def forget_unfinished(self, dead: Callable[[str], bool]) -> None:
+        clients = self._clients()
+        try:
+            with self._boto():
+                pages = clients.boto.get_paginator("list_multipart_uploads").paginate(
+                    Bucket=self._bucket, Prefix=self._key(layout.ARTIFACTS)
+                )
+                for entry in [entry for page in pages for entry in page.get("Uploads", ())]:
+                    if dead(entry["Key"].removeprefix(f"{self._folder}/")):
+                        clients.boto.abort_multipart_upload(
+                            Bucket=self._bucket, Key=entry["Key"], UploadId=entry["UploadId"]
+                        )
+        except RemoteError as error:
+            # Not every server or policy lets us; a lifecycle rule of the bucket does the same work.
+            if error.reason not in (Reason.FORBIDDEN, Reason.OTHER):
+                raise
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._connecting:
+            if self._connected is not None:
+                self._connected.close()
+                self._connected = None
+
+    def _key(self, key: str) -> str:
+        return f"{self._folder}/{key}"
+
+    def _clients(self) -> Clients:
+        from tiercheck_sidecar.remote.s3.s3_clients import Clients  # late: it loads obstore
+
+        with self._connecting:
+            if self._closed.is_set():
+                raise RemoteClosed
+            if self._connected is None:
+                with self._boto():
+                    self._connected = Clients.connect(self._settings, self.location, self._closed)
+            return self._connected
+
+    @contextlib.contextmanager
+    def _boto(self) -> Iterator[None]:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            yield
+        except (BotoCoreError, ClientError) as error:
+            raise s3_errors.from_boto(error, self.location) from error

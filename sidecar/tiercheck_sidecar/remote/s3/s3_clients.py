@@ -1,0 +1,206 @@
+"""One set of credentials, trust and addressing for both ways to a bucket: boto3's and obstore's.
+
+boto3 decides all of it: the chain of credentials (environment, profiles, web identity, instance), endpoint,
+path or virtual-host addressing, region, authorities and proxies. obstore is told.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiercheck_sidecar.remote.config import S3Settings, clean_credentials, mend_credentials
+from tiercheck_sidecar.remote.errors import Reason, RemoteError
+from tiercheck_sidecar.remote.objects import bounded
+from tiercheck_sidecar.remote.s3 import s3_errors
+from tiercheck_sidecar.remote.s3.s3_transfers import Transfers
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, S3Config
+
+CONNECT_SECONDS = 5
+READ_SECONDS = 10
+TRIES = 3
+
+
+@dataclass
+class Clients:
+    """Both ways to one bucket."""
+
+    boto: Any
+    transfers: Transfers
+    bucket: str
+    location: str
+    conditional: bool = True
+    """Whether the server honours `If-None-Match: *`, as far as is known: the probe tells."""
+    _trust: int | None = None
+    """Descriptor of the authorities' file, which boto3 reads by name at every new connection."""
+    _probing: threading.Lock = field(default_factory=threading.Lock)
+    _probed: bool = False
+
+    @staticmethod
+    def connect(settings: S3Settings, location: str, closed: threading.Event) -> Clients:
+        """Contacts no bucket, but may ask the cloud for credentials. Raises RemoteError and botocore's errors."""
+        import boto3
+        from botocore.config import Config
+
+        clean_credentials(os.environ)
+        session = boto3.Session(region_name=settings.region)
+        credentials = session.get_credentials()
+        if credentials is None:
+            raise s3_errors.credentials_missing(location)
+        authorities = _authorities(settings, session, location)
+        trust = _as_file(authorities) if authorities else None
+        config = Config(
+            signature_version="s3v4",
+            connect_timeout=CONNECT_SECONDS,
+            read_timeout=READ_SECONDS,
+            retries={"mode": "standard", "total_max_attempts": TRIES},
+            max_pool_connections=16,
+            s3={"addressing_style": "path" if settings.endpoint else "auto"},
+            # Many S3-compatible servers refuse the checksum trailers that newer clients add on their own.
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        )
+        try:
+            boto = session.client(
+                "s3",
+                region_name=session.region_name or "us-east-1",
+                endpoint_url=settings.endpoint or None,
+                verify=f"/proc/self/fd/{trust}" if trust is not None else None,
+                config=config,
+            )
+        except ValueError as error:
+            raise RemoteError(Reason.OTHER, _no_client(settings, location), retriable=False) from error
+        boto._endpoint.http_session = _BoundedAnswers(boto._endpoint.http_session, location)
+        transfers = Transfers(
+            _address(boto, settings.bucket), _connections(boto, authorities), credentials, location, closed
+        )
+        return Clients(boto, transfers, settings.bucket, location, _trust=trust)
+
+    def probe(self, key: str) -> None:
+        """Once: learn by one tiny object whether writing is allowed, whether the server takes CRC64NVME, and
+        whether it refuses to overwrite if asked to. Raises RemoteError and botocore's errors."""
+        from botocore.exceptions import ClientError
+
+        with self._probing:
+            if self._probed:
+                return
+            body = b"tiercheck\n"
+            try:
+                self.transfers.send(key, body)
+            except RemoteError as refusal:
+                if refusal.reason is not Reason.OTHER:
+                    raise
+                self.transfers.send_checksums(False)
+                self.transfers.send(key, body)
+            try:
+                self.boto.put_object(Bucket=self.bucket, Key=key, Body=body, IfNoneMatch="*")
+                self.conditional = False
+            except ClientError as error:
+                status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+                # 409: another probe is under way. Old servers ignore the condition, or say that they cannot.
+                self.conditional = status in (409, 412)
+                if not self.conditional and status not in (400, 501):
+                    raise
+            self._probed = True
+
+    def close(self) -> None:
+        """Release connections."""
+        self.transfers.close()
+        self.boto.close()
+        if self._trust is not None:
+            os.close(self._trust)
+            self._trust = None
+
+
+def _address(boto: Any, bucket: str) -> S3Config:
+    """Where and how boto3 finds the bucket."""
+    url: str = boto.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": "k"})
+    return {
+        "bucket": bucket,
+        "region": boto.meta.region_name,
+        # obstore takes it as it is: whether the bucket is in the host or in the path, boto3 has decided.
+        "aws_endpoint_url_s3": url.partition("?")[0].removesuffix("/k"),
+        "virtual_hosted_style_request": True,
+        "skip_signature": False,
+        "unsigned_payload": True,  # SHA-256 of every byte would cost more than sending it
+    }
+
+
+def _connections(boto: Any, authorities: bytes | None) -> ClientConfig:
+    from botocore.httpsession import get_cert_path
+    from botocore.utils import get_environ_proxies
+
+    url: str = boto.meta.endpoint_url
+    options: ClientConfig = {
+        "allow_http": True,
+        "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
+        "root_certificate": authorities or Path(get_cert_path(True)).read_bytes(),
+    }
+    proxy = get_environ_proxies(url).get(url.partition("://")[0])
+    if proxy:
+        options["proxy_url"] = proxy if "://" in proxy else f"http://{proxy}"
+    return options
+
+
+class _BoundedAnswers:
+    """botocore's HTTP, with a limit to what it reads into memory: listings and errors, which it would read to whatever end."""
+
+    def __init__(self, session: Any, location: str) -> None:
+        self._session, self._location = session, location
+
+    def send(self, request: Any) -> Any:
+        """Raises RemoteCorrupt, and what botocore's raises."""
+        streamed, request.stream_output = request.stream_output, True
+        response = self._session.send(request)
+        if not streamed or response.status_code >= 300:
+            try:
+                response._content = bounded(response.raw.read, f"an answer of {self._location}")
+            except BaseException:
+                response.raw.close()
+                raise
+        return response
+
+    def close(self) -> None:
+        self._session.close()
+
+
+def _no_client(settings: S3Settings, location: str) -> str:
+    if settings.endpoint:
+        return (
+            f"{location} cannot be reached at {settings.endpoint}: that is no URL of a host (names have letters, digits, dots and hyphens); "
+            "correct tiers.remote.s3.endpoint."
+        )
+    return (
+        f"{location} cannot be reached: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or another AWS_ setting has no valid value; "
+        f"{mend_credentials()}."
+    )
+
+
+def _authorities(settings: S3Settings, session: Any, location: str) -> bytes | None:
+    # The second is AWS_CA_BUNDLE, or ca_bundle of the profile.
+    bundle = settings.ca_bundle or session._session.get_config_variable("ca_bundle")
+    if not bundle:
+        return None
+    if "-----BEGIN" in bundle:
+        return bytes(bundle.encode())
+    try:
+        return Path(bundle).read_bytes()
+    except OSError as error:
+        raise RemoteError(
+            Reason.OTHER,
+            f"The caBundle for {location} cannot be read ({error}); give PEM text or the path of a mounted file.",
+            retriable=True,
+        ) from error
+
+
+def _as_file(content: bytes) -> int:
+    """A descriptor that can be opened by name although the container's file system is read-only."""
+    descriptor = os.memfd_create("tiercheck-authorities", 0)
+    os.write(descriptor, content)
+    return descriptor

@@ -1,0 +1,77 @@
+"""What a holder is still owed: decided from what is sealed here, what it has acknowledged, and which snapshot is named.
+
+Snapshots of one named version at a time; deltas as they come, every one after the oldest snapshot that the holder keeps or is
+being sent, in the order of steps. The two go on lanes of their own, so that a delta never waits behind a snapshot.
+
+When to try again what went wrong: longer each time, so that a holder without room is not asked in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable
+from typing import Generic, TypeVar
+
+from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.version import Artifact, History, Kind, Version
+from tiercheck_sidecar.vault import Seal
+
+
+def due(
+    kind: Kind, held: Iterable[Seal], acknowledged: Collection[Artifact], copy: Version | None, history: History
+) -> list[Seal]:
+    """Own artifacts that a holder should get now, first things first. `copy` is the snapshot that is named."""
+    own = [seal for seal in held if seal.tier is Tier.LOCAL and seal.share is None and history.accepts(seal.version)]
+    bases: dict[int, Version] = {}
+    for has in acknowledged:
+        if has.kind is Kind.SNAPSHOT:
+            bases[has.rank] = min(has.version, bases.get(has.rank, has.version))
+    for seal in own:
+        if seal.kind is Kind.SNAPSHOT and seal.version == copy:
+            bases[seal.rank] = min(copy, bases.get(seal.rank, copy))
+    wanted = [
+        seal
+        for seal in own
+        if seal.kind is kind
+        and Artifact(seal.rank, seal.version, kind) not in acknowledged
+        and (seal.version == copy if kind is Kind.SNAPSHOT else seal.rank in bases and seal.version > bases[seal.rank])
+    ]
+    return sorted(wanted, key=lambda seal: (seal.version, seal.rank))
+
+
+def first_of_each_rank(due: Iterable[Seal]) -> list[Seal]:
+    """What may be sent next: a rank's deltas are sent in order, so only its first."""
+    firsts: dict[int, Seal] = {}
+    for seal in due:
+        firsts.setdefault(seal.rank, seal)
+    return list(firsts.values())
+
+
+Key = TypeVar("Key", bound=Hashable)
+
+FIRST, LONGEST = 0.1, 5.0
+"""Seconds until the next try."""
+
+
+class Backoff(Generic[Key]):
+    """Times are seconds of any monotonic clock. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._failures: dict[Key, int] = {}
+        self._after: dict[Key, float] = {}
+
+    def ready(self, key: Key, now: float) -> bool:
+        return self._after.get(key, now) <= now
+
+    def until(self, key: Key) -> float:
+        """When it is ready."""
+        return self._after.get(key, 0.0)
+
+    def failed(self, key: Key, now: float) -> int:
+        """How often in a row."""
+        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        self._after[key] = now + min(LONGEST, FIRST * 2 ** min(failures - 1, 10))
+        return failures
+
+    def succeeded(self, key: Key) -> None:
+        self._failures.pop(key, None)
+        self._after.pop(key, None)

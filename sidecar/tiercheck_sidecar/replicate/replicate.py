@@ -1,0 +1,235 @@
+"""Replicate: bring own ranks' artifacts from memory to this worker's holders, while the next step trains.
+
+Two threads per holder, one for the snapshot that the coordinator names and one for deltas, so that no delta waits behind a
+snapshot, a slow holder delays nobody else, and no holder ever delays a trainer. What a holder has is asked again in each
+attempt: after a recovery what exists is offered to the new holders at once, without waiting for a snapshot. And now and then
+within one: a holder that was started anew, or found that a copy had rotted, has less than it once said.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from tiercheck.protocol.directive import Directive, Peer, Tier
+from tiercheck.protocol.report import RestoreState
+from tiercheck.protocol.version import Artifact, History, Kind
+from tiercheck_sidecar.exchange.fetch import list_held
+from tiercheck_sidecar.exchange.frames import ListedArtifact, WireBroken
+from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
+from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.offload.pacing import Portion, TokenBucket
+from tiercheck_sidecar.replicate.agenda import Backoff, due, first_of_each_rank
+from tiercheck_sidecar.replicate.sender import Pushed, PushRefused, push
+from tiercheck_sidecar.replicate.streams import Line, TooDamaged
+from tiercheck_sidecar.vault import NotHeld, Seal, Vault
+from tiercheck_sidecar.vault.verification import distrust
+from tiercheck_sidecar.versions.forgetting import MemoryPlace, expendable
+from tiercheck_sidecar.versions.watermark import TierVerdict
+
+log = logging.getLogger(__name__)
+
+_REVIEW_EVERY = 5.0
+"""Seconds after which a holder is asked again what it has."""
+_PATIENCE = 3
+"""Tries in vain before a person is told."""
+_PORTIONS = {Kind.SNAPSHOT: 0.1, Kind.DELTA: 2.0}
+"""Seconds' worth of bandwidth that a lane asks for at once: where it is short, deltas get the larger part."""
+
+
+@dataclass(frozen=True)
+class _Era:
+    """While it lasts, acknowledgements count."""
+
+    attempt: int
+    holders: tuple[Peer, ...]
+
+
+class Replicator:
+    """Thread-safe. `run` keeps two threads per holder of the current attempt."""
+
+    def __init__(self, board: SidecarState, vault: Vault, identity: Identity, port: int) -> None:
+        self._board, self._vault, self._identity, self._port = board, vault, identity, port
+        self._lock = threading.Lock()
+        self._era: _Era | None = None
+        self._acknowledged: dict[Peer, frozenset[Artifact]] = {}
+        self._troubles: dict[tuple[Peer, Kind], str] = {}
+        self._lanes: set[tuple[Peer, Kind]] = set()
+        """That have a thread in this era."""
+        self.bucket = TokenBucket(None)
+        """Everything that this worker sends to its holders takes from here (`Policy.peer_bandwidth`)."""
+
+    def run(self) -> None:
+        seen = -1
+        while not self._board.stopping:
+            seen = self._board.wait(seen, timeout=5.0)
+            for holder, kind, era in self.follow():
+                name = f"{kind.value}s-to-worker-{holder.worker}"
+                self._board.threads.loop(name, partial(self._serve, holder, kind, era))
+                self.served(holder, kind)
+
+    def served(self, holder: Peer, kind: Kind) -> None:
+        """Somebody serves this lane now."""
+        self._lanes.add((holder, kind))
+
+    def follow(self) -> list[tuple[Peer, Kind, _Era]]:
+        """Take over whom the directive names as holders. Returns the lanes that nobody serves yet."""
+        directive = self._board.directive
+        if directive is None:
+            return []
+        self.bucket.set_rate(directive.policy.peer_bandwidth)
+        self._forget()
+        era = _Era(directive.attempt, directive.holders)
+        if era != self._era:
+            with self._lock:
+                kept = self._acknowledged if self._era and self._era.attempt == era.attempt else {}
+                self._era, self._troubles, self._lanes = era, {}, set()
+                self._acknowledged = {holder: kept.get(holder, frozenset()) for holder in era.holders}
+            self._board.problem("PeerUnreachable", "")
+        return [(holder, kind, era) for holder in era.holders for kind in Kind if (holder, kind) not in self._lanes]
+
+    def acknowledged(self, directive: Directive) -> list[tuple[int, frozenset[Artifact]]]:
+        """Each holder that `directive` names: its worker, and what it has verified of own ranks in that attempt and has had no
+        reason to free. What was said before the lanes to these holders began counts for nothing.
+        """
+        with self._lock:
+            here = self._acknowledged if self._era and self._era.attempt == directive.attempt else {}
+            return [(holder.worker, here.get(holder, frozenset())) for holder in directive.holders]
+
+    def owes(self) -> bool:
+        """Whether a holder lacks anything that it should have."""
+        with self._lock:
+            era = self._era
+        return era is not None and any(self._due(holder, kind, era) for holder in era.holders for kind in Kind)
+
+    def _serve(self, holder: Peer, kind: Kind, era: _Era) -> None:
+        """One lane."""
+        seen, reviewed_at = -1, time.monotonic()
+        waits: Backoff[int | None] = Backoff()
+        with Line(lambda: dial(self._identity, era.attempt, holder, self._port)) as line:
+            while not self._board.stopping and self._era == era:
+                now = time.monotonic()
+                if kind is Kind.SNAPSHOT and now - reviewed_at >= _REVIEW_EVERY:
+                    self._review(holder, lambda rank: list_held(line.wires(1)[0], rank), line.drop, era)
+                    reviewed_at = time.monotonic()
+                candidates = first_of_each_rank(self._due(holder, kind, era))
+                seal = next(
+                    (each for each in candidates if waits.ready(each.rank, now) and waits.ready(None, now)), None
+                )
+                if seal is None:
+                    # While something waits for its next try, what happens elsewhere must not wake this lane again and again.
+                    if candidates:
+                        soonest = max(waits.until(None), min(waits.until(each.rank) for each in candidates))
+                        self._board.wait_until(lambda: self._era != era, max(0.0, soonest - now))
+                    else:
+                        seen = self._board.wait(seen, timeout=1.0)
+                    continue
+                self._send(holder, seal, line, waits, era)
+
+    def _due(self, holder: Peer, kind: Kind, era: _Era) -> list[Seal]:
+        with self._board.lock:
+            verdict, directive = self._board.verdict, self._board.directive
+            ready = self._board.restore.state is RestoreState.READY
+        if verdict is None or not ready or directive is None or directive.attempt != era.attempt:
+            return []
+        with self._lock:
+            has = self._acknowledged.get(holder, frozenset())
+        return due(kind, self._vault.held(), has, verdict.copy, directive.history)
+
+    def _send(self, holder: Peer, seal: Seal, line: Line, waits: Backoff[int | None], era: _Era) -> None:
+        """One artifact, and what follows from what became of it: a rank, or the whole lane, may have to wait."""
+        lane = (holder, seal.kind)
+        try:
+            said = push(self._vault, seal, line, Portion(self.bucket, _PORTIONS[seal.kind]))
+        except NotHeld:
+            return  # freed meanwhile: no longer due
+        except TooDamaged as error:
+            distrust(self._board, self._vault, seal)
+            waits.failed(seal.rank, time.monotonic())
+            self._trouble(lane, str(error))
+        except PushRefused as error:
+            log.info("%s to worker %d: %s", seal, holder.worker, error)
+            if waits.failed(seal.rank, time.monotonic()) >= _PATIENCE:
+                self._trouble(lane, str(error))
+        except (WireBroken, PeerRefused, OSError) as error:
+            log.info("%s to worker %d: %s", seal, holder.worker, error)
+            self._board.peers.doubt(holder)
+            if waits.failed(None, time.monotonic()) >= _PATIENCE:
+                self._trouble(lane, str(error))
+        else:
+            waits.succeeded(None)
+            self._trouble(lane, "")
+            if said is Pushed.KEPT:
+                waits.succeeded(seal.rank)
+                self._acknowledge(holder, seal, era)
+            else:
+                waits.failed(seal.rank, time.monotonic())
+
+    def _review(
+        self, holder: Peer, ask: Callable[[int], Iterable[ListedArtifact]], hang_up: Callable[[], None], era: _Era
+    ) -> None:
+        """What the holder has no more counts no more, and is due again."""
+        with self._lock:
+            has = self._acknowledged.get(holder, frozenset()) if self._era == era else frozenset()
+        try:
+            listed = {each.artifact for rank in {artifact.rank for artifact in has} for each in ask(rank)}
+        except (WireBroken, PeerRefused, OSError) as error:
+            log.info("what worker %d holds: %s", holder.worker, error)
+            hang_up()
+            self._board.peers.doubt(holder)
+            return
+        with self._lock:
+            gone = has - listed
+            if not gone or self._era != era:
+                return
+            self._acknowledged[holder] -= gone
+        log.warning("worker %d no longer holds %s", holder.worker, ", ".join(map(str, sorted(gone))))
+        self._board.bump()
+
+    def _acknowledge(self, holder: Peer, seal: Seal, era: _Era) -> None:
+        with self._lock:
+            if self._era != era:
+                return
+            self._acknowledged[holder] |= {seal.artifact}
+        self._board.count(replicated=1)
+        self._board.bump()
+
+    def _forget(self) -> None:
+        """What the holders may have freed, by the rule that they follow, is not counted upon any longer."""
+        with self._board.lock:
+            verdict, directive = self._board.verdict, self._board.directive
+        if directive is None:
+            return
+        with self._lock:
+            for holder, has in self._acknowledged.items():
+                self._acknowledged[holder] = still_kept(has, directive.history, verdict)
+
+    def _trouble(self, lane: tuple[Peer, Kind], reason: str) -> None:
+        """State why a holder takes no copies, or with an empty reason that it does."""
+        with self._lock:
+            if lane[0] not in self._acknowledged:
+                return
+            self._troubles[lane] = reason
+            worst = {holder.worker: why for (holder, _), why in self._troubles.items() if why}
+        if not worst:
+            self._board.problem("PeerUnreachable", "")
+            return
+        told = ". ".join(f"Worker {worker} does not take copies: {why}" for worker, why in sorted(worst.items()))
+        hope = "Training goes on; its snapshots are protected as soon as that worker answers or is replaced"
+        self._board.problem("PeerUnreachable", f"{told}. {hope}")
+
+
+def still_kept(acknowledged: frozenset[Artifact], history: History, verdict: TierVerdict | None) -> frozenset[Artifact]:
+    """What a holder that follows `verdict` has not freed."""
+    kept: set[Artifact] = set()
+    for rank in {artifact.rank for artifact in acknowledged}:
+        mine = {artifact for artifact in acknowledged if artifact.rank == rank}
+        snapshots = frozenset(each.version for each in mine if each.kind is Kind.SNAPSHOT)
+        deltas = frozenset(each.version for each in mine if each.kind is Kind.DELTA)
+        gone = expendable(MemoryPlace(Tier.PEER, snapshots, deltas), history, verdict)
+        kept |= {each for each in mine if (each.kind, each.version) not in gone}
+    return frozenset(kept)

@@ -1,0 +1,127 @@
+"""Push: bring one sealed artifact to a holder, and believe only its acknowledgement.
+
+A push that is broken off goes on where it stopped, as long as each connection brought something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import TypeVar
+
+from tiercheck.failpoints import failpoint
+from tiercheck.protocol.directive import Tier
+from tiercheck_sidecar.decoding import open_plain
+from tiercheck_sidecar.exchange.frames import Ask, BytePace, Say, Wire, WireBroken, from_bitmap
+from tiercheck_sidecar.replicate.streams import Deal, Line, run_all, stream_count
+from tiercheck_sidecar.vault import Seal, Vault
+from tiercheck_sidecar.vault.digest import length_of
+
+pass  # HOUSE
+
+
+class Pushed(Enum):
+    KEPT = "kept"
+    """The holder has verified every chunk and holds the artifact."""
+    BUSY = "busy"
+    """It has no free slot now, or has not heard of this attempt yet: try again."""
+
+
+class PushRefused(Exception):
+    """The holder will not take it; the message is its sentence."""
+
+
+def push(vault: Vault, seal: Seal, line: Line, pace: BytePace | None = None) -> Pushed:
+    """Send `seal`'s artifact. A stream that breaks is taken up again where it stopped. Whatever is raised, `line` is hung up.
+
+    Raises NotHeld, OSError, WireBroken, PeerRefused, PushRefused, TooDamaged.
+    """
+    return push_on(vault, seal, line, lambda file: _push(seal, line, file, pace))
+
+
+def _push(seal: Seal, line: Line, file: int, pace: BytePace | None) -> Pushed:
+    (wire,) = line.wires(1)
+    failpoint("before-push")
+    wire.send(Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind, tags=seal.tags))
+    said = wire.receive(Say)
+    if said.state == "have":
+        return Pushed.KEPT
+    if said.state == "busy":
+        return Pushed.BUSY
+    if said.state != "send":
+        raise PushRefused(said.message)
+    chunks = len(seal.digests.values)
+    deal = Deal(chunks, from_bitmap(said.verified, chunks))
+    sending = _Sending(said.transfer, seal, file, deal, pace)
+    wires = line.wires(stream_count(seal.digests, len(deal)))
+    run_all([partial(sending.stream, each) for each in reversed(wires)])
+    while True:  # chunks that came back damaged after their stream had ended
+        wire.send(Ask("commit", transfer=said.transfer))
+        last = wire.receive(Say)
+        if last.state == "ok":
+            return Pushed.KEPT
+        if last.state != "again":
+            raise PushRefused(last.message)
+        if not deal:  # it lost what it had acknowledged: offering again tells what it has
+            raise WireBroken(last.message)
+        sending.stream(wire)
+
+
+@dataclass(frozen=True)
+class _Sending:
+    transfer: str
+    seal: Seal
+    file: int
+    deal: Deal
+    pace: BytePace | None
+
+    def stream(self, wire: Wire) -> None:
+        """As many chunks as `wire` gets to carry. Raises WireBroken, PushRefused, TooDamaged."""
+        digests, deal = self.seal.digests, self.deal
+        index = deal.take()
+        while index is not None:
+            wire.send(Ask("join", transfer=self.transfer))
+            while index is not None:
+                begin, length = index * digests.chunk, length_of(digests, index)
+                bare = self.seal.tags is not None and not deal.is_again(index)
+                wire.send_chunk(self.file, index, begin, length, self.pace, bare=bare)
+                index = deal.take()
+            wire.send_end()
+            said = wire.receive(Say)
+            if said.state != "ok":
+                raise PushRefused(said.message)
+            for damaged in said.damaged:
+                deal.again(damaged)
+            index = deal.take()
+
+
+T = TypeVar("T")
+
+_MOST_BREAKS = 20
+
+
+def push_on(vault: Vault, seal: Seal, line: Line, once: Callable[[int], T]) -> T:
+    """What `once` says, which is given the open file of an own artifact and sends on `line` what is still missing.
+
+    Raises NotHeld, OSError, WireBroken, and what `once` raises; then `line` is hung up.
+    """
+    try:
+        with (
+            vault.pin(seal.rank, seal.version, Tier.LOCAL, seal.kind) as slot,
+            open(open_plain(slot.path), "rb") as file,
+        ):
+            for _ in range(_MOST_BREAKS):
+                hopeful, before = line.is_open, line.sent
+                try:
+                    return once(file.fileno())
+                except WireBroken:
+                    # A connection that lay idle may have been closed by the other end long ago: that proves nothing.
+                    if not hopeful and line.sent == before:
+                        raise
+                    line.drop()
+            raise WireBroken(f"the connection broke {_MOST_BREAKS} times")
+    except BaseException:
+        line.drop()
+        raise

@@ -1,0 +1,107 @@
+"""Which artifacts a restore fetches, and from where: the rule, without I/O.
+
+A version can be reached from any snapshot before it whose deltas can all be had. Of these chains the one is taken that moves the
+fewest bytes out of the farthest places: first out of the remote tier, then over the network at all; among equals the shortest, because
+deltas have to be replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tiercheck.protocol.directive import Source, Tier
+from tiercheck.protocol.version import Artifact, Chain, History, Kind, Version
+
+
+@dataclass(frozen=True)
+class SourceOffer:
+    """A source that answered, and what of one rank can be had there."""
+
+    source: Source
+    offers: Mapping[Artifact, int]
+    """Bytes of each."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """An artifact that is not here. `places` has every source of it, nearest first; never empty."""
+
+    artifact: Artifact
+    size: int
+    """Bytes."""
+    places: tuple[Source, ...]
+
+
+@dataclass(frozen=True)
+class RestorePlan:
+    """The chain to restore, and what of it must be fetched."""
+
+    chain: Chain
+    needs: tuple[Need, ...]
+
+    def artifacts(self, rank: int) -> tuple[Artifact, ...]:
+        """All of the chain, the snapshot first."""
+        deltas = (Artifact(rank, version, Kind.DELTA) for version in self.chain.deltas)
+        return (Artifact(rank, self.chain.base), *deltas)
+
+
+@dataclass(frozen=True)
+class OutOfReach:
+    """There is no such chain."""
+
+    missing: tuple[Artifact, ...]
+    """Where the way back ends: a snapshot, and the delta that would do instead if an earlier snapshot is found."""
+
+    def __str__(self) -> str:
+        if not self.missing:
+            return "the version is not of the accepted history"
+        if len(self.missing) == 1:
+            return f"the {self.missing[0]}, can be had nowhere"
+        return f"neither the {self.missing[0]}, nor the {self.missing[1]}, can be had"
+
+
+def plan(
+    rank: int, version: Version, history: History, own: Mapping[Artifact, int], places: Sequence[SourceOffer]
+) -> RestorePlan | OutOfReach:
+    """The best way to `version`. `own`: what this worker's memory holds, with bytes. `places`: nearest first."""
+    if not history.accepts(version):
+        return OutOfReach(())
+    best: tuple[tuple[int, int, int], RestorePlan] | None = None
+    link = version
+    deltas: tuple[Version, ...] = ()
+    needs: tuple[Need, ...] = ()
+    while True:
+        snapshot, delta = Artifact(rank, link), Artifact(rank, link, Kind.DELTA)
+        base = _need(snapshot, own, places)
+        if snapshot in own or base is not None:
+            found = RestorePlan(Chain(link, deltas), (*([base] if base else ()), *needs))
+            price = (_bytes_from(found, Tier.REMOTE), _bytes_from(found, None), len(deltas))
+            if best is None or price < best[0]:
+                best = price, found
+        step = _need(delta, own, places)
+        owner = history.owner(link.step - 1)
+        if (delta not in own and step is None) or owner is None:
+            break
+        deltas, needs = (link, *deltas), (*([step] if step else ()), *needs)
+        link = Version(link.step - 1, owner)
+    if best is not None:
+        return best[1]
+    return OutOfReach((delta, snapshot) if owner is not None else (snapshot,))
+
+
+def _need(artifact: Artifact, own: Mapping[Artifact, int], places: Sequence[SourceOffer]) -> Need | None:
+    """What has to be fetched for it; None if it is here, or nowhere."""
+    having = [place for place in places if artifact in place.offers]
+    if artifact in own or not having:
+        return None
+    return Need(artifact, having[0].offers[artifact], tuple(place.source for place in having))
+
+
+def _bytes_from(found: RestorePlan, tier: Tier | None) -> int:
+    """Bytes that this plan moves, out of `tier` if given. A rebuild reads as many parts as its group has members."""
+    return sum(
+        need.size * (len(need.places[0].parity.members) if need.places[0].parity else 1)
+        for need in found.needs
+        if tier in (None, need.places[0].tier)
+    )

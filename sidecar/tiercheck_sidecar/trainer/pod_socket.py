@@ -1,0 +1,190 @@
+"""The pod's Unix socket: orders to the launcher, slots to the ranks.
+
+The volume of the socket belongs to this pod alone, so the socket is the credential. A trainer never waits for TierCheck's
+other duties: bytes are digested in threads of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import BinaryIO
+
+from tiercheck.failpoints import failpoint
+from tiercheck.protocol.directive import Phase
+from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.local import Hello, LauncherEvent, Order
+from tiercheck.protocol.version import Kind
+from tiercheck.supervised import begin
+from tiercheck_sidecar.control.ports import incoming
+from tiercheck_sidecar.decoding import Malformed, decode
+from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.restore.sources import RestoreSources
+from tiercheck_sidecar.trainer.session import LONGEST_LINE, RankSession
+from tiercheck_sidecar.vault import Vault
+
+log = logging.getLogger(__name__)
+
+_SEALERS = {Kind.SNAPSHOT: 4, Kind.DELTA: 2}
+"""Threads, apart, so that a delta does not wait until snapshots are digested."""
+
+
+_LONGEST_FAULT = 200
+"""Characters of what a launcher says of itself."""
+
+
+class TrainerSocket:
+    """Serves one trainer container. `start` raises OSError if the socket cannot be made."""
+
+    def __init__(self, board: SidecarState, vault: Vault, reach: RestoreSources) -> None:
+        self._board, self._vault, self._reach = board, vault, reach
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._stopped = False
+        self._written: dict[Kind, queue.SimpleQueue[Callable[[], None] | None]] = {
+            kind: queue.SimpleQueue() for kind in _SEALERS
+        }
+        self._sealers: list[threading.Thread] = []
+        self._open: set[socket.socket] = set()
+        self._launcher: socket.socket | None = None
+
+    def start(self) -> None:
+        path = self._board.config.socket_path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(PermissionError):
+            path.parent.chmod(0o777)
+        fresh = path.with_name(f".{path.name}")  # so that nobody meets a socket that is not listening yet
+        fresh.unlink(missing_ok=True)
+        self._listener.bind(str(fresh))
+        os.chmod(fresh, 0o666)
+        self._listener.listen(64)
+        os.replace(fresh, path)
+        threads = self._board.threads
+        for kind, count in _SEALERS.items():
+            for number in range(count):
+                name = f"seal-{kind.value}-{number}"
+                self._sealers.append(threads.loop(name, partial(self._seal, kind), vital=True))
+        threads.loop("trainer-socket", self._accept, vital=True)
+
+    def stop(self) -> None:
+        """What was written is sealed first."""
+        self._stopped = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+        for connection in list(self._open):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for kind, count in _SEALERS.items():
+            for _ in range(count):
+                self._written[kind].put(None)
+        for sealer in self._sealers:
+            sealer.join()
+
+    def _submit(self, kind: Kind, work: Callable[[], None]) -> None:
+        self._written[kind].put(work)
+
+    def _seal(self, kind: Kind) -> None:
+        while (work := self._written[kind].get()) is not None:
+            work()
+
+    def _accept(self) -> None:
+        threads = self._board.threads
+        stopped = lambda: self._stopped or self._board.stopping  # noqa: E731
+        for connection in incoming("trainer-socket", self._listener, threads, stopped):
+            self._open.add(connection)
+            threads.serve(
+                "trainer", connection, partial(self._serve, connection), partial(self._open.discard, connection)
+            )
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection.makefile("rb") as lines:
+                hello = decode(lines.readline(LONGEST_LINE), Hello)
+                if hello.role == "launcher":
+                    self._serve_launcher(connection, lines)
+                elif hello.role == "rank":
+                    RankSession(
+                        self._board, self._vault, self._submit, connection, hello, lender=self._reach.lender()
+                    ).serve(lines)
+                else:
+                    log.warning("a connection with role %r is closed", hello.role)
+        except (OSError, Malformed) as error:
+            log.info("a trainer connection ended: %s", error)
+        finally:
+            self._open.discard(connection)
+
+    def _serve_launcher(self, connection: socket.socket, lines: BinaryIO) -> None:
+        board = self._board
+        with board.lock:
+            self._launcher = connection
+            board.trainer.launcher_connected()
+        board.bump()
+        try:
+            begin("orders", partial(self._send_orders, connection))
+            while line := lines.readline(LONGEST_LINE):
+                event = decode(line, LauncherEvent)
+                log.info("launcher: %s", event)
+                if event.fault:
+                    told = f"its launcher failed and goes on ({event.fault[:_LONGEST_FAULT]}): see the log of the container trainer"
+                    board.threads.trouble("launcher", told)
+                with board.lock:
+                    board.trainer.event(event, board.clock())
+                board.bump()
+        finally:
+            with board.lock:
+                if self._launcher is connection:
+                    self._launcher = None
+                    board.trainer.launcher_gone(board.clock())
+            board.bump()
+
+    def _send_orders(self, connection: socket.socket) -> None:
+        """Whatever ends it hangs up: a launcher that gets no orders comes again, and is sent the newest."""
+        try:
+            self._order_about(connection)
+        except OSError as error:
+            log.info("the launcher is gone: %s", error)
+        except BaseException:
+            log.exception("the launcher gets no orders on this connection any more")
+        finally:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _order_about(self, connection: socket.socket) -> None:
+        seen, last = -1, None
+        while not self._board.stopping and self._launcher is connection:
+            with self._board.lock:
+                order = self._order()
+            if order is not None and order != last:
+                if order.phase is Phase.RELEASE:
+                    failpoint("before-release")
+                connection.sendall(to_json(order) + b"\n")
+                last = order
+            seen = self._board.wait(seen, timeout=1.0)
+
+    def _order(self) -> Order | None:
+        directive = self._board.directive
+        if directive is None:
+            return None
+        attempt, phase = directive.attempt, directive.phase
+        if self._board.overtaken:  # whatever it would compute from here on belongs to no history
+            attempt, phase = self._board.newest_attempt, Phase.HOLD
+        if phase is Phase.RELEASE and self._board.trainer.lost_container:
+            phase = Phase.HOLD  # this attempt is over here; starting it again would give its versions two histories
+        return Order(
+            attempt=attempt,
+            phase=phase,
+            worker=directive.worker,
+            workers=directive.workers,
+            procs_per_worker=directive.procs_per_worker,
+            master_host=directive.master_host,
+            master_port=directive.master_port,
+            dump_stacks=self._board.trainer.report.stalled_since is not None,
+            exit_code=directive.exit_code,
+            health_check=directive.policy.health_check,
+        )

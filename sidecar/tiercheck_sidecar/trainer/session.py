@@ -1,0 +1,293 @@
+"""One rank's connection: what it restores from, and slots for what it saves.
+
+Every request is answered without waiting for the network or for bytes to be digested.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from tiercheck.protocol.artifacts.slot import NotASlot
+from tiercheck.protocol.directive import DeltaMode, Directive, Phase, Tier
+from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.local import Hello, Reply, Welcome
+from tiercheck.protocol.report import RankFailure, RestoreState
+from tiercheck.protocol.requests import (
+    AbandonSlot,
+    BeginSlot,
+    BorrowArtifact,
+    CompleteSlot,
+    DeclineDeltas,
+    NamedRequest,
+    ReportCannotSave,
+    ReportFailing,
+    ReportMismatch,
+    ReportProgress,
+    ReportRestored,
+    Request,
+    ReserveSlots,
+)
+from tiercheck.protocol.version import Artifact, Chain, Kind, Version, chain_to
+from tiercheck_sidecar.bounded_calls import SourceFailed
+from tiercheck_sidecar.decoding import decode_request
+from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.model.stock import own_stock
+from tiercheck_sidecar.restore.resharded_reads import Lender
+from tiercheck_sidecar.trainer.quarantine import Quarantine
+from tiercheck_sidecar.vault import MemoryTooSmall, NoDeltas, NoFreeSlot, NotHeld, Vault
+
+log = logging.getLogger(__name__)
+
+LONGEST_LINE = 1024 * 1024
+
+
+class RankSession:
+    """When the connection breaks, the slots being written are lost: their writer may be alive."""
+
+    def __init__(
+        self,
+        board: SidecarState,
+        vault: Vault,
+        submit: Callable[[Kind, Callable[[], None]], None],
+        connection: socket.socket,
+        hello: Hello,
+        *,
+        lender: Lender,
+    ) -> None:
+        self._board, self._vault, self._submit = board, vault, submit
+        self._connection, self._hello = connection, hello
+        self._writing: set[Path] = set()
+        self._restored = contextlib.ExitStack()
+        self._quarantine = Quarantine(board, vault, hello.rank, hello.attempt)
+        self._lender = lender
+        self._restored.callback(lender.close)
+
+    def serve(self, lines: BinaryIO) -> None:
+        """Until the rank hangs up. Raises OSError, Malformed."""
+        with self._restored:
+            welcome = self._welcome()
+            self._send(welcome)
+            if welcome.error:
+                return
+            try:
+                while line := lines.readline(LONGEST_LINE):
+                    reply = self._answer(decode_request(line))
+                    if reply is not None:
+                        self._send(dataclasses.replace(reply, snapshot_every=self._board.every))
+            finally:
+                for path in self._writing:
+                    self._vault.lose(path)
+                with self._board.lock:
+                    self._board.trainer.rank_left(self._hello.rank, self._hello.attempt)
+                self._board.bump()
+
+    def _send(self, message: Welcome | Reply) -> None:
+        self._connection.sendall(to_json(message) + b"\n")
+
+    # Restoring
+
+    def _welcome(self) -> Welcome:
+        board, hello = self._board, self._hello
+        with board.lock:
+            directive, trainer, state = board.directive, board.trainer, board.restore.state
+            error = self._objection(directive, trainer.lost_container, state)
+            if error or directive is None:
+                return Welcome(board.attempt, 0, error=error)
+            policy = directive.policy
+            delta = DeltaMode.NONE if board.deltas_off(hello.rank) else policy.delta
+            plain = Welcome(
+                directive.attempt,
+                board.every,
+                delta=delta,
+                sanity_gate=policy.sanity_gate,
+                verify_all=policy.verify_all,
+            )
+        if directive.restore is None:
+            return plain
+        world = directive.restore.world_size or directive.workers * directive.procs_per_worker
+        plain = dataclasses.replace(plain, restore_version=directive.restore.version, restore_world_size=world)
+        if directive.restore.world_size:
+            return plain
+        try:
+            snapshot, *deltas = self._pinned(directive, directive.restore.version)
+        except NotHeld:
+            # Only after a restart of this sidecar: a rank that trains already has no use for the paths.
+            return plain
+        return dataclasses.replace(plain, restore_path=snapshot, restore_deltas=tuple(deltas))
+
+    def _pinned(self, directive: Directive, version: Version) -> list[str]:
+        """Paths of the snapshot and the deltas that lead to `version`, kept until the rank has restored. Raises NotHeld."""
+        rank = self._hello.rank
+        chain = self._chain(directive, version)
+        if chain is None:
+            raise NotHeld(f"rank {rank} {version} is not here")
+        with contextlib.ExitStack() as stack:
+            paths = [stack.enter_context(self._vault.pin(rank, chain.base, Tier.LOCAL)).path]
+            for delta in chain.deltas:
+                paths.append(stack.enter_context(self._vault.pin(rank, delta, Tier.LOCAL, Kind.DELTA)).path)
+            self._restored.push(stack.pop_all())
+        return [str(path) for path in paths]
+
+    def _chain(self, directive: Directive, version: Version) -> Chain | None:
+        own = own_stock(self._vault.held(), self._hello.rank)
+        return chain_to(version, own.snapshots, own.deltas, directive.history)
+
+    def _objection(self, directive: Directive | None, lost: bool, state: RestoreState) -> str:
+        hello = self._hello
+        if directive is None:
+            return "the controller has not told this sidecar yet what to do"
+        if hello.rank not in self._vault.ranks:
+            return f"rank {hello.rank} does not belong to worker {self._board.config.worker}"
+        other = self._board.fence.refuse_other(hello.attempt, directive)
+        if other:
+            return other
+        world = directive.workers * directive.procs_per_worker
+        if hello.world_size != world:
+            return f"the job has {world} ranks, not {hello.world_size}"
+        if directive.phase is Phase.HOLD or state is not RestoreState.READY:
+            return "not every rank is restored yet"
+        if lost:
+            return f"attempt {directive.attempt} ended here when the trainer container was restarted"
+        return ""
+
+    # Requests
+
+    def _answer(self, request: Request | NamedRequest) -> Reply | None:
+        if isinstance(request, ReportProgress):
+            self._progress(request)
+            return None
+        try:
+            if not isinstance(request, AbandonSlot):
+                other = self._board.fence.refuse_other(self._hello.attempt, self._board.directive)
+                if other:
+                    return Reply(False, error=other)
+            return self._act(request)
+        except MemoryTooSmall as reason:
+            self._board.problem("MemoryTooSmall", str(reason))
+            return Reply(False, error=str(reason))
+        except (NoFreeSlot, NotASlot, SourceFailed, ValueError, OSError) as error:
+            return Reply(False, error=str(error))
+
+    def _lent(self, request: BorrowArtifact) -> Path:
+        """Raises SourceFailed, MemoryTooSmall, OSError."""
+        directive = self._board.directive
+        if directive is None or directive.restore is None or directive.attempt != self._hello.attempt:
+            raise SourceFailed("there is nothing to restore")
+        version = directive.restore.version
+        if (request.kind, request.step) != (Kind.SNAPSHOT, version.step):
+            wanted = f"no {request.kind.value} of step {request.step}"
+            raise SourceFailed(f"the version to restore is {version}, which needs {wanted}")
+        return self._lender.lend(directive, Artifact(request.rank, version), request.ranges)
+
+    def _progress(self, request: ReportProgress) -> None:
+        board = self._board
+        if board.attempt != self._hello.attempt:
+            return
+        with board.lock:
+            before = board.trainer.report
+            board.trainer.progress(self._hello.rank, request.step, request.step_seconds, board.clock())
+            refused = board.trainer.not_finite(self._hello.rank, request.not_finite)
+            after = board.trainer.report
+        if refused:
+            board.count(not_finite=refused)
+        known = (before.first_step_at is not None, before.not_finite, before.stalled_since)
+        if known != (True, after.not_finite, after.stalled_since):
+            board.bump()
+
+    def _act(self, request: Request | NamedRequest) -> Reply:
+        """Raises MemoryTooSmall, NoFreeSlot, NotASlot, SourceFailed, ValueError, OSError."""
+        vault, board, rank = self._vault, self._board, self._hello.rank
+        match request:
+            case ReserveSlots():
+                vault.reserve(rank, request.bytes, request.delta_bytes, request.numa)
+                board.problem("MemoryTooSmall", "")
+                board.bump()
+            case BeginSlot():
+                return self._begin(request)
+            case CompleteSlot():
+                path = Path(request.path)
+                self._writing.discard(path)
+                kind = vault.complete(path, self._hello.world_size)
+                self._submit(kind, lambda: self._seal(path))
+            case AbandonSlot():
+                self._writing.discard(Path(request.path))
+                vault.abandon(Path(request.path))
+            case DeclineDeltas():
+                board.decline_deltas(rank, request.message)
+                if request.step:
+                    self._quarantine.distrust_taken(request)
+                board.bump()
+            case ReportCannotSave():
+                board.cannot_save(rank, request.message[:1000])
+            case ReportFailing():
+                failure = RankFailure(rank, request.reason[:64], request.message[:1000], request.exit_code)
+                with board.lock:
+                    board.trainer.failing(failure)
+                board.bump()
+            case ReportMismatch():
+                self._restored.close()
+                self._quarantine.distrust(request)
+            case BorrowArtifact():
+                return Reply(True, str(self._lent(request)))
+            case ReportRestored():
+                self._restored.close()
+            case _:
+                return Reply(False, error=f"unknown request {request.op!r}")
+        return Reply(True)
+
+    def _begin(self, request: BeginSlot) -> Reply:
+        version = Version(request.step, self._hello.attempt)
+        try:
+            if request.kind is Kind.DELTA:
+                self._check_delta(version)
+            path = self._vault.begin(self._hello.rank, version, request.kind, request.bytes)
+        except NoDeltas as reason:
+            return Reply(True, skip=str(reason))
+        except NoFreeSlot as reason:
+            return self._skip(version, request.kind, str(reason))
+        except MemoryTooSmall as reason:
+            self._board.problem("MemoryTooSmall", str(reason))
+            return self._skip(version, request.kind, str(reason))
+        self._writing.add(path)
+        if request.kind is Kind.SNAPSHOT:
+            self._board.reach(self._hello.rank, version)
+        return Reply(True, path=str(path))
+
+    def _check_delta(self, version: Version) -> None:
+        """Raises NoDeltas if none is due, NoFreeSlot if a missing one before it makes this one worthless."""
+        with self._board.lock:
+            directive, verdict = self._board.directive, self._board.verdict
+        reason = self._board.deltas_off(self._hello.rank)
+        if reason:
+            raise NoDeltas(reason)
+        if directive is None or not self._board.wants_deltas:
+            raise NoDeltas("the job takes no deltas")
+        if verdict is not None and not verdict.cadence.deltas:
+            raise NoDeltas("some rank of the job takes no deltas, so those of this one would lead nowhere")
+        here = self._vault.own(self._hello.rank)
+        if not any(each.kind is Kind.SNAPSHOT and directive.history.continues(each.version) for each in here):
+            raise NoDeltas("there is no snapshot yet that it could follow")
+        owner = directive.history.owner(version.step - 1)
+        before = None if owner is None else Version(version.step - 1, owner)
+        if before is None or not directive.history.continues(before) or before not in {each.version for each in here}:
+            raise NoFreeSlot("an earlier delta is missing: the next snapshot begins a new chain")
+
+    def _skip(self, version: Version, kind: Kind, reason: str) -> Reply:
+        if kind is Kind.DELTA:
+            self._board.count(deltas_skipped=1)
+        else:
+            self._board.count(skipped=1)
+            self._board.reach(self._hello.rank, version)
+        return Reply(True, skip=reason)
+
+    def _seal(self, path: Path) -> None:
+        seal = self._vault.seal(path)
+        if seal is not None:
+            self._board.count(**{"captured" if seal.kind is Kind.SNAPSHOT else "deltas": 1})
+        self._board.bump()

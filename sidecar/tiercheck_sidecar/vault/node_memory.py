@@ -1,0 +1,248 @@
+"""The local tier in the node's memory: what a pod leaves there is for the next pod of the same worker, and for nobody else.
+
+Each sidecar has a folder named after its pod, in the folder of its job. A file in it says whose it is, and is locked as long as
+the process lives, so that anybody on the node can tell the dead from the living without asking anyone. A new pod takes over the
+sealed slots of its predecessors. Folders that nobody needs are removed by whoever comes by: sidecars of the same job, the init
+container of any later pod on the node, and a janitor where one is installed.
+
+`python3 -m tiercheck_sidecar.vault.node_memory BASE JOB_UID KEEP_SECONDS` prepares the folder of a job and sweeps all others; it is
+the init container's command. With `--watch` in place of a job it sweeps for ever: the janitor's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+if __name__ == "__main__":  # PID 1 ends by no signal that it does not catch
+    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+
+import contextlib
+import fcntl
+import logging
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiercheck.protocol.encoding import to_json
+from tiercheck.redaction import log_redacted
+from tiercheck_sidecar.decoding import Malformed, is_plain, open_plain, read_checked, with_checksum
+from tiercheck_sidecar.vault.inventory import SLOT_SUFFIX
+from tiercheck_sidecar.vault.seal import seal_path
+
+log = logging.getLogger(__name__)
+
+OWNER = ".owner"
+_MOST_OWNER = 4096
+"""Bytes of that file."""
+_WATCH_EVERY = 60.0
+_JOB_MODE = 0o1777
+"""Of a job's folder: its sidecars run as users that only the pod template knows, and none may remove another's folder."""
+
+
+@dataclass(frozen=True)
+class FolderOwner:
+    """What the file `.owner` says. `claimed` is by the node's clock, unix seconds: the later one of two may take from the other."""
+
+    worker: int
+    claimed: float
+
+
+class FolderClaim:
+    """This process's folder, as long as it lives. Raises OSError if it cannot be had."""
+
+    def __init__(self, folder: Path, worker: int, now: float) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(PermissionError):
+            folder.chmod(0o777)  # so that a janitor without capabilities can remove it
+        if not is_plain(
+            folder / OWNER
+        ):  # a trainer may put there what it likes, and this process must start all the same
+            _remove(folder / OWNER)
+        self._file = os.open(
+            folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644
+        )
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        known = _read(folder)
+        # A process that was restarted in its pod is no later pod.
+        self.owner = FolderOwner(worker, known.claimed if known else now)
+        self._write()
+
+    def identify(self, worker: int) -> None:
+        """This has become another worker: its memory is for that one's next pod."""
+        self.owner = FolderOwner(worker, self.owner.claimed)
+        self._write()
+
+    def adopt(self) -> int:
+        """Move the sealed slots of the worker's earlier pods here, to be verified like one's own; how many.
+
+        The seal goes first. An owner that is still alive can then neither break it nor, without its path, write into the slot; what
+        it had begun to overwrite has no seal any more, or fails verification.
+        """
+        adopted = 0
+        for folder in _folders(self.folder.parent):
+            if folder == self.folder:
+                continue
+            owner = _read(folder)
+            if owner is None or owner.worker != self.owner.worker:
+                continue
+            with _dead(folder) as dead:
+                if not dead and owner.claimed >= self.owner.claimed:
+                    continue
+                adopted += sum(self._take(slot) for slot in sorted(folder.glob(f"*{SLOT_SUFFIX}")))
+                if dead:
+                    _remove(folder)
+        return adopted
+
+    def discard(self) -> None:
+        """Nobody will need it: the job is over."""
+        _remove(self.folder)
+
+    def close(self) -> None:
+        """Give the lock up, as the end of the process does."""
+        os.close(self._file)
+
+    def _take(self, slot: Path) -> bool:
+        target = self.folder / slot.name
+        if target.exists():
+            return False
+        try:
+            os.rename(seal_path(slot), seal_path(target))
+            os.rename(slot, target)
+        except OSError as error:
+            log.info("%s is not taken over: %s", slot, error)
+            return False
+        return True
+
+    def _write(self) -> None:
+        content = with_checksum(to_json(self.owner))
+        os.pwrite(self._file, content, 0)
+        os.ftruncate(self._file, len(content))
+
+
+def sweep_job(job: Path, keep: float, now: float) -> int:
+    """Remove folders of dead pods that nothing was written into for `keep` seconds; how many."""
+    removed = 0
+    for folder in _folders(job):
+        with _dead(folder) as dead:
+            if dead and now - _newest(folder) > keep:
+                _remove(folder)
+                removed += not folder.exists()
+    return removed
+
+
+def sweep(base: Path, keep: float, now: float) -> int:
+    """The same for every job of the node, and the empty folders of jobs."""
+    removed = 0
+    for job in _folders(base):
+        removed += sweep_job(job, keep, now)
+        with contextlib.suppress(OSError):  # not empty, or gone
+            if now - job.stat().st_mtime > keep:
+                job.rmdir()
+    return removed
+
+
+def prepare(base: Path, job_uid: str) -> None:
+    """The folder of a job, writable for its sidecars. Raises OSError."""
+    folder = base / job_uid
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(_JOB_MODE)
+    os.utime(folder)  # or a sweep might find it empty and old, between here and the sidecar's start
+
+
+def _folders(parent: Path) -> list[Path]:
+    try:
+        return sorted(path for path in parent.iterdir() if path.is_dir() and not path.is_symlink())
+    except OSError:
+        return []
+
+
+@contextlib.contextmanager
+def _dead(folder: Path) -> Iterator[bool]:
+    """Whether no process has claimed the folder; none can while this lasts."""
+    try:
+        if not stat.S_ISREG((folder / OWNER).lstat().st_mode):
+            raise FileNotFoundError  # nobody's claim: those are plain files
+        file = open_plain(folder / OWNER)
+    except FileNotFoundError:
+        yield True
+        return
+    except OSError:
+        yield False
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        alive = True
+    else:
+        alive = False
+    try:
+        yield not alive
+    finally:
+        os.close(file)
+
+
+def _read(folder: Path) -> FolderOwner | None:
+    try:
+        return read_checked(folder / OWNER, FolderOwner, _MOST_OWNER)
+    except (OSError, Malformed):
+        return None
+
+
+def _remove(path: Path) -> None:
+    """A folder or whatever lies there, as far as it can be. What another job's trainer made of it stops nobody."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    except (OSError, RecursionError) as error:  # folders nested too deep
+        log.warning("%s cannot be removed: %s", path, error)
+
+
+def _newest(folder: Path) -> float:
+    """When anything was last written: every snapshot leaves a new seal."""
+    times = [0.0]
+    try:
+        paths = [folder, *folder.iterdir()]
+    except OSError:  # gone, or not ours to read
+        paths = [folder]
+    for path in paths:
+        with contextlib.suppress(OSError):
+            times.append(path.lstat().st_mtime)
+    return max(times)
+
+
+def main(arguments: list[str]) -> int:
+    """0; 1 if the folder cannot be made; 2 if the command line is wrong."""
+    log_redacted()
+    try:
+        base, what, keep = Path(arguments[0]), arguments[1], float(arguments[2])
+    except (IndexError, ValueError):
+        print(
+            "usage: python3 -m tiercheck_sidecar.vault.node_memory BASE (JOB_UID | --watch) KEEP_SECONDS",
+            file=sys.stderr,
+        )
+        return 2
+    if what != "--watch":
+        try:
+            prepare(base, what)
+        except OSError as error:
+            log.error("the node's memory cannot be used: %s", error)
+            return 1
+    while True:
+        removed = sweep(base, keep, time.time())
+        if removed:
+            log.info("removed %d folders that no pod needs any more", removed)
+        if what != "--watch":
+            return 0
+        time.sleep(min(_WATCH_EVERY, max(1.0, keep)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

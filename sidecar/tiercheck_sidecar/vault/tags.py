@@ -1,0 +1,101 @@
+"""Tags of artifacts: made once, by whoever seals an artifact, and checked by whoever receives a chunk of it from anywhere.
+
+A digest finds what changed by accident. A tag finds what anybody changed who does not know the job's token: it is AES-256-GMAC
+(NIST SP 800-38D) of a chunk, with the chunk's index as nonce, under a key of this artifact alone. That key comes from the token, from what
+the artifact is, and from a fresh salt (HKDF, RFC 5869). So no chunk passes for that of another place, artifact, attempt or job, and what is
+sealed twice never uses a key and a nonce again.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import GCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.version import Artifact
+from tiercheck_sidecar.vault.digest import CHUNK, digest, is_well_formed, running
+
+_KEY = 32
+_HEX = 32
+"""Characters of a tag."""
+_PIECE = 256 * 1024
+"""Bytes that are digested and tagged at once: they stay in a core's own cache in between."""
+
+
+@dataclass(frozen=True)
+class Tags:
+    """The tags (hex) of all chunks of an artifact, one after the other, and the salt of their key."""
+
+    salt: str
+    values: str
+
+    def of(self, index: int) -> str:
+        return self.values[index * _HEX : (index + 1) * _HEX]
+
+
+class Tagger:
+    """Makes and checks the tags of one artifact under one salt. Thread-safe."""
+
+    def __init__(self, token: str, job_uid: str, artifact: Artifact, salt: str | None = None) -> None:
+        """Without a `salt`, a fresh one."""
+        self.salt = secrets.token_hex(_KEY) if salt is None else salt
+        said = to_json(["artifact", job_uid, artifact])
+        self._key = AES(HKDF(SHA256(), _KEY, self.salt.encode(), said).derive(token.encode()))
+
+    def running(self, index: int) -> RunningTag:
+        """For a chunk that comes piece by piece."""
+        return RunningTag(Cipher(self._key, GCM(index.to_bytes(12, "big"))))
+
+    def fits(self, tags: Tags, index: int, chunk: memoryview) -> bool:
+        """Whether these are the bytes that were sealed as chunk `index`."""
+        tag = self.running(index)
+        tag.update(chunk)
+        return hmac.compare_digest(tag.hex().encode(), tags.of(index).encode())
+
+
+class RunningTag:
+    """One tag in the making."""
+
+    def __init__(self, cipher: Cipher[GCM]) -> None:
+        self._context = cipher.encryptor()
+        self.update: Callable[[memoryview], None] = self._context.authenticate_additional_data
+
+    def hex(self) -> str:
+        """Once, after the last piece."""
+        self._context.finalize()
+        return self._context.tag.hex()
+
+
+def digest_and_tag(view: memoryview, tagger: Tagger | None) -> tuple[Digests, Tags | None]:
+    """Digests of all chunks of `view`, and their tags if there is a `tagger`: both while a piece is in the cache."""
+    if tagger is None:
+        return digest(view), None
+    digests, tags = [], []
+    for index, begin in enumerate(range(0, len(view), CHUNK)):
+        end = min(begin + CHUNK, len(view))
+        hasher, tag = running(), tagger.running(index)
+        for at in range(begin, end, _PIECE):
+            piece = view[at : min(at + _PIECE, end)]
+            hasher.update(piece)
+            tag.update(piece)
+        digests.append(hasher.hexdigest())
+        tags.append(tag.hex())
+    return Digests(len(view), CHUNK, tuple(digests)), Tags(tagger.salt, "".join(tags))
+
+
+def is_well_described(digests: Digests | None, tags: Tags | None) -> bool:
+    """Whether sizes and the numbers of digests and tags belong together: what a stranger's message must prove first."""
+    if digests is None or not is_well_formed(digests):
+        return False
+    return tags is None or (
+        len(tags.values) == _HEX * len(digests.values) and tags.values.isascii() and tags.salt.isascii()
+    )

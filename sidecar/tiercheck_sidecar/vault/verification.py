@@ -1,0 +1,65 @@
+"""Reads an artifact in own memory again: all of it at once, its chunks on several threads, because training waits for a restore; or chunk by chunk.
+
+When what we send keeps arriving damaged, our own memory is the first suspect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+
+from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.report import Quarantined
+from tiercheck.protocol.version import Artifact
+from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.vault import NotHeld, Seal, Vault
+from tiercheck_sidecar.vault.digest import digest_chunk, length_of, piece
+from tiercheck_sidecar.vault.inventory import header_fault
+
+
+def fault_of(vault: Vault, artifact: Artifact, threads: Executor, read: Callable[[int], None] = lambda _: None) -> str:
+    """What is wrong with an own rank's artifact; empty if nothing is. `read` hears of the bytes of each chunk. Raises NotHeld, OSError."""
+    with _mapped(vault, artifact) as (view, seal):
+        digests = seal.digests
+
+        def look(index: int) -> str:
+            wrong = _chunk_fault(view, digests, index)
+            read(length_of(digests, index))
+            return wrong
+
+        found = threads.map(look, range(len(digests.values)))
+        return next(filter(None, list(found)), "") or header_fault(view, seal)
+
+
+def fault_of_chunk(vault: Vault, artifact: Artifact, index: int) -> str:
+    """The same of one chunk, the header with the first; the slot is held for that long only. Raises NotHeld, OSError."""
+    with _mapped(vault, artifact) as (view, seal):
+        return _chunk_fault(view, seal.digests, index) or (header_fault(view, seal) if index == 0 else "")
+
+
+@contextlib.contextmanager
+def _mapped(vault: Vault, artifact: Artifact) -> Iterator[tuple[memoryview, Seal]]:
+    with vault.pin(artifact.rank, artifact.version, Tier.LOCAL, artifact.kind) as slot:
+        seal = slot.seal
+        assert seal is not None
+        if slot.size < seal.digests.size:
+            raise OSError(f"it is {slot.size} bytes long, its seal says {seal.digests.size}")
+        with slot.mapped(size=seal.digests.size) as view:
+            yield view, seal
+
+
+def _chunk_fault(view: memoryview, digests: Digests, index: int) -> str:
+    if digest_chunk(piece(view, digests, index)) == digests.values[index]:
+        return ""
+    return f"chunk {index} does not match its digest"
+
+
+def distrust(board: SidecarState, vault: Vault, seal: Seal) -> None:
+    """Read an own artifact again; if it has rotted, it is freed and reported."""
+    with contextlib.suppress(NotHeld, OSError):
+        reason = vault.fault(seal.rank, seal.version, Tier.LOCAL, seal.kind)
+        if reason:
+            vault.free(lambda each: each == seal)
+            board.quarantine(Quarantined(seal.rank, seal.version, board.config.worker, reason, seal.kind))

@@ -1,0 +1,300 @@
+"""Which versions are complete where: the rules, as arithmetic on sets.
+
+Ranks skip captures independently, and holders have two snapshot slots per rank. Left alone, ranks would hold disjoint sets for
+ever, and holders different halves of two versions. So the coordinator names one snapshot at a time for all ranks to copy: the
+newest that every rank has sealed. Deltas need no naming: every step has one, and a version is complete where it can be
+rebuilt from what every rank has. What may be forgotten for it is decided in `forgetting.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from tiercheck.protocol.manifest import RankArtifact
+from tiercheck.protocol.report import Watermarks
+from tiercheck.protocol.version import History, Version
+from tiercheck_sidecar.model.cadence import UNDECIDED, Cadence, Needs
+from tiercheck_sidecar.model.span import Span, common, newest, united
+
+
+@dataclass(frozen=True)
+class RankTiers:
+    """What one rank's sidecar knows about it, in one attempt. Of accepted versions only."""
+
+    rank: int
+    local: tuple[Span, ...] = ()
+    """What can be rebuilt from its own memory, without what is `leaving`."""
+    snapshots: tuple[Version, ...] = ()
+    """Sealed in its own memory."""
+    leaving: tuple[Version, ...] = ()
+    """Those of them that go as soon as this has been heard."""
+    unfinished: tuple[Version, ...] = ()
+    """Snapshots being written or sealed."""
+    unfinished_deltas: tuple[Version, ...] = ()
+    reached: Version | None = None
+    """The newest snapshot that it captured or skipped: it will never contribute to an older one that it does not hold."""
+    copied: tuple[Span, ...] = ()
+    """What can be rebuilt at each of its holders, from what they acknowledged."""
+    copied_snapshots: tuple[Version, ...] = ()
+    """Acknowledged by all its holders."""
+    holders: tuple[int, ...] = ()
+    """Workers that keep its copies or its parity."""
+    uploaded: tuple[RankArtifact, ...] = ()
+    """In the remote tier, for the version that the coordinator asked for."""
+    needs: Needs | None = None
+    """None: it has not said yet."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What one holder keeps of another worker's rank, or as a parity block of several."""
+
+    ranks: tuple[int, ...]
+    snapshots: tuple[Version, ...] = ()
+    versions: tuple[Span, ...] = ()
+    """What can be rebuilt from it."""
+
+
+@dataclass(frozen=True)
+class TierReport:
+    """From a sidecar to the coordinator. Complete each time."""
+
+    job_uid: str
+    attempt: int
+    worker: int
+    host: str
+    """Where verdicts are sent to."""
+    ranks: tuple[RankTiers, ...]
+    copies: tuple[Copy, ...] = ()
+    """Kept here for other workers."""
+    placement: str = ""
+    """Of the directive that the sidecar followed when it gathered this."""
+    final: bool = False
+    """The job is over, and nothing will be added to what is told here."""
+    done: bool = False
+    """Final, and nothing here could go to the remote tier any more: this sidecar may go without another word."""
+
+
+@dataclass(frozen=True)
+class TierVerdict:
+    """From the coordinator to a sidecar."""
+
+    attempt: int
+    watermarks: Watermarks
+    floor: Version | None = None
+    """What leads only to older versions may be freed; None: nothing."""
+    anchor: Version | None = None
+    """The newest snapshot that all holders of every rank have; without holders, that every rank has. Nobody gives it up for a newer one."""
+    backed: Version | None = None
+    """As long as there is no peer watermark in this attempt: the newest version that some holder of every rank can rebuild."""
+    abandoned: tuple[Version, ...] = ()
+    """Snapshots that may be freed although they are not older: they can not become complete, or nobody needs them to."""
+    lost: Version | None = None
+    """The local watermark, if some rank's memory has rotted so that nobody comes back to it: nothing needs to be kept for it."""
+    copy: Version | None = None
+    """The snapshot that every rank should now bring to its holders."""
+    upload: Version | None = None
+    """The snapshot that every rank should now bring to the remote tier."""
+    received: tuple[int, ...] = ()
+    """Ranks whose upload of that version the coordinator has on record."""
+    cadence: Cadence = UNDECIDED
+    placement: str = ""
+    """The placement that it was found under."""
+    stored: tuple[Version, ...] | None = None
+    """The newest of this history in the remote tier, so that one sidecar lists it for all; None: not known yet."""
+    over: bool = False
+    """The job is over and nothing more goes to the remote tier: every sidecar may go."""
+
+
+@dataclass(frozen=True)
+class TierStanding:
+    """Of one attempt: the newest versions once found complete. They only rise, so a sidecar that restarts and has
+    to gather its acknowledgements again never makes a complete version look abandoned.
+    """
+
+    local: Version | None = None
+    peer: Version | None = None
+    snapshot: Version | None = None
+    """Of which every rank holds a whole snapshot in its own memory."""
+    anchor: Version | None = None
+    """Of which all holders of every rank have the snapshot, or without holders every rank."""
+    copy: Version | None = None
+    """What is being brought to the holders; kept until all have it or some rank no longer can."""
+
+
+def judge(
+    world_size: int,
+    ranks: Mapping[int, RankTiers],
+    history: History,
+    before: TierStanding,
+    copies: Collection[Copy] = (),
+) -> tuple[TierStanding, TierVerdict]:
+    """Watermarks, floor, abandoned snapshots and the one to copy (`remote`, `upload` and `cadence` are not decided here).
+    Until every rank has been heard, what was found before stands. `copies` are all that any holder keeps.
+    """
+    if any(rank not in ranks for rank in range(world_size)):
+        return before, _verdict(history, before, ranks)
+    guarded = [tiers for tiers in ranks.values() if tiers.holders]
+    snapshot = _later(before.snapshot, _newest(_shared(tiers.snapshots for tiers in ranks.values()), history))
+    copied = _newest(_shared(tiers.copied_snapshots for tiers in guarded), history) if guarded else snapshot
+    anchor = _later(before.anchor, copied)
+    standing = TierStanding(
+        local=_later(before.local, newest(common(tiers.local for tiers in ranks.values()), history)),
+        peer=_later(before.peer, newest(common(tiers.copied for tiers in guarded), history)),
+        snapshot=snapshot,
+        anchor=anchor,
+        copy=_next_copy(before.copy, snapshot, anchor, guarded),
+    )
+    verdict = replace(
+        _verdict(history, standing, ranks),
+        backed=_backed(guarded, history, copies) if standing.peer is None else None,
+        abandoned=_abandoned(ranks, history, standing, copies),
+        lost=standing.local if _is_lost(standing.local, ranks, copies) else None,
+    )
+    return standing, verdict
+
+
+def _verdict(history: History, standing: TierStanding, ranks: Mapping[int, RankTiers]) -> TierVerdict:
+    floor = standing.local
+    if any(tiers.holders for tiers in ranks.values()):
+        floor = min(standing.local, standing.peer) if standing.local and standing.peer else None
+    marks = Watermarks(standing.local, standing.peer, snapshot=standing.snapshot)
+    return TierVerdict(history.attempt, marks, floor, standing.anchor, copy=standing.copy)
+
+
+def _next_copy(
+    current: Version | None, snapshot: Version | None, anchor: Version | None, guarded: list[RankTiers]
+) -> Version | None:
+    if not guarded or snapshot is None:
+        return None
+    if anchor is not None and snapshot <= anchor:
+        # A sidecar that restarted no longer knows what its holders have, and deltas need a snapshot to follow there.
+        unsure = any(not any(run.last >= snapshot.step for run in tiers.copied) for tiers in guarded)
+        return snapshot if unsure else None
+    in_time = current is not None and (anchor is None or current > anchor)
+    if in_time and all(current in tiers.snapshots or current in tiers.copied_snapshots for tiers in guarded):
+        return current
+    return snapshot
+
+
+def _abandoned(
+    ranks: Mapping[int, RankTiers], history: History, standing: TierStanding, copies: Collection[Copy]
+) -> tuple[Version, ...]:
+    """Snapshots that some rank passed by without keeping, and those that a newer complete one overtook before their turn.
+
+    Never what was once found complete: a rank that lost its own memory of that is what the other tiers are for. Unless none of
+    them has it either: then nobody can be brought to it, and it would only keep a slot from the next one. Copies count
+    as known: their owner may have freed the snapshot long ago, and a holder that missed that word would otherwise keep them,
+    and refuse newer ones, for ever.
+    """
+    known = {version for tiers in ranks.values() for version in (*tiers.snapshots, *tiers.unfinished)}
+    known |= {version for copy in copies for version in copy.snapshots}
+    whole = all(
+        standing.snapshot in (*tiers.snapshots, *tiers.copied_snapshots)
+        or any(tiers.rank in copy.ranks and standing.snapshot in copy.snapshots for copy in copies)
+        for tiers in ranks.values()
+    )
+    kept = {standing.snapshot if whole else None, standing.anchor}
+    return tuple(
+        version
+        for version in sorted(known - kept)
+        if history.accepts(version)
+        and (
+            any(_passed(tiers, version, standing.local) for tiers in ranks.values())
+            or (standing.snapshot is not None and version < standing.snapshot and version != standing.copy)
+        )
+    )
+
+
+def _backed(guarded: list[RankTiers], history: History, copies: Collection[Copy]) -> Version | None:
+    """The newest version that can be rebuilt for every rank from some holder, whoever its holders are now: what an earlier
+    attempt completed stays until this one has done as much.
+    """
+    found: dict[int, list[Span]] = {tiers.rank: [] for tiers in guarded}
+    for copy in copies:
+        for rank in copy.ranks:
+            if rank in found:
+                found[rank] += copy.versions
+    return newest(common(map(united, found.values())), history)
+
+
+def _is_lost(version: Version | None, ranks: Mapping[int, RankTiers], copies: Collection[Copy]) -> bool:
+    """Whether some rank can be brought to it neither by its own memory nor by anybody's copy."""
+    return version is not None and any(
+        not tiers.leaving  # what it may keep after all is left out of what it says
+        and not _leads((*tiers.local, *tiers.copied), version)
+        and not any(tiers.rank in copy.ranks and _leads(copy.versions, version) for copy in copies)
+        for tiers in ranks.values()
+    )
+
+
+def _leads(runs: Iterable[Span], version: Version) -> bool:
+    """Whether one of these runs of versions has it."""
+    return any(run.attempt == version.attempt and run.first <= version.step <= run.last for run in runs)
+
+
+def _passed(tiers: RankTiers, version: Version, complete: Version | None) -> bool:
+    """Whether the snapshot cannot become common any more, nor the version complete by this rank's deltas: or it would be
+    announced at the moment when a rank that rests on the snapshot frees it.
+    """
+    if version in tiers.snapshots or version in tiers.unfinished or tiers.reached is None:
+        return False
+    if complete is not None and version <= complete:
+        return tiers.reached >= version
+    if _leads(tiers.local, version) or any(each <= version for each in tiers.unfinished_deltas):
+        return False
+    if any(each <= version for each in tiers.leaving):
+        return False  # what rests on these is left out of what it says, and it may keep them after all
+    if any(run.last == version.step - 1 for run in tiers.local):
+        return tiers.reached > version  # the delta of that very step may be yet to come
+    return tiers.reached >= version
+
+
+def next_upload(
+    standing: TierStanding,
+    history: History,
+    ranks: Mapping[int, RankTiers],
+    *,
+    stored: Iterable[Version],
+    every: int,
+    current: Version | None,
+    finishing: bool,
+) -> Version | None:
+    """The snapshot that every rank should bring to the remote tier now; None: nothing is owed.
+
+    One at a time: `current`, once chosen, is kept until it is stored or some rank no longer has it. A snapshot is owed when
+    the newest complete one lies in a later interval of `every` steps than the newest stored one, and at the end of the job
+    whenever it is newer at all.
+    """
+    stored_last = max((version for version in stored if history.accepts(version)), default=None)
+    if current is not None and history.accepts(current) and (stored_last is None or current > stored_last):
+        kept = all(can_upload(tiers, current) for tiers in ranks.values())
+        if kept and not (finishing and current != standing.snapshot):
+            return current
+    mark = standing.snapshot
+    if mark is None or (stored_last is not None and mark <= stored_last):
+        return None
+    passed = mark.step // max(1, every) > (stored_last.step if stored_last else 0) // max(1, every)
+    return mark if passed or finishing else None
+
+
+def can_upload(tiers: RankTiers, version: Version) -> bool:
+    """Or has done so."""
+    return version in tiers.snapshots or any(artifact.version == version for artifact in tiers.uploaded)
+
+
+def _shared(groups: Iterable[Iterable[Version]]) -> set[Version]:
+    result: set[Version] | None = None
+    for each in groups:
+        result = set(each) if result is None else result & set(each)
+    return result or set()
+
+
+def _newest(candidates: Iterable[Version], history: History) -> Version | None:
+    return max((version for version in candidates if history.accepts(version)), default=None)
+
+
+def _later(one: Version | None, other: Version | None) -> Version | None:
+    marks = [mark for mark in (one, other) if mark is not None]
+    return max(marks, default=None)

@@ -1,0 +1,137 @@
+"""Takes connections of strangers: bounded room, bounded time, and no end when descriptors run short.
+
+Room for connections that have not proved anything yet: bounded, and nobody without the job's credentials keeps its peers out.
+
+Who finds no room is not turned away. Whoever crowds most gives way: of the address with most connections, the one that has said
+nothing for longest. A peer needs milliseconds for its proof, so it is not the one.
+
+TCP connections for an event loop, from before anything is done with them, however short of descriptors the process is for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MOST_PER_ADDRESS = 64
+"""As many as one worker may need at once, when all its ranks restore over several streams."""
+
+
+@dataclass(frozen=True, eq=False)
+class Guest:
+    """One connection."""
+
+    address: str
+    """The IP address that it comes from."""
+    cut: Callable[[], None]
+    """Ends it, from any thread."""
+
+
+class Strangers:
+    """Thread-safe."""
+
+    def __init__(
+        self,
+        most: Callable[[], int],
+        named: Callable[[], Collection[str]] = frozenset,
+        per_address: int = MOST_PER_ADDRESS,
+    ) -> None:
+        """`most`: connections of addresses that are not `named`; those that are have room of their own."""
+        self._most, self._named, self._per_address = most, named, per_address
+        self._lock = threading.Lock()
+        self._guests: list[Guest] = []
+
+    def enter(self, address: str, cut: Callable[[], None]) -> Guest:
+        """Somebody came. Another one may be cut for it."""
+        guest = Guest(address, cut)
+        with self._lock:
+            loser = who_gives_way(self._guests, address, self._named(), self._most(), self._per_address)
+            if loser is not None:
+                self._guests.remove(loser)
+            self._guests.append(guest)
+        if loser is not None:
+            loser.cut()
+        return guest
+
+    def leave(self, guest: Guest) -> None:
+        """It is gone, or has proved who it is. Harmless if it had to give way."""
+        with self._lock:
+            if guest in self._guests:
+                self._guests.remove(guest)
+
+
+def who_gives_way(
+    guests: Sequence[Guest], newcomer: str, named: Collection[str], most: int, per_address: int
+) -> Guest | None:
+    """Of `guests`, oldest first, for one who comes from address `newcomer`; None: there is room."""
+    same = [guest for guest in guests if guest.address == newcomer]
+    if len(same) >= per_address:
+        return same[0]
+    crowd = [guest for guest in guests if guest.address not in named]
+    if newcomer in named or len(crowd) < most:
+        return None
+    counts = Counter(guest.address for guest in crowd)
+    return max(crowd, key=lambda guest: counts[guest.address])  # the first of those with most
+
+
+def hang_up(connection: socket.socket) -> None:
+    """From any thread; the one that serves it closes it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 128
+_AGAIN = 0.2
+"""Seconds after which a failed accept is tried again: descriptors may be short for a while."""
+
+Serve = Callable[[socket.socket, str], Coroutine[Any, Any, None]]
+"""Gets a connection, which it has to close, and the IP address that it comes from."""
+
+
+class Arrivals:
+    """Each connection is served in a task of its own. `start`, then `stop`, in one event loop."""
+
+    def __init__(self, serve: Serve) -> None:
+        self._serve = serve
+        self._listener: socket.socket | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, host: str, port: int) -> None:
+        """Raises OSError."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        self._listener.setblocking(False)
+        self._run(self._accept(self._listener))
+
+    async def stop(self) -> None:
+        """Nobody is let in any more, and whoever is being served is given up."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, (address, *_) = await asyncio.get_running_loop().sock_accept(listener)
+            except OSError as error:
+                log.warning("no connection can be accepted: %s", error)
+                await asyncio.sleep(_AGAIN)
+                continue
+            self._run(self._serve(connection, address))
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,293 @@
+"""The layout of a slot: a plain safetensors file whose length word doubles as the state word.
+
+A safetensors file begins with the length of its JSON header (8 bytes, little endian). That word is the last thing
+written: while it is zero the slot is *torn* and no reader, ours or anybody's, takes it for a checkpoint. The header
+is padded so that data begins on a page and has a fixed size for a given set of tensors, so a slot never has to grow.
+
+Format: https://huggingface.co/docs/safetensors (8-byte length, JSON header, data; `__metadata__` holds strings).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tiercheck.protocol.plain_json import MOST_VALUES, MOST_WHOLE, parse_json
+from tiercheck.protocol.version import Kind, Version
+
+PAGE = 4096
+TORN = b"\0" * 8
+"""The state word of a slot that is being written."""
+
+PIECES = "pieces"
+"""The table of pieces, JSON, before all tensors: what each is of the whole (`docs/design/016-every-way-people-train.md`)."""
+
+PROOF = "proof"
+"""Checksums of samples of the live state (`tiercheck.trainer.proof.proof`), one for each tensor that follows, in their order."""
+
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1, "F4_E2M1_X2": 1,
+    "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "C32": 4,
+    "I64": 8, "U64": 8, "F64": 8, "C64": 8, "C128": 16,
+}  # fmt: skip
+"""Bytes of an element, by the name that a slot gives its dtype."""
+
+MOST_DIMENSIONS = 64
+_MAX_HEADER = 48 * 1024 * 1024
+_COUNT = re.compile(r"[0-9]{1,20}", re.ASCII)
+
+
+class NotASlot(ValueError):
+    """The bytes are torn, truncated or no safetensors header; the message says which."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor in a slot. `dtype` is safetensors' spelling; `begin`/`end` are byte offsets from the start of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class SlotHeader:
+    """What a sealed slot says about itself."""
+
+    rank: int
+    version: Version
+    world_size: int
+    metadata: Mapping[str, str]
+    tensors: tuple[Tensor, ...]
+    size: int
+    """Bytes of the artifact. The file of a delta slot may be longer: its deltas differ in size."""
+    kind: Kind = Kind.SNAPSHOT
+
+    def tensor(self, name: str) -> Tensor | None:
+        """None: it has none of this name."""
+        return next((tensor for tensor in self.tensors if tensor.name == name), None)
+
+    def blob(self, name: str, length: str) -> tuple[int, int]:
+        """Bytes from the first to before the second are what is used of entry `name`; `length`: the metadata's key that tells how many.
+
+        Raises KeyError if it has none, ValueError if they are more than the entry has.
+        """
+        place = self.tensor(name)
+        if place is None:
+            raise KeyError(name)
+        used = _count(self.metadata[length])
+        if used > place.end - place.begin:
+            raise ValueError(f"{name} has {place.end - place.begin} bytes, not {used}")
+        return place.begin, place.begin + used
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """Where each tensor lies, for a fixed list of (name, safetensors dtype, shape, bytes).
+
+    Every tensor begins on a 64-byte boundary; the gaps are declared as padding tensors, because the format allows
+    no holes.
+    """
+
+    tensors: tuple[Tensor, ...]
+    data_begin: int
+    size: int
+    _declared: tuple[tuple[str, str, tuple[int, ...], int, int], ...]
+
+    @staticmethod
+    def plan(entries: Sequence[tuple[str, str, tuple[int, ...], int]]) -> SlotLayout:
+        """Lay out `entries` in order. Raises ValueError on a repeated name, and if they are more than could be read back."""
+        names = [name for name, *_ in entries]
+        if len(set(names)) != len(names):
+            raise ValueError("tensor names in a slot must be unique")
+        if sum(_VALUES + 3 * len(shape) for _, _, shape, _ in entries) > MOST_VALUES:
+            raise ValueError(f"{len(names)} tensors are more than a slot can name")
+        declared: list[tuple[str, str, tuple[int, ...], int, int]] = []
+        offset = 0
+        for name, dtype, shape, nbytes in entries:
+            gap = -offset % 64
+            if gap:
+                declared.append((f"__pad{offset}", "U8", (gap,), offset, offset + gap))
+                offset += gap
+            declared.append((name, dtype, tuple(shape), offset, offset + nbytes))
+            offset += nbytes
+        room = len(_header_json(declared, {key: "9" * 20 for key in ("attempt", "rank", "step", "world_size")}))
+        data_begin = -(-(8 + room + _METADATA_ROOM) // PAGE) * PAGE
+        if data_begin - 8 > _MAX_HEADER:
+            raise ValueError(f"the names of {len(names)} tensors are longer than a slot's header may be")
+        tensors = tuple(
+            Tensor(name, dtype, shape, data_begin + begin, data_begin + end)
+            for name, dtype, shape, begin, end in declared
+            if not name.startswith("__pad")
+        )
+        return SlotLayout(tensors, data_begin, data_begin + offset, tuple(declared))
+
+    def header(
+        self,
+        rank: int,
+        version: Version,
+        world_size: int,
+        metadata: Mapping[str, str],
+        kind: Kind = Kind.SNAPSHOT,
+    ) -> bytes:
+        """The bytes that follow the state word, exactly up to the data. Raises ValueError if `metadata` is too long."""
+        about = {
+            "rank": str(rank),
+            "step": str(version.step),
+            "attempt": str(version.attempt),
+            "world_size": str(world_size),
+            "kind": kind.value,
+            **metadata,
+        }
+        text = _header_json([], about)[:-1] + self._table
+        room = self.data_begin - 8
+        if len(text) > room:
+            raise ValueError(f"slot metadata is {len(text) - room} bytes too long")
+        return text + b" " * (room - len(text))
+
+    @cached_property
+    def _table(self) -> bytes:
+        """The part of the header that is the same for every artifact of this layout."""
+        entries = json.dumps(_table_of(self._declared), separators=(",", ":")).encode()[1:]
+        return entries if entries == b"}" else b"," + entries
+
+    @property
+    def state_word(self) -> bytes:
+        """The word that makes the slot readable; write it last."""
+        return struct.pack("<Q", self.data_begin - 8)
+
+
+_METADATA_ROOM = 1024
+_VALUES = 16
+"""In the header with its padding, and in the table of pieces, for each tensor, beside three for each dimension."""
+
+
+def _header_json(declared: Sequence[tuple[str, str, tuple[int, ...], int, int]], metadata: Mapping[str, str]) -> bytes:
+    table: dict[str, object] = {"__metadata__": dict(metadata), **_table_of(declared)}
+    return json.dumps(table, separators=(",", ":")).encode()
+
+
+def _table_of(declared: Sequence[tuple[str, str, tuple[int, ...], int, int]]) -> dict[str, object]:
+    return {
+        name: {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        for name, dtype, shape, begin, end in declared
+    }
+
+
+def beginning(view: memoryview | bytes, size: int | None = None) -> int:
+    """Bytes of a slot from its start to the end of its table of pieces; those of its header if `view` does not reach that far, so
+    that the caller can ask again with more. `size`: of the whole artifact, where it is known; never more is answered. Raises NotASlot.
+    """
+    header = 8 + _header_length(view)
+    if header > len(view):
+        end = header
+    else:
+        tensors = _parse(view, header)[1]
+        end = next((tensor.end for tensor in tensors if tensor.name == PIECES), header)
+    if size is not None and end > size:
+        raise NotASlot(f"truncated: {size} of {end} bytes")
+    return end
+
+
+def read_header(view: memoryview | bytes, size: int | None = None) -> SlotHeader:
+    """Parse the header of a slot from its first bytes (`view` must reach at least to the data).
+
+    Nothing of it is believed: its tensors must have known dtypes, fill their places exactly, and follow each other without holes,
+    as the format demands. `size` is the length of the whole file if `view` is only its beginning. Raises NotASlot.
+    """
+    total = len(view) if size is None else size
+    header = 8 + _header_length(view)
+    if header > len(view):
+        raise NotASlot(f"header length {header - 8} does not fit into {len(view)} bytes")
+    metadata, tensors = _parse(view, header)
+    end = max((tensor.end for tensor in tensors), default=header)
+    try:
+        found = SlotHeader(
+            rank=_count(metadata.pop("rank")),
+            version=Version(step=_count(metadata.pop("step")), attempt=_count(metadata.pop("attempt"))),
+            world_size=_count(metadata.pop("world_size")),
+            kind=Kind(metadata.pop("kind", Kind.SNAPSHOT.value)),
+            metadata=metadata,
+            tensors=tuple(tensor for tensor in tensors if not tensor.name.startswith("__pad")),
+            size=end,
+        )
+    except (KeyError, ValueError) as error:
+        raise NotASlot(f"no slot header: {error}") from error
+    if end > total:
+        raise NotASlot(f"truncated: {total} of {end} bytes")
+    return found
+
+
+def read_tensors(read: Callable[[int], bytes], size: int) -> list[Tensor]:
+    """The tensors of any safetensors file of `size` bytes, of which `read` gives the next. Raises NotASlot."""
+    word = read(8)
+    header = 8 + _header_length(word)
+    if header > size:
+        raise NotASlot(f"cut off: it has {size} bytes, its header alone {header}")
+    tensors = _parse(word + read(header - 8), header)[1]
+    end = max((tensor.end for tensor in tensors), default=header)
+    if end > size:
+        raise NotASlot(f"cut off: it has {size} bytes, {end} are needed")
+    return tensors
+
+
+def _header_length(view: memoryview | bytes) -> int:
+    if len(view) < 8:
+        raise NotASlot("shorter than its state word")
+    (length,) = struct.unpack("<Q", bytes(view[:8]))
+    if length == 0:
+        raise NotASlot("torn: the writer did not finish")
+    if length > _MAX_HEADER:
+        raise NotASlot(f"header length {length} is more than the {_MAX_HEADER} bytes that any slot has")
+    return int(length)
+
+
+def _parse(view: memoryview | bytes, base: int) -> tuple[dict[str, str], list[Tensor]]:
+    """Metadata and all entries, padding too, of the header before byte `base`. Raises NotASlot."""
+    try:
+        if len(view) < base:
+            raise ValueError("it has no end")
+        table = parse_json(bytes(view[8:base]), _MAX_HEADER)
+        if not isinstance(table, dict):
+            raise ValueError("it is no object")
+        metadata = table.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("its metadata is not of strings")
+        tensors = [_tensor(name, entry, base) for name, entry in table.items()]
+    except (KeyError, TypeError, ValueError) as error:
+        raise NotASlot(f"no slot header: {error}") from error
+    expected = base
+    for tensor in sorted(tensors, key=lambda each: (each.begin, each.end)):
+        if tensor.begin != expected:
+            raise NotASlot(f"no slot header: {tensor.name!r} begins at byte {tensor.begin}, where {expected} is next")
+        expected = tensor.end
+    return metadata, tensors
+
+
+def _tensor(name: str, entry: Any, base: int) -> Tensor:
+    """Raises KeyError, TypeError, ValueError."""
+    dtype, shape = entry["dtype"], entry["shape"]
+    begin, end = entry["data_offsets"]
+    if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS:
+        raise ValueError(f"{name!r} has no shape")
+    for number in (*shape, begin, end):
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{name!r} has no place")
+    if dtype not in ITEM_BYTES or end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise ValueError(f"{name!r} is not {shape} of {dtype} in bytes {begin} to {end}")
+    return Tensor(name, dtype, tuple(shape), base + begin, base + end)
+
+
+def _count(text: str) -> int:
+    """Raises ValueError unless it is a whole number of 64 bits, as `SlotLayout.header` writes it."""
+    if not _COUNT.fullmatch(text) or int(text) > MOST_WHOLE:
+        raise ValueError(f"{text[:40]!r} is no count")
+    return int(text)

@@ -1,0 +1,168 @@
+"""Where artifacts go is not the trainer's business: in a cluster to the sidecar, on a laptop to a folder.
+
+Both are one small interface. Its methods are called by the saver's thread, except where stated.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.version import Kind, Version
+
+log = logging.getLogger("tiercheck")
+
+_held: set[tuple[int, str]] = set()
+"""Process and place of each `Claim`."""
+
+Ranges = Sequence[tuple[int, int]]
+"""Of bytes in a slot: from the first to before the second."""
+
+
+class Skipped(Exception):
+    """This artifact is not taken. `kind` is a CamelCase word; each kind is logged once."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class RestoreError(RuntimeError):
+    """What to restore cannot be found out or read, so training must not begin."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Verified slots to restore from: a snapshot, and the deltas to replay on it, in order."""
+
+    version: Version
+    path: str
+    """Empty if other ranks than these have saved the version."""
+    deltas: tuple[str, ...] = ()
+    world_size: int = 0
+    """Ranks that saved it."""
+    borrow: Callable[[int, Ranges], str] | None = None
+    """How to get at the slots of all of them (`resharding.OtherRanks`); None: only the own one can be read."""
+
+
+class Backend(Protocol):
+    """`patience`: seconds that the barrier waits for a slot to be granted before it gives the artifact up; None: no limit."""
+
+    attempt: int
+    place: str
+    """Where artifacts go, for people: one Checkpointer of a process has it."""
+    patience: float | None
+    numa: int
+    """Set by the trainer: the NUMA node of its device; -1: none is known."""
+
+    @property
+    def every(self) -> int:
+        """Steps between snapshots, unless the script says otherwise; 0: not decided yet."""
+        ...
+
+    @property
+    def delta(self) -> DeltaMode:
+        """Whether deltas are wanted."""
+        ...
+
+    @property
+    def sanity_gate(self) -> bool:
+        """Whether what is not finite is refused, unless the script says otherwise."""
+        ...
+
+    @property
+    def verify_all(self) -> bool:
+        """Whether every byte of a snapshot is compared with the state before the next update, unless the script says otherwise."""
+        ...
+
+    def find(self) -> Offer | None:
+        """Training thread, before the first step: what to restore, None for a fresh start. Raises RestoreError."""
+        ...
+
+    def restored(self, step: int) -> None:
+        """Training thread: the offer was loaded."""
+        ...
+
+    def mismatch(self, step: int, message: str, kind: Kind = Kind.DELTA) -> None:
+        """Training thread, before the first step: the replay of the delta of `step` went wrong, or the snapshot of `step` is of replicas
+        that differed. Never raises."""
+        ...
+
+    def reserve(self, size: int, delta_size: int) -> None:
+        """Slots of `size` bytes will be needed for snapshots, of `delta_size` for deltas (0: none). Raises Skipped."""
+        ...
+
+    def begin(self, step: int, size: int, kind: Kind) -> str:
+        """Path of a file of at least `size` bytes for the artifact after `step`. Raises Skipped."""
+        ...
+
+    def complete(self, path: str, step: int, size: int, kind: Kind) -> None:
+        """The file is written, state word included; its first `size` bytes are the artifact. Raises Skipped."""
+        ...
+
+    def abandon(self, path: str, step: int, kind: Kind) -> None:
+        """The file will not be completed. Never raises."""
+        ...
+
+    def pass_over(self, step: int) -> None:
+        """A snapshot was due after `step` and is not taken, so nobody should wait for it. Never raises."""
+        ...
+
+    def no_deltas(self, message: str, since: int = 0) -> None:
+        """This rank takes no deltas, and why; empty: it takes them again. `since`: those of this step and later ones, of this process, must not be replayed either;
+        0: nothing is known against them. Never raises."""
+        ...
+
+    def cannot_save(self, message: str) -> None:
+        """Nothing of this rank can be saved, and why; empty: it can again. Never raises."""
+        ...
+
+    def progress(self, step: int, loss: float | None, seconds: float | None, not_finite: int) -> None:
+        """Training thread: `step` was reached, the last `not_finite` of them refused. Never blocks, never raises."""
+        ...
+
+    def failing(self, reason: str, message: str, exit_code: int) -> None:
+        """This process is about to end with `exit_code`, and why. Never raises."""
+        ...
+
+    def flush(self) -> bool:
+        """Deliver what progress is still owed; True if nothing is left. Never raises."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Claim:
+    """Of a `Backend.place`, until it is released: two Checkpointers of one process, as for the two models of a GAN, would write over
+    each other's versions.
+    """
+
+    def __init__(self, place: str) -> None:
+        """Raises ValueError if another one of this process has it. A forked one begins anew."""
+        self._key = os.getpid(), place
+        if self._key in _held:
+            raise ValueError(
+                f"another Checkpointer of this process saves to {place}: close it first, or give all models and optimizers to"
+                " one (torch.nn.ModuleDict, a list of optimizers)"
+            )
+        _held.add(self._key)
+
+    def release(self) -> None:
+        """May be called twice."""
+        _held.discard(self._key)
+
+
+class WarnOnce:
+    """A log line for every kind of trouble, not for every time it happens."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def __call__(self, kind: str, message: str) -> None:
+        level = logging.DEBUG if kind in self._seen else logging.WARNING
+        self._seen.add(kind)
+        log.log(level, "%s: %s", kind, message)

@@ -1,0 +1,232 @@
+"""Outside a cluster a plain folder stands in for all tiers, so that the same script runs on a laptop. Snapshots only.
+
+    <folder>/rank-<r>-of-<n>/<step, 12 digits>-<attempt>.safetensors
+                             <step, 12 digits>-<attempt>.json          checksums, written last
+
+A version is complete when every rank has both files. They are renamed into place, so a killed process leaves nothing
+that looks complete; a corrupt file is found by its checksums and an older version is used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tiercheck.durable import sync_folder
+from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.manifest import parse_version_name, version_name
+from tiercheck.protocol.names import ENV_ATTEMPT
+from tiercheck.protocol.plain_json import parse_json
+from tiercheck.protocol.version import Kind, Version
+from tiercheck.trainer.backends.backend import Offer, Ranges, Skipped, log
+from tiercheck.trainer.replicas.ranks import distributed
+
+_CHUNK = 4 * 1024 * 1024
+_NONE = Version(-1, -1)
+
+
+class FolderBackend:
+    """A `Backend` over a folder that all ranks see."""
+
+    patience: float | None = None  # nothing to fear from a folder: every due snapshot is taken
+    every = 50
+    delta = DeltaMode.NONE
+    sanity_gate = True
+    verify_all = False
+    numa = -1
+
+    def __init__(self, folder: Path, rank: int, world_size: int, keep: int) -> None:
+        self._folder = folder
+        self.place = os.path.realpath(folder)
+        self._rank = rank
+        self._world_size = world_size
+        self._keep = keep
+        self.attempt = int(os.environ.get(ENV_ATTEMPT, "0"))
+
+    def find(self) -> Offer | None:
+        version, world = max(self._offers(), key=lambda offer: offer[0] or _NONE, default=(None, self._world_size))
+        # What is newer was refused or is incomplete. Left there, it could become complete with files of another history.
+        for newer in self._held(self._rank):
+            if version is None or newer > version:
+                self._remove(newer)
+        for unfinished in self._place(self._rank).glob("*.tmp"):
+            unfinished.unlink(missing_ok=True)
+        if version is None:
+            return None
+        own = str(self._data(self._rank, version)) if world == self._world_size else ""
+
+        def borrow(rank: int, _: Ranges) -> str:
+            return str(self._data(rank, version, world))
+
+        return Offer(version, own, world_size=world, borrow=borrow)
+
+    def withdraw(self, step: int) -> None:
+        """Remove what this rank has of a version that never became complete. Raises FileExistsError if it did."""
+        version = self._version(step)
+        if version in self._complete():
+            raise FileExistsError(f"{version} is saved already")
+        self._remove(version)
+
+    def path_of(self, rank: int, version: Version) -> Path:
+        """Where a rank's snapshot is, if it is there."""
+        return self._data(rank, version)
+
+    def restored(self, step: int) -> None:
+        return
+
+    def mismatch(self, step: int, message: str, kind: Kind = Kind.DELTA) -> None:
+        return
+
+    def reserve(self, size: int, delta_size: int) -> None:
+        return
+
+    def begin(self, step: int, size: int, kind: Kind = Kind.SNAPSHOT) -> str:
+        path = self._temporary(self._version(step))
+        try:
+            if not path.parent.is_dir():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                for above in path.parent.parents:
+                    sync_folder(above)
+            with open(path, "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, not a SIGBUS later
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise Skipped("CannotWrite", f"{path}: {error.strerror}") from error
+        return str(path)
+
+    def complete(self, path: str, step: int, size: int, kind: Kind = Kind.SNAPSHOT) -> None:
+        version = self._version(step)
+        try:
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+            record = {"size": size, "chunk": _CHUNK, "crc32": _checksums(Path(path))}
+            os.rename(path, self._data(self._rank, version))
+            temporary = self._record(self._rank, version).with_suffix(".json.tmp")
+            with open(temporary, "w") as file:
+                json.dump(record, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(temporary, self._record(self._rank, version))
+            # Else a crash of the node could lose the new names, and keep the removal of the old ones.
+            sync_folder(self._place(self._rank))
+            self._prune()
+        except OSError as error:
+            raise Skipped("CannotWrite", f"{path}: {error.strerror}") from error
+
+    def abandon(self, path: str, step: int, kind: Kind = Kind.SNAPSHOT) -> None:
+        Path(path).unlink(missing_ok=True)
+
+    def pass_over(self, step: int) -> None:
+        return
+
+    def no_deltas(self, message: str, since: int = 0) -> None:
+        return
+
+    def cannot_save(self, message: str) -> None:
+        return
+
+    def progress(self, step: int, loss: float | None, seconds: float | None, not_finite: int) -> None:
+        return
+
+    def failing(self, reason: str, message: str, exit_code: int) -> None:
+        return
+
+    def flush(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        return
+
+    def _offers(self) -> Iterator[tuple[Version | None, int]]:
+        """For each number of ranks that ever saved here, this one first, the newest version that is intact."""
+        yield self._agreed(self._world_size), self._world_size
+        worlds = {path.name.rpartition("-of-")[2] for path in self._folder.glob("rank-0-of-*")}
+        for world in sorted(int(each) for each in worlds if each.isdigit()):
+            if world != self._world_size:
+                yield self._agreed(world), world
+
+    def _agreed(self, world: int) -> Version | None:
+        """The newest version that is intact for every one of `world` ranks, the same answer on each of them.
+
+        Each rank looks at its share of the files.
+        """
+        shared = distributed() and self._world_size > 1
+        ranks = range(self._rank, world, self._world_size) if shared else range(world)
+        if not shared:
+            for version in sorted(self._complete(world), reverse=True):
+                if all(self._intact(rank, version, world) for rank in ranks):
+                    return version
+            return None
+        complete = self._complete(world)
+        mine = {version for version in complete if all(self._intact(rank, version, world) for rank in ranks)}
+        everyones: list[set[Version]] = [set() for _ in range(self._world_size)]
+        dist.all_gather_object(everyones, mine)
+        return max(set.intersection(*everyones), default=None)
+
+    def _intact(self, rank: int, version: Version, world: int) -> bool:
+        path = self._data(rank, version, world)
+        try:
+            record = parse_json(self._record(rank, version, world).read_bytes())
+            same_size = path.stat().st_size == record["size"]
+            intact = bool(same_size and _checksums(path, record["chunk"]) == record["crc32"])
+        except (OSError, ValueError, KeyError, TypeError):
+            intact = False
+        if not intact:
+            log.warning("%s is corrupt or gone; an older version is used", path)
+        return intact
+
+    def _held(self, rank: int, world: int | None = None) -> set[Version]:
+        """Versions whose record exists, so that their writer had finished."""
+        versions = set()
+        for path in self._place(rank, world).glob("*.json"):
+            try:
+                versions.add(parse_version_name(path.stem))
+            except ValueError:
+                continue  # not ours
+        return versions
+
+    def _complete(self, world: int | None = None) -> set[Version]:
+        return set.intersection(*(self._held(rank, world) for rank in range(world or self._world_size)))
+
+    def _prune(self) -> None:
+        kept = sorted(self._complete())[-self._keep :]
+        for version in self._held(self._rank):
+            if kept and version < kept[0]:
+                self._remove(version)
+        if len(kept) == self._keep and self._rank == 0:
+            for path in self._folder.glob("rank-*-of-*"):
+                rank, _, world = path.name.removeprefix("rank-").partition("-of-")
+                if rank.isdigit() and world.isdigit() and int(world) != self._world_size:
+                    for version in self._held(int(rank), int(world)):
+                        if version < kept[0]:
+                            self._remove(version, int(rank), int(world))
+
+    def _remove(self, version: Version, rank: int | None = None, world: int | None = None) -> None:
+        rank = self._rank if rank is None else rank
+        self._record(rank, version, world).unlink(missing_ok=True)
+        self._data(rank, version, world).unlink(missing_ok=True)
+
+    def _version(self, step: int) -> Version:
+        return Version(step, self.attempt)
+
+    def _place(self, rank: int, world: int | None = None) -> Path:
+        return self._folder / f"rank-{rank}-of-{world or self._world_size}"
+
+    def _data(self, rank: int, version: Version, world: int | None = None) -> Path:
+        return self._place(rank, world) / f"{version_name(version)}.safetensors"
+
+    def _record(self, rank: int, version: Version, world: int | None = None) -> Path:
+        return self._place(rank, world) / f"{version_name(version)}.json"
+
+    def _temporary(self, version: Version) -> Path:
+        return self._place(self._rank) / f"{version_name(version)}.tmp"
+
+
+def _checksums(path: Path, chunk: int = _CHUNK) -> list[int]:
+    with open(path, "rb") as file:
+        return [zlib.crc32(piece) for piece in iter(lambda: file.read(chunk), b"")]

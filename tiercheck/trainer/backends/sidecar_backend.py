@@ -1,0 +1,286 @@
+"""In a cluster the sidecar owns the memory: this asks it for slots, and lives with any answer, or none."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.local import Hello, Reply, Welcome
+from tiercheck.protocol.names import ENV_ATTEMPT, SOCKET_NAME
+from tiercheck.protocol.requests import (
+    AbandonSlot,
+    BeginSlot,
+    BorrowArtifact,
+    CompleteSlot,
+    DeclineDeltas,
+    ReportCannotSave,
+    ReportFailing,
+    ReportMismatch,
+    ReportProgress,
+    ReportRestored,
+    Request,
+    ReserveSlots,
+)
+from tiercheck.protocol.version import Kind, Version
+from tiercheck.trainer.backends.backend import Offer, Ranges, RestoreError, Skipped, WarnOnce
+from tiercheck.trainer.backends.sidecar_link import LinkBroken, SidecarLink
+
+ANSWER_SECONDS = 2.0
+"""How long the sidecar may take to answer."""
+RESERVE_SECONDS = 60.0
+"""The same when it has to allocate and touch all slots."""
+FIRST_CONNECT_SECONDS = 60.0
+BORROW_SECONDS = 600.0
+"""How long `restore` waits for the sidecar: without it nobody knows what to restore."""
+_BACKOFF = (0.5, 30.0)  # seconds between attempts to connect again: first, longest
+_PROGRESS_LATE = 0.5  # seconds without a progress message after which the training thread sends it itself
+
+
+class SidecarBackend:
+    """A `Backend` over the sidecar's socket."""
+
+    patience: float | None = 1.0
+
+    def __init__(self, run_dir: Path, rank: int, world_size: int) -> None:
+        self._path = run_dir / SOCKET_NAME
+        self.place = str(run_dir)
+        self.attempt = int(os.environ.get(ENV_ATTEMPT, "0"))
+        self._hello = Hello(role="rank", pid=os.getpid(), rank=rank, world_size=world_size, attempt=self.attempt)
+        self.every = 0
+        self.numa = -1
+        self.fenced = False
+        """A newer attempt is on its way: nothing of this process is wanted any more."""
+        self._link: SidecarLink | None = None
+        self._welcome: Welcome | None = None
+        self._restored_step: int | None = None
+        self._no_deltas = DeclineDeltas()
+        self._lacking = ""
+        self._reserved: tuple[int, int | None] = (0, 0)
+        self._wanted = (0, 0)
+        self._retry_at = 0.0
+        self._backoff = _BACKOFF[0]
+        self._warn = WarnOnce()
+        self._owed: tuple[int, float | None, float | None, int] | None = None
+        self._owed_lock = threading.Lock()
+        self._telling = threading.Lock()
+        self._told_at = 0.0
+
+    @property
+    def delta(self) -> DeltaMode:
+        return DeltaMode.NONE if self._welcome is None else self._welcome.delta
+
+    @property
+    def sanity_gate(self) -> bool:
+        return self._welcome is None or self._welcome.sanity_gate
+
+    @property
+    def verify_all(self) -> bool:
+        return self._welcome is not None and self._welcome.verify_all
+
+    def find(self) -> Offer | None:
+        deadline = time.monotonic() + FIRST_CONNECT_SECONDS
+        while True:
+            try:
+                self._connect()
+                break
+            except LinkBroken as error:
+                if time.monotonic() > deadline:
+                    raise RestoreError(f"the sidecar does not answer: {error}") from error
+                time.sleep(0.1)
+            except Skipped as error:
+                if self.fenced or time.monotonic() > deadline:
+                    raise RestoreError(str(error)) from error
+                time.sleep(0.1)
+        assert self._welcome is not None
+        version = self._welcome.restore_version
+        if version is None:
+            return None
+        return Offer(
+            version,
+            self._welcome.restore_path,
+            self._welcome.restore_deltas,
+            world_size=self._welcome.restore_world_size,
+            borrow=partial(self._borrow, version) if self._welcome.restore_world_size else None,
+        )
+
+    def _borrow(self, version: Version, rank: int, ranges: Ranges) -> str:
+        wanted = BorrowArtifact(rank, version.step, Kind.SNAPSHOT, tuple(ranges))
+        try:
+            return self._ask(wanted, BORROW_SECONDS)
+        except Skipped as error:
+            raise RestoreError(f"the snapshot of {version} of rank {rank} cannot be had: {error}") from error
+
+    def restored(self, step: int) -> None:
+        self._restored_step = step
+        self._say(ReportRestored(step))
+
+    def mismatch(self, step: int, message: str, kind: Kind = Kind.DELTA) -> None:
+        self._say(ReportMismatch(step, message, kind))
+
+    def reserve(self, size: int, delta_size: int) -> None:
+        self._wanted = (size, delta_size)
+        self._reserve()
+
+    def begin(self, step: int, size: int, kind: Kind) -> str:
+        if kind is Kind.SNAPSHOT:
+            self._wanted = (size, self._wanted[1])
+        try:
+            self._reserve()
+        except Skipped as skipped:
+            if skipped.kind != "SidecarRefused":
+                raise
+            # Asking all the same tells the others that this version will not come.
+            self._warn(skipped.kind, str(skipped))
+        return self._ask(BeginSlot(step, size, kind), ANSWER_SECONDS)
+
+    def complete(self, path: str, step: int, size: int, kind: Kind) -> None:
+        self._ask(CompleteSlot(path, step, size, kind), ANSWER_SECONDS)
+
+    def abandon(self, path: str, step: int, kind: Kind) -> None:
+        self._say(AbandonSlot(path, step, kind))
+
+    def pass_over(self, step: int) -> None:
+        try:
+            # To ask for the slot and give it back is how the sidecar learns that this rank has come past `step`.
+            path = self._ask(BeginSlot(step, self._wanted[0]), ANSWER_SECONDS)
+        except Skipped as skipped:
+            self._warn(skipped.kind, str(skipped))
+        else:
+            self.abandon(path, step, Kind.SNAPSHOT)
+
+    def no_deltas(self, message: str, since: int = 0) -> None:
+        self._no_deltas = DeclineDeltas(message, since)
+        self._say(self._no_deltas)
+
+    def cannot_save(self, message: str) -> None:
+        self._lacking = message
+        self._say(ReportCannotSave(message))
+
+    def failing(self, reason: str, message: str, exit_code: int) -> None:
+        self._say(ReportFailing(reason, message, exit_code))
+
+    def progress(self, step: int, loss: float | None, seconds: float | None, not_finite: int) -> None:
+        with self._owed_lock:
+            self._owed = (step, loss, seconds, not_finite)
+        if time.monotonic() - self._told_at < _PROGRESS_LATE:
+            return  # the other thread does it: waking the sidecar costs more than all else here
+        if self._telling.acquire(blocking=False):
+            try:
+                self._tell_owed()
+            finally:
+                self._telling.release()
+
+    def flush(self) -> bool:
+        if self._owed is None:
+            return True
+        try:
+            self._connected()
+        except Skipped as skipped:
+            self._warn(skipped.kind, str(skipped))
+            return False
+        with self._telling:
+            self._tell_owed()
+        return self._owed is None
+
+    def close(self) -> None:
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while not self.flush() and self._link is not None and not self._link.closed and time.monotonic() < deadline:
+            time.sleep(0.01)  # the sidecar is there but its socket is full
+        if self._link is not None:
+            self._link.close()
+
+    def _tell_owed(self) -> None:
+        link, owed = self._link, self._owed
+        if owed is None or link is None or link.closed:
+            return
+        step, loss, seconds, not_finite = owed
+        request = ReportProgress(step, loss, seconds, not_finite)
+        try:
+            if link.tell(request):
+                self._told_at = time.monotonic()
+                with self._owed_lock:
+                    if self._owed is owed:
+                        self._owed = None
+        except LinkBroken as error:
+            self._warn("SidecarGone", str(error))
+
+    def _reserve(self) -> None:
+        self._connected()  # a new connection forgets what was reserved
+        size, delta_size = self._wanted
+        # As long as deltas may come, to ask for none would tell the job that this rank takes none.
+        undecided = delta_size == 0 and self.delta is not DeltaMode.NONE and not self._no_deltas.message
+        wanted = (size, None if undecided else delta_size)
+        if self._reserved != wanted:
+            said = ReserveSlots(size, wanted[1], self.numa)
+            self._ask(said, RESERVE_SECONDS)
+            self._reserved = wanted
+
+    def _say(self, request: Request) -> None:
+        try:
+            self._ask(request, ANSWER_SECONDS)
+        except Skipped as skipped:
+            self._warn(skipped.kind, str(skipped))
+
+    def _ask(self, request: Request, timeout: float) -> str:
+        """The reply's path. Raises Skipped, whatever went wrong."""
+        link = self._connected()
+        try:
+            reply = self._exchange(link, request, timeout)
+        except LinkBroken as error:
+            raise Skipped("SidecarGone", f"{request.op}: {error}") from error
+        if reply.skip:
+            raise Skipped("NoFreeSlot", reply.skip)
+        if not reply.ok:
+            if request.op != "reserve":
+                link.close()  # the next hello tells whether this attempt is over
+            raise Skipped("SidecarRefused", reply.error or f"{request.op} was refused")
+        return reply.path
+
+    def _exchange(self, link: SidecarLink, request: Request, timeout: float) -> Reply:
+        reply = link.ask(request, timeout)
+        self.every = reply.snapshot_every or self.every
+        return reply
+
+    def _connected(self) -> SidecarLink:
+        """The link, opened again if it broke and its time has come. Raises Skipped."""
+        if self._link is not None and not self._link.closed:
+            return self._link
+        if self.fenced:
+            raise Skipped("Fenced", "a newer attempt of the job has begun; nothing is saved any more")
+        if time.monotonic() < self._retry_at:
+            raise Skipped("SidecarGone", "the sidecar is not reachable")
+        try:
+            link = self._connect()
+            if self._restored_step is not None:
+                self._exchange(link, ReportRestored(self._restored_step), ANSWER_SECONDS)
+            if self._no_deltas.message:
+                self._exchange(link, self._no_deltas, ANSWER_SECONDS)
+            if self._lacking:
+                self._exchange(link, ReportCannotSave(self._lacking), ANSWER_SECONDS)
+        except LinkBroken as error:
+            self._retry_at = time.monotonic() + self._backoff
+            self._backoff = min(2 * self._backoff, _BACKOFF[1])
+            raise Skipped("SidecarGone", str(error)) from error
+        self._backoff = _BACKOFF[0]
+        return link
+
+    def _connect(self) -> SidecarLink:
+        """Raises LinkBroken, or Skipped if the sidecar refuses this rank."""
+        link = SidecarLink(self._path, self._hello, ANSWER_SECONDS)
+        welcome = link.welcome
+        if welcome.error:
+            link.close()
+            if welcome.attempt > self.attempt:
+                self.fenced = True
+                raise Skipped("Fenced", welcome.error)
+            self._retry_at = time.monotonic() + self._backoff
+            raise Skipped("SidecarRefused", welcome.error)
+        self._welcome = welcome
+        self.every = welcome.snapshot_every or self.every
+        self._reserved = (0, 0)  # a sidecar that was restarted has forgotten
+        self._link = link
+        return link

@@ -1,0 +1,106 @@
+"""What torch.distributed.checkpoint must know of a rank's slot beside its tensors: JSON and checked bytes, never a pickle that runs code."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tiercheck.protocol.artifacts.contents import DCP, DCP_BYTES, DCP_PREFIX
+from tiercheck.protocol.plain_json import parse_json
+from tiercheck.trainer.state.leaves import NotCapturable
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Note:
+    """Of one rank."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Entries whose name is not `dcp/` and the tensor's name: a rank may hold several chunks of one tensor."""
+    grad: frozenset[str] = frozenset()
+    """Names of tensors that require a gradient."""
+    pinned: frozenset[str] = frozenset()
+    """Names of tensors that were page-locked."""
+    items: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Where in entry `dcp_bytes` the items lie that are no tensors."""
+    planner: Mapping[str, Path] | None = None
+    """The default planner's: where each name was in the nested state."""
+
+    def fqn(self, entry: str) -> str:
+        """The tensor's name in the state."""
+        return self.names.get(entry, entry.removeprefix(DCP_PREFIX))
+
+    def written(self) -> bytes:
+        """As JSON."""
+        return json.dumps(
+            {
+                "names": dict(self.names),
+                "grad": sorted(self.grad),
+                "pinned": sorted(self.pinned),
+                "bytes": {fqn: list(place) for fqn, place in self.items.items()},
+                "planner": None if self.planner is None else [[fqn, list(path)] for fqn, path in self.planner.items()],
+            },
+            separators=(",", ":"),
+        ).encode()
+
+    @staticmethod
+    def read(text: bytes) -> Note:
+        """Raises ValueError, KeyError, TypeError or AttributeError if it is none."""
+        raw = parse_json(text)
+        planner = raw["planner"]
+        return Note(
+            {str(entry): str(fqn) for entry, fqn in raw["names"].items()},
+            frozenset(raw["grad"]),
+            frozenset(raw["pinned"]),
+            {str(fqn): (int(place[0]), int(place[1])) for fqn, place in raw["bytes"].items()},
+            None if planner is None else {str(fqn): tuple(path) for fqn, path in planner},
+        )
+
+
+LENGTHS = {DCP: "dcp_length", DCP_BYTES: "dcp_bytes_length"}
+"""Metadata keys with the bytes that are used of these entries."""
+
+
+def planner_paths(data: Any) -> dict[str, Path] | None:
+    """A plan's `planner_data`, if it is what torch's own planner puts there. Raises NotCapturable."""
+    if data is None:
+        return None
+    plain = isinstance(data, Mapping) and all(
+        isinstance(fqn, str) and isinstance(path, (tuple, list)) and all(type(part) in (str, int) for part in path)
+        for fqn, path in data.items()
+    )
+    if not plain:
+        raise NotCapturable("the planner's own data is not names and paths, so it could only be stored as a pickle")
+    return {fqn: tuple(path) for fqn, path in data.items()}
+
+
+def checked(fqn: str, content: bytes) -> bytes:
+    """`content` if it can be read without running code. Raises NotCapturable."""
+    _read(fqn, content)
+    return content
+
+
+def harmless(fqn: str, content: bytes) -> io.BytesIO:
+    """For a planner, which unpickles without any check: the same value, written anew. Raises NotCapturable.
+
+    What was stored never reaches that unpickler itself.
+    """
+    buffer = io.BytesIO()
+    torch.save(_read(fqn, content), buffer)
+    buffer.seek(0)
+    return buffer
+
+
+def _read(fqn: str, content: bytes) -> Any:
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle raises many kinds, all meaning the same here
+        raise NotCapturable(
+            f"{fqn} is more than tensors and plain values, so reading it back could run code: {error}"
+        ) from error

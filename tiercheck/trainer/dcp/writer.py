@@ -1,0 +1,217 @@
+"""torch.distributed.checkpoint plans what each rank saves; this puts it into the rank's slot, one copy from the state's tensors."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from tiercheck.protocol.artifacts.contents import DCP, DCP_BYTES, DCP_PREFIX, FORMAT
+from tiercheck.protocol.artifacts.pieces import Box, Piece, pieces_table
+from tiercheck.protocol.artifacts.slot import PIECES, SlotLayout
+from tiercheck.protocol.version import Kind, Version
+from tiercheck.trainer.backends.backend import Backend
+from tiercheck.trainer.backends.folder_backend import FolderBackend
+from tiercheck.trainer.dcp.note import LENGTHS, Note, checked, planner_paths
+from tiercheck.trainer.state.leaves import NotCapturable, dtype_name
+from tiercheck.trainer.state.slot_file import OpenSlots, bytes_into
+from tiercheck.trainer.state.user_state import capacity_for
+
+_FORMAT_VERSION = "1.0.0"
+"""Of torch's metadata (`CURRENT_DCP_VERSION`)."""
+
+
+@dataclass
+class Slots:
+    """A rank's way to its slots, for every writer that its `Storage` gives out. Pickled for a process of its own only with a folder."""
+
+    backend: Backend
+    rank: int
+    world_size: int
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Held while the backend is asked: saves run in threads of torch."""
+    mapped: OpenSlots = field(default_factory=OpenSlots)
+    room: dict[str, int] = field(default_factory=dict)
+    """By entry of varying length, the bytes kept for it, so that the layout stays the same from save to save."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not isinstance(self.backend, FolderBackend):
+            raise TypeError(
+                "AsyncCheckpointerType.PROCESS is for folders only: in a cluster the sidecar is that other process already;"
+                " use AsyncCheckpointerType.THREAD"
+            )
+        return {"backend": self.backend, "rank": self.rank, "world_size": self.world_size, "room": self.room}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def capacity(self, entry: str, length: int) -> int:
+        self.room[entry] = capacity_for(length, self.room.get(entry, 0))
+        return self.room[entry]
+
+
+class TierCheckWriter(StorageWriter):
+    """Saves one version, the state after a step. Of a `Storage`; a writer may be used again when its save is over.
+
+    The step is given when it is made, or as the number at the end of `checkpoint_id` ("checkpoints/step-50").
+    """
+
+    def __init__(self, slots: Slots, step: int | None = None) -> None:
+        self._slots, self._step = slots, step
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Raises ValueError if `checkpoint_id` names another step than this writer's, or none."""
+        if checkpoint_id is None:
+            return
+        step = step_of(checkpoint_id)
+        self._step = step
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raises ValueError if nobody said which step it is."""
+        if self._step is None or self._step < 1:
+            raise ValueError(
+                "which step is this the state of? Use storage.writer(step), or a checkpoint_id that ends in its number"
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        backend = self._slots.backend
+        if isinstance(backend, FolderBackend) and self._step is not None:
+            # Before any rank writes: of a save that failed nothing may be left that this one could be mixed with.
+            backend.withdraw(self._step)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Raises ValueError unless every rank of the job takes part: a version is that of all."""
+        if len(plans) != self._slots.world_size:
+            raise ValueError(
+                f"{len(plans)} ranks save, the job has {self._slots.world_size}: all must take part in one save"
+            )
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Raises NotCapturable if an item can only be stored as a pickle that might run code, Skipped if there is no slot."""
+        assert self._step is not None
+        results: Future[list[WriteResult]] = Future()
+        results.set_result(_Save(self._slots, self._step, plan, planner).run())
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Nothing to write: the slots tell all, and a version is complete when all ranks have theirs."""
+        metadata.version = _FORMAT_VERSION
+        metadata.storage_data = {each.index: each.storage_data for of_rank in results for each in of_rank}
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Never chosen by torch itself."""
+        return False
+
+
+def step_of(checkpoint_id: str | os.PathLike[str]) -> int:
+    """The number at its end. Raises ValueError."""
+    match = re.search(r"(\d+)/*$", os.fspath(checkpoint_id))
+    if match is None:
+        raise ValueError(f"{os.fspath(checkpoint_id)!r} does not end in the number of a step")
+    return int(match[1])
+
+
+class _Save:
+    """One rank's part of one save."""
+
+    def __init__(self, slots: Slots, step: int, plan: SavePlan, planner: SavePlanner) -> None:
+        self._slots, self._step, self._planner = slots, step, planner
+        self._tensors: dict[str, WriteItem] = {}
+        self._pieces: dict[str, Piece] = {}
+        names: dict[str, str] = {}
+        places: dict[str, tuple[int, int]] = {}
+        content = bytearray()
+        for item in plan.items:
+            fqn = item.index.fqn
+            if item.type == WriteItemType.BYTE_IO:
+                # Now, not when the slot is there: its size depends on them. They are small.
+                written = planner.resolve_data(item)
+                assert not isinstance(written, torch.Tensor)
+                places[fqn] = (len(content), len(content) + len(written.getbuffer()))
+                content += checked(fqn, written.getvalue())
+                continue
+            entry = DCP_PREFIX + fqn
+            while entry in self._tensors:
+                entry += "+"
+            if entry != DCP_PREFIX + fqn:
+                names[entry] = fqn
+            data = item.tensor_data
+            assert data is not None
+            if data.properties.layout is not torch.strided:
+                raise NotCapturable(f"{fqn} is {data.properties.layout}; only dense tensors can be stored")
+            self._tensors[entry] = item
+            self._pieces[entry] = Piece(tuple(data.size), Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
+        self._content = bytes(content)
+        self._note = Note(
+            names,
+            self._having("requires_grad"),
+            self._having("pin_memory"),
+            places,
+            planner_paths(plan.planner_data),
+        ).written()
+
+    def run(self) -> list[WriteResult]:
+        slots, table = self._slots, pieces_table(self._pieces)
+        blobs = {DCP: self._note, DCP_BYTES: self._content}
+        room = {entry: slots.capacity(entry, len(blob)) for entry, blob in blobs.items()}
+        layout = SlotLayout.plan(
+            [
+                (PIECES, "U8", (len(table),), len(table)),
+                *((entry, "U8", (size,), size) for entry, size in room.items()),
+                *(self._declared(entry, item) for entry, item in self._tensors.items()),
+            ]
+        )
+        with slots.lock:
+            path = slots.backend.begin(self._step, layout.size, Kind.SNAPSHOT)
+        try:
+            with slots.lock:
+                slot = slots.mapped.open(path)
+            views = slot.begin(layout)
+            for entry, item in self._tensors.items():
+                tensor = self._planner.resolve_data(item)
+                assert isinstance(tensor, torch.Tensor)
+                if tensor.is_cuda:
+                    slot.pin()
+                views[entry].copy_(tensor.detach())
+            bytes_into(views[PIECES], table)
+            for entry, blob in blobs.items():
+                bytes_into(views[entry], blob)
+            about = {FORMAT: DCP, **{LENGTHS[entry]: str(len(blob)) for entry, blob in blobs.items()}}
+            version = Version(self._step, slots.backend.attempt)
+            slot.finish(layout, slots.rank, version, slots.world_size, about)
+        except BaseException:
+            with slots.lock:
+                slots.backend.abandon(path, self._step, Kind.SNAPSHOT)
+            raise
+        with slots.lock:
+            slots.backend.complete(path, self._step, layout.size, Kind.SNAPSHOT)
+        return [self._result(entry, item) for entry, item in self._tensors.items()] + [
+            WriteResult(MetadataIndex(fqn), end - begin, slots.rank)
+            for fqn, (begin, end) in Note.read(self._note).items.items()
+        ]
+
+    def _declared(self, entry: str, item: WriteItem) -> tuple[str, str, tuple[int, ...], int]:
+        assert item.tensor_data is not None
+        dtype, sizes = item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
+        return entry, dtype_name(dtype), sizes, self._pieces[entry].count * dtype.itemsize
+
+    def _result(self, entry: str, item: WriteItem) -> WriteResult:
+        return WriteResult(item.index, self._declared(entry, item)[3], self._slots.rank)
+
+    def _having(self, flag: str) -> frozenset[str]:
+        return frozenset(
+            item.index.fqn
+            for item in self._tensors.values()
+            if item.tensor_data is not None and getattr(item.tensor_data.properties, flag)
+        )

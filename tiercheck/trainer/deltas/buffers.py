@@ -1,0 +1,254 @@
+"""Batch statistics and counters change in forward, not in the optimizer: a delta carries those that may have.
+
+torch's in-place counters do not tell for all of them: batch norm writes its running statistics behind their back. So small
+buffers are always carried; a large one if its counter moved, or that of another buffer of its module, or, in host memory, if a sample
+of its bytes is another one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from itertools import chain, compress
+from operator import or_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tiercheck.trainer.proof.samples import Sampler
+from tiercheck.trainer.state.leaves import PLAIN, NotCapturable, local_shard, write
+
+log = logging.getLogger("tiercheck")
+
+ALWAYS = 64 * 1024
+"""Bytes of a buffer that is carried without asking."""
+_NOTHING = 0, 0
+PASSING = "buffers/"
+"""Before the names of buffers that are not persistent."""
+
+
+class Buffers:
+    """The model's persistent buffers and extra states, listed once: walking all modules at every step would cost more."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._places: list[tuple[str, dict[str, Tensor | None], str]] = []
+        self._extra: dict[str, nn.Module] = {}
+        self._passing = Passing({"": model})
+        for prefix, module in model.named_modules():
+            path = f"{prefix}." if prefix else ""
+            for key in module._buffers:
+                if key not in module._non_persistent_buffers_set:
+                    self._places.append((f"{path}{key}", module._buffers, key))
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                self._extra[f"{path}_extra_state"] = module
+        self._marks: list[tuple[int, int]] = []
+        self._empty: list[str] = []
+        self._never = {name for name, owner, key in self._places if owner.get(key) is None}
+        """Those that never held anything."""
+        self._sampler, self._sums = Sampler(), list[int]()
+        self.changed()
+
+    def changed(self) -> list[tuple[str, Tensor]]:
+        """Those that may have changed since the last call, by name: the buffers themselves, not copies."""
+        found: list[tuple[str, Tensor]] = []
+        large: list[tuple[str, Tensor, int]] = []
+        marks: list[tuple[int, int]] = []
+        moved: set[int] = set()  # modules
+        self._empty = []
+        for number, (name, owner, key) in enumerate(self._places):
+            buffer = owner.get(key)
+            mark = _mark(buffer)
+            marks.append(mark)
+            if not self._marks or self._marks[number] != mark:
+                moved.add(id(owner))
+            if buffer is None:
+                self._empty.append(name)
+                continue
+            if buffer.layout is not torch.strided:
+                found.append((name, buffer))  # whoever stores it says that it cannot
+            elif buffer.nbytes <= ALWAYS:
+                found.append((name, local_shard(buffer)))
+            else:
+                large.append((name, buffer, id(owner)))
+        self._marks = marks
+        if self._never:
+            self._never.intersection_update(self._empty)
+        moved |= self._written(large)
+        found += self._passing.changed()
+        return found + [(name, local_shard(buffer)) for name, buffer, owner in large if owner in moved]
+
+    def _written(self, large: Sequence[tuple[str, Tensor, int]]) -> set[int]:
+        """Modules of those whose bytes have changed, where a look at them costs no wait for a device."""
+        seen = [(buffer, owner) for _, buffer, owner in large if type(buffer) in PLAIN and buffer.device.type == "cpu"]
+        sums = self._sampler.take([buffer for buffer, _ in seen]).sums if seen else []
+        before, self._sums = self._sums, sums
+        if len(before) != len(sums):
+            return {owner for _, owner in seen}
+        return {owner for (_, owner), old, new in zip(seen, before, sums, strict=True) if old != new}
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        """All of them, by name in the model."""
+        return [(name, buffer) for name, owner, key in self._places if (buffer := owner.get(key)) is not None]
+
+    def large(self) -> list[tuple[str, Tensor]]:
+        """Those that are not carried without asking."""
+        return [(name, b) for name, b in self.named() if b.layout is torch.strided and b.nbytes > ALWAYS]
+
+    def extra(self) -> dict[str, Any]:
+        """What modules add to the state_dict by `get_extra_state`, by its key there."""
+        return {name: module.get_extra_state() for name, module in self._extra.items()}
+
+    @torch.no_grad()
+    def put_back(self, name: str, value: Tensor) -> None:
+        """Write a buffer. Raises NotCapturable if the model has none of that name and shape."""
+        if self._passing.put_back(name, value):
+            return
+        owner, key = _place_of(name, self._places)
+        buffer = owner.get(key)
+        if key and buffer is None:
+            owner[key] = _made(value, self._model)
+        elif buffer is None or local_shard(buffer).shape != value.shape:
+            raise NotCapturable(f"the model has no buffer {name} of shape {tuple(value.shape)}")
+        else:
+            write(local_shard(buffer), value)
+
+    def cleared(self) -> list[str]:
+        """Those that held nothing any more when `changed` was called, though they did before."""
+        return [name for name in self._empty if name not in self._never] + self._passing.cleared()
+
+    def clear(self, name: str) -> None:
+        self._passing.clear(name)
+        owner, key = _place_of(name, self._places)
+        if key:
+            owner[key] = None
+
+    def put_back_extra(self, extra: dict[str, Any]) -> None:
+        for name, value in extra.items():
+            self._extra[name].set_extra_state(value)
+
+
+class Passing:
+    """Buffers that are not persistent, so that no state_dict holds them, but that training writes to: the next step depends on them.
+
+    Most others are tables that the script makes anew, perhaps on purpose with other values.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        """`modules`: each by what comes before the names of its buffers."""
+        self._modules = modules
+        self._warned = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Training, or a restore, begins: what was done before, the script will do again."""
+        self._places = self._listed_anew()
+        self._written = [False] * len(self._places)
+        self._marks = self._read()
+
+    def looked_for(self) -> list[tuple[str, Tensor]]:
+        """As `written`, with those that a module has made on its way, as some do in their first forward."""
+        self.changed()
+        known = {(id(owner), key): done for (_, owner, key), done in zip(self._places, self._written, strict=True)}
+        self._places = self._listed_anew()
+        self._written = [known.get((id(owner), key), _is_small(owner.get(key))) for _, owner, key in self._places]
+        self._marks = self._read()
+        return self._listed(self._written)
+
+    def written(self) -> list[tuple[str, Tensor]]:
+        """Those that were written since then, by name: the buffers themselves, not copies."""
+        self.changed()
+        return self._listed(self._written)
+
+    def changed(self) -> list[tuple[str, Tensor]]:
+        """Those that were written since the last call of either."""
+        marks = self._read()
+        changed = [new != old for new, old in zip(marks, self._marks, strict=True)]
+        self._marks, self._written = marks, list(map(or_, self._written, changed))
+        return self._listed(changed)
+
+    def cleared(self) -> list[str]:
+        """Those that hold nothing any more, though they did."""
+        gone = [done and mark == _NOTHING for done, mark in zip(self._written, self._marks, strict=True)]
+        return [name for name, _, _ in compress(self._places, gone)]
+
+    def clear(self, name: str) -> None:
+        owner, key = _place_of(name, self._places)
+        if key:
+            owner[key] = None
+
+    def _listed_anew(self) -> list[tuple[str, dict[str, Tensor | None], str]]:
+        return [each for prefix, module in self._modules.items() for each in _not_persistent(module, prefix)]
+
+    def _listed(self, chosen: Sequence[bool]) -> list[tuple[str, Tensor]]:
+        found: list[tuple[str, Tensor]] = []
+        for name, owner, key in compress(self._places, chosen):
+            buffer = owner.get(key)
+            if buffer is None or type(buffer) not in PLAIN or buffer.layout is not torch.strided or buffer.is_meta:
+                continue
+            if _is_small(buffer):
+                found.append((name, local_shard(buffer)))
+            elif not self._warned:
+                self._warned = True
+                log.warning(
+                    "the buffer %s changes, and is in no version: it is not persistent, and has %d bytes",
+                    name,
+                    buffer.nbytes,
+                )
+        return found
+
+    @torch.no_grad()
+    def put_back(self, name: str, value: Tensor) -> bool:
+        """Write it if it is one of these, in whatever shape training had given it."""
+        owner, key = _place_of(name, self._places)
+        buffer = owner.get(key)
+        if buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype) and not buffer.is_meta:
+            write(local_shard(buffer), value)
+        elif key:
+            owner[key] = _made(value, *self._modules.values())
+        return bool(key)
+
+    @torch.no_grad()
+    def make(self, name: str, value: Tensor) -> None:
+        """One that no module has yet: the script would make it in its first forward, with another value."""
+        prefix = max((each for each in self._modules if name.startswith(each)), key=len)
+        path, _, key = name.removeprefix(prefix).rpartition(".")
+        owner = dict(self._modules[prefix].named_modules()).get(path)
+        if owner is not None and not hasattr(owner, key):
+            owner.register_buffer(key, _made(value, self._modules[prefix], *self._modules.values()), persistent=False)
+
+    def _read(self) -> list[tuple[int, int]]:
+        return [_mark(owner.get(key)) for _, owner, key in self._places]
+
+
+def _is_small(buffer: Tensor | None) -> bool:
+    return buffer is not None and buffer.layout is torch.strided and buffer.nbytes <= ALWAYS
+
+
+def _made(value: Tensor, *modules: nn.Module) -> Tensor:
+    """A copy on the device of the first of `modules` that has one."""
+    like = next(chain.from_iterable(module.parameters() for module in modules), value)
+    return value.to(like.device, copy=True)
+
+
+def _not_persistent(model: nn.Module, before: str) -> list[tuple[str, dict[str, Tensor | None], str]]:
+    """Name, owner and key of each such buffer."""
+    return [
+        (f"{before}{prefix}.{key}" if prefix else f"{before}{key}", module._buffers, key)
+        for prefix, module in model.named_modules()
+        for key in module._buffers
+        if key in module._non_persistent_buffers_set
+    ]
+
+
+def _place_of(
+    name: str, places: Sequence[tuple[str, dict[str, Tensor | None], str]]
+) -> tuple[dict[str, Tensor | None], str]:
+    """Who keeps the buffer of that name, and under which key; empty: nobody does."""
+    return next(((owner, key) for known, owner, key in places if known == name), ({}, ""))
+
+
+def _mark(buffer: Tensor | None) -> tuple[int, int]:
+    """Another one as soon as it is replaced, or written in place."""
+    return _NOTHING if buffer is None else (id(buffer), 0 if buffer.is_inference() else buffer._version)

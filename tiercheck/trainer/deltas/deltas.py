@@ -1,0 +1,339 @@
+"""Deltas as the training thread sees them: what each update consumed, and whether a delta of it would be exact.
+
+Nothing here raises into training. What cannot be described exactly is skipped; what never can be ends deltas for this
+run, with a reason that the job's status shows.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from tiercheck.protocol.directive import DeltaMode
+from tiercheck.trainer.backends.backend import Backend
+from tiercheck.trainer.deltas.buffers import Buffers
+from tiercheck.trainer.deltas.delta_format import Delta, Planner
+from tiercheck.trainer.deltas.gradients import Event, Recorder, hyper_parameters
+from tiercheck.trainer.deltas.watch import Tree, Watch, trained
+from tiercheck.trainer.proof.probe import ProbeRefused, Probes
+from tiercheck.trainer.proof.replayable import hindrance, is_known
+from tiercheck.trainer.replicas.partitioned import Partitions
+from tiercheck.trainer.replicas.replicas import Shares
+from tiercheck.trainer.save.accelerator import accelerator_of
+from tiercheck.trainer.save.chain import ASKED_AGAIN
+from tiercheck.trainer.save.delta import Script
+from tiercheck.trainer.save.saver import Saver
+from tiercheck.trainer.state import user_state
+from tiercheck.trainer.state.capture import named_parameters_of
+from tiercheck.trainer.state.leaves import NotCapturable
+from tiercheck.trainer.state.live import is_final
+from tiercheck.trainer.state.modes import Modes
+
+log = logging.getLogger("tiercheck")
+
+T = TypeVar("T")
+
+_PATIENCE = 3
+"""Steps that something else than the optimizer may change before deltas are given up; steps in a row that the model may be another one."""
+
+
+class Deltas:
+    """Hooks of the optimizers report here; `end_step` makes a delta of what they said."""
+
+    def __init__(
+        self, model: nn.Module, partitions: Partitions, shares: Shares, backend: Backend, saver: Saver
+    ) -> None:
+        optimizers = partitions.inner
+        self._model = model
+        self._shares = shares
+        self._partitions, self._optimizers = partitions, optimizers
+        self._backend = backend
+        self._saver = saver
+        self._recorder = Recorder(optimizers)
+        self._probes = Probes(optimizers)
+        self._probing = False
+        self._first = 0
+        self._doubtful = False
+        self._mark: list[int] | None = None
+        self._outside = ""
+        self._outside_count = self._others_in_a_row = 0
+        self._given_up = False
+        self._too_slow = False
+        self._measured = False
+        self._late = False
+        self._recording = False
+        self._missed = False
+        self._parameters: list[Tensor] = []
+        self._sizes: list[int] = []
+        self._depth = [0] * len(optimizers)
+        self.evaluating = False
+        """As `Inventories.evaluating`."""
+        if is_final(model):
+            self._look_around()
+
+    @property
+    def active(self) -> bool:
+        """Whether deltas are wanted and nothing is known against them."""
+        return not (self._given_up or self._too_slow) and self._backend.delta is not DeltaMode.NONE
+
+    def started(self, restored: int | None, room: int) -> None:
+        """Training begins now. `restored`: the version's step if there is one; `room`: bytes its largest delta had."""
+        self._look_around()
+        self._mark = self._watch.read()
+        self._harmless(self._saver.untold.begin)
+        self._saver.pace.begins()
+        if restored is not None:
+            self._saver.unbroken.restored(restored)
+        self._measured = room > 0
+        if self.active:
+            for optimizer in self._optimizers:
+                if reason := hindrance(optimizer):
+                    self.give_up(reason)
+                    return
+
+    def before_update(self, index: int, step: int, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """The optimizer is about to do the update of `step`."""
+        self._harmless(lambda: self._before_update(index, step, arguments, named))
+
+    def after_update(self, index: int) -> None:
+        """It has done it."""
+        self._harmless(lambda: self._after_update(index))
+
+    def _before_update(self, index: int, step: int, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+        if not self._sizes:
+            self._look_around()  # what had no shape when this was made has one by now
+        self._depth[index] += 1
+        if self._depth[index] > 1:
+            return  # its class calls the step of its base class: still the same update
+        self._probing = self._probes[index].begins() and self.active and self._backend.delta is DeltaMode.AUTO
+        self._recording = self.active and (
+            self._probing or not self._measured or not self._accepted or self._saver.unbroken.reaches(step)
+        )
+        if not self._recording:
+            self._missed = True
+            return
+        self._compare("before the update")
+        given = [value for value in (*arguments[1:], *named.values()) if value is not None]
+        self._late = bool(given)
+        if not given:
+            self._record(index)
+        elif not is_known(self._optimizers[index]):
+            what = "a closure" if callable(given[0]) else "arguments"
+            self.give_up(f"{type(self._optimizers[index]).__name__} was called with {what}")
+            self._recording = False
+        elif self._probing:
+            self._judge(lambda: self._probes[index].before(None))
+
+    def _after_update(self, index: int) -> None:
+        if not self._depth[index]:
+            return  # its beginning was not seen
+        self._depth[index] -= 1
+        if self._depth[index] > 0 or not self._recording:
+            return
+        if self._late:  # the closure made the gradients, and they were consumed as they are now
+            self._recorder.before(index)
+        event = self._recorder.open
+        self._recorder.after(index)
+        if self._probing and event is not None:
+            self._judge(lambda: self._probes[index].after(event))
+        self._mark = self._watch.read()
+
+    def end_step(self, step: int, state: user_state.State, poisoned: bool) -> Delta | None:
+        """The delta of the step that ends here, if it is to be taken. `poisoned`: its loss is not finite."""
+        return self._harmless(lambda: self._end_step(step, state, poisoned))
+
+    def _end_step(self, step: int, state: user_state.State, poisoned: bool) -> Delta | None:
+        accepted = self._accepted
+        events, inexact = self._recorder.take()
+        self._depth = [0] * len(self._optimizers)  # an update that raised did not end
+        self._look_at_the_clock()
+        if moved := self._saver.untold.hopeless:
+            self.give_up(f"{moved}, which no optimizer updates, is changed behind torch's counters")
+        if not self.active or not self._sizes:
+            return None
+        if self._shares.whole:
+            self.give_up(self._shares.whole)
+            return None
+        missed, self._missed = self._missed, False
+        mark = self._watch.read()
+        if not missed and self._mark is not None and self._mark != mark:
+            self._outside = "after the update"
+        self._mark = mark
+        outside, self._outside = self._outside, ""
+        if self._tree.changed() or trained(self._optimizers) != self._identities:
+            self._look_around()
+            inexact = inexact or "the model, or what its optimizers train, was changed"
+            self._mark = self._watch.read()
+            self._others_in_a_row += 1
+            if self._others_in_a_row >= _PATIENCE:
+                self.give_up("the model, or what its optimizers train, is another one after each step")
+                return None
+        else:
+            self._others_in_a_row = 0
+        changed = self._buffers.changed()
+        reaches = not missed and self._saver.unbroken.reaches(step)
+        measure = bool(events) and not self._measured and not reaches
+        if outside and accepted:
+            self._outside_count += 1
+            if self._outside_count >= _PATIENCE:
+                self.give_up(f"something else than the optimizer changes parameters or optimizer state ({outside})")
+                return None
+        if not accepted or not (reaches or measure) or poisoned or inexact or outside:
+            self._skip(step, reaches and accepted, poisoned, inexact or outside)
+            return None
+        try:
+            return self._delta(step, events, changed, state, seen=self._mark, measure=measure)
+        except NotCapturable as error:
+            self._skip(step, True, False, str(error))
+            return None
+
+    def give_up(self, reason: str, *, doubtful: bool = False) -> None:
+        """No deltas from now on. `doubtful`: those that were taken are not to be trusted either."""
+        if not self._given_up:
+            self._given_up = True
+            self._doubtful = doubtful and self._first > 0
+            self._saver.warn("NoDeltas", f"only snapshots are taken: {reason}")
+            self._saver.tell_no_deltas(reason, self._first if doubtful else 0)
+
+    def _look_at_the_clock(self) -> None:
+        """Deltas that take longer than steps end, until there is time for them again."""
+        pace = self._saver.pace
+        too_slow = not pace.ends_step(not self._too_slow)
+        if too_slow is self._too_slow or self._given_up or self._backend.delta is DeltaMode.NONE:
+            return
+        self._too_slow = too_slow
+        seconds = f"a delta takes {pace.delta:.2g} s, a step {pace.step:.2g} s"
+        if pace.asked > ASKED_AGAIN * pace.step:
+            seconds += f", and the get_extra_state of modules takes {pace.asked:.2g} s of it"
+        if too_slow:
+            reason = f"{seconds}, so that training would wait for deltas"
+            log.warning("NoDeltas: only snapshots are taken until there is time for deltas: %s", reason)
+            self._recorder.forget()
+            self._saver.tell_no_deltas(reason)
+        else:
+            log.info("deltas are taken again: %s", seconds)
+            self._saver.tell_no_deltas("")
+
+    def needs_snapshot(self) -> bool:
+        """Whether the deltas since the last snapshot turned out to be worth nothing, so that the next one is due now. Says so once."""
+        needed, self._doubtful = self._doubtful, False
+        return needed
+
+    @property
+    def _accepted(self) -> bool:
+        """Whether every optimizer is believed to replay exactly."""
+        return self._backend.delta is DeltaMode.REPLAY or self._probes.believed
+
+    def _delta(
+        self,
+        step: int,
+        events: list[Event],
+        changed: list[tuple[str, Tensor]],
+        state: user_state.State,
+        *,
+        seen: list[int],
+        measure: bool,
+    ) -> Delta:
+        modes = self._modes.facts(self.evaluating)
+        facts = {
+            "events": [{"groups": event.groups, "scaling": event.scaling} for event in events],
+            "groups": [hyper_parameters(optimizer) for optimizer in self._optimizers],
+            "extra": self._extra(),
+            "cleared": self._buffers.cleared(),
+            **modes,
+        }
+        blob = user_state.Packed(state, facts, tuple(modes.values()))
+        buffers = [(name, buffer.clone()) for name, buffer in changed]
+        device = accelerator_of(self._parameters)
+        self._measured = True
+        if not measure:
+            self._first = self._first or step
+        return Delta(
+            step=step,
+            device=device,
+            ready=None if device is None else device.final(),
+            events=events,
+            buffers=buffers,
+            blob=blob,
+            threads=torch.get_num_threads(),
+            seen=seen,
+            only_measure=measure,
+        )
+
+    def _extra(self) -> dict[str, Any]:
+        begun = time.monotonic()
+        extra = self._buffers.extra()
+        self._saver.pace.told(time.monotonic() - begun)
+        return extra
+
+    def _record(self, index: int) -> None:
+        self._recorder.before(index)
+        event = self._recorder.open
+        if self._probing and event is not None:
+            self._judge(lambda: self._probes[index].before(event))
+
+    def _harmless(self, work: Callable[[], T]) -> T | None:
+        """Nothing of ours may end an update: with memory for it lacking, for example, there are no deltas any more."""
+        try:
+            return work()
+        except Exception as error:  # invariant: no failure of ours stops training
+            self._recorder.forget()
+            self._recording = False
+            self.give_up(f"{type(error).__name__}: {error}"[:300])
+            return None
+
+    def _judge(self, look: Callable[[], None]) -> None:
+        try:
+            look()
+        except ProbeRefused as refused:
+            self.give_up(str(refused), doubtful=True)
+
+    def _compare(self, when: str) -> None:
+        if self._mark is not None and self._mark != self._watch.read():
+            self._outside = when
+
+    def _skip(self, step: int, due: bool, poisoned: bool, inexact: str) -> None:
+        """A step without a delta. `due`: a chain ends here because of it."""
+        if not due:
+            if self._saver.unbroken.begun:
+                self._saver.skip_delta(step)
+        elif poisoned:
+            self._saver.skip_delta(step, "NotFinite", "the loss is not finite")
+        else:
+            self._saver.skip_delta(step, "Inexact", inexact)
+
+    def _look_around(self) -> None:
+        """List parameters and buffers; done once, because it takes too long for every step."""
+        self._watch = Watch(self._model, self._optimizers, self._partitions.sent)
+        self._tree = Tree(self._model)
+        self._identities = trained(self._optimizers)
+        self._buffers = Buffers(self._model)
+        self._modes = Modes(self._model)
+        self._named = [list(named_parameters_of(optimizer, self._model)) for optimizer in self._optimizers]
+        self._parameters = [parameter for named in self._named for _, parameter in named]
+        self._sizes = [len(named) for named in self._named]
+        names = [[name for name, _ in named] for named in self._named]
+        replicas = [
+            [self._shares.consumers_of(index, name, parameter) for name, parameter in named]
+            for index, named in enumerate(self._named)
+        ]
+        self._saver.script = Script(
+            self._optimizers,
+            Planner(names, replicas),
+            self._recorder.copy_at_once,
+            self._watch.elsewhere(),
+            self._saver.untold,
+        )
+        self._saver.untold.watch(self._never_told())
+
+    def _never_told(self) -> dict[str, Tensor]:
+        """What no delta has: parameters that nobody updates, and buffers too large to be carried each time."""
+        updated = {*chain.from_iterable(self._identities), *map(id, self._partitions.sent)}
+        found = {f"model/{name}": p for name, p in self._model.named_parameters() if id(p) not in updated}
+        return found | {f"model/{name}": b for name, b in self._buffers.large()}

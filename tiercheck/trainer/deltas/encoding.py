@@ -1,0 +1,198 @@
+"""A gradient that is mostly zero need not be stored whole: frozen rows, unrouted experts, unused words cost nothing.
+
+Every form gives back the same bits, zeros with a sign included:
+
+    dense    all elements, in their order in memory (shape and strides are kept)
+    rows     the rows of the last dimension that are not zero, and their numbers (embeddings, stacked experts)
+    elements the same for single elements (top-k training)
+    zero     nothing
+    coo      a torch.sparse gradient: its indices and values as they are
+
+Whether a gradient is worth a closer look is told by a sample of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiercheck.trainer.state.leaves import NotCapturable, dtype_name, dtype_of, local_shard
+
+SAMPLE = 1024
+"""Elements looked at first."""
+WORTH = 0.75
+"""A sparse form is used if it takes less than this part of the dense one."""
+_SMALL = 64 * 1024  # bytes: not worth a look
+_CHUNK = 16 * 1024 * 1024  # bytes looked at in one call
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The parts to store, by suffix ("" is the gradient itself), and what `decode` must know beside them.
+
+    `about` is None for the common case: dense, in plain order, described by the stored tensor itself.
+    """
+
+    parts: dict[str, Tensor]
+    about: dict[str, Any] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+
+@torch.no_grad()
+def encode(gradient: Tensor, sparse: bool = True) -> Encoded:
+    """The smallest form. Parts may share memory with `gradient`. `sparse`: whether it is worth a closer look.
+
+    Raises NotCapturable for layouts other than strided and COO.
+    """
+    if gradient.layout is torch.sparse_coo:
+        about = {"form": "coo", "shape": list(gradient.shape), "coalesced": gradient.is_coalesced()}
+        return Encoded({"/indices": gradient._indices(), "/values": gradient._values()}, about)
+    if gradient.layout is not torch.strided:
+        raise NotCapturable(f"gradients of layout {gradient.layout} cannot be stored")
+    if not gradient.is_contiguous():
+        flat = _in_memory_order(gradient)
+        if flat is None:
+            return Encoded({"": gradient.contiguous()})
+        return Encoded({"": flat}, {"form": "dense", "shape": list(gradient.shape), "stride": list(gradient.stride())})
+    found = _sparse(gradient) if sparse and may_be_sparse(gradient) else None
+    return found or Encoded({"": gradient})
+
+
+def decode(
+    part: Callable[[str], Tensor | None], about: Mapping[str, Any] | None, device: torch.device
+) -> Tensor | None:
+    """Inverse of `encode`; `part` gives what was stored under a suffix. None if nothing was: there was no gradient.
+
+    The result does not share memory with the parts, so it is aligned as a gradient of torch is.
+    """
+    form = about["form"] if about else "dense"
+    if form == "dense":
+        stored = part("")
+        if stored is None:
+            return None
+        if not about:
+            return _moved(stored, device)
+        whole = torch.empty_strided(about["shape"], about["stride"], dtype=stored.dtype, device=device)
+        whole.as_strided(stored.shape, (1,)).copy_(stored)
+        return whole
+    assert about is not None
+    if form == "zero":
+        return torch.zeros(about["shape"], dtype=dtype_of(about["dtype"]), device=device)
+    values = _moved(_needed(part, "/values"), device)
+    if form == "coo":
+        indices = _moved(_needed(part, "/indices"), device)
+        sparse = torch.sparse_coo_tensor(indices, values, about["shape"], check_invariants=False)
+        return sparse._coalesced_(about["coalesced"])
+    whole = torch.zeros(about["shape"], dtype=values.dtype, device=device)
+    index = _moved(_needed(part, "/index"), device).long()
+    bits = _bits(whole).view(-1, values.shape[1])
+    bits[index] = _bits(values)
+    return whole
+
+
+def may_be_sparse(gradient: Tensor) -> bool:
+    """Whether a sparse form exists for it, and could save more than it costs."""
+    return (
+        gradient.layout is torch.strided
+        and gradient.nbytes >= _SMALL
+        and gradient.is_contiguous()
+        and not gradient.is_complex()
+    )
+
+
+@torch.no_grad()
+def look_sparse(gradients: Sequence[Tensor]) -> list[bool]:
+    """Of each, all on one device, whether a good part of a sample is zero. One transfer tells it of all."""
+    if not gradients:
+        return []
+    samples = []
+    for gradient in gradients:
+        bits = _bits(gradient).view(-1)
+        samples.append(bits[:: bits.numel() // SAMPLE | 1])  # odd, or it might only ever see one column
+    counts = torch.stack([torch.count_nonzero(sample) for sample in samples]).tolist()
+    return [2 * count < sample.numel() for count, sample in zip(counts, samples, strict=True)]
+
+
+def _sparse(gradient: Tensor) -> Encoded | None:
+    bits = _bits(gradient)
+    width = gradient.shape[-1] if gradient.dim() > 1 else 1
+    by_row = bits.view(-1, width)
+    index = _not_zero(by_row)
+    if index.numel() == 0:
+        return Encoded({}, {"form": "zero", "shape": list(gradient.shape), "dtype": dtype_name(gradient.dtype)})
+    about = {"form": "sparse", "shape": list(gradient.shape)}
+    rows = Encoded({"/index": index, "/values": gradient.view(-1, width)[index]}, about) if width > 1 else None
+    if rows is not None and rows.nbytes * 8 < gradient.nbytes:
+        return rows  # small enough; a closer look costs more than it saves
+    single = _not_zero(bits.view(-1, 1))
+    if single.numel() * (gradient.element_size() + single.element_size()) < (
+        rows.nbytes if rows is not None else gradient.nbytes
+    ):
+        rows = Encoded({"/index": single, "/values": gradient.view(-1, 1)[single]}, about)
+    return rows if rows is not None and rows.nbytes < WORTH * gradient.nbytes else None
+
+
+def _not_zero(by_row: Tensor) -> Tensor:
+    """Numbers of the rows with a bit in them, found chunk by chunk so that little memory is needed."""
+    step = max(1, _CHUNK // (by_row.shape[1] * by_row.element_size()))
+    found = []
+    for begin in range(0, by_row.shape[0], step):
+        piece = by_row[begin : begin + step]
+        mask = piece.ne(0).any(dim=1) if by_row.shape[1] > 1 else piece.view(-1).ne(0)
+        found.append(mask.nonzero().view(-1) + begin)
+    index = torch.cat(found)
+    return index.int() if by_row.shape[0] < 2**31 else index
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def _in_memory_order(gradient: Tensor) -> Tensor | None:
+    """All elements as they lie in memory; None if they overlap or leave gaps."""
+    order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
+    plain = gradient.permute(order)
+    return plain.view(-1) if plain.is_contiguous() else None
+
+
+def _needed(part: Callable[[str], Tensor | None], suffix: str) -> Tensor:
+    stored = part(suffix)
+    if stored is None:
+        raise ValueError(f"a sparse gradient lacks its {suffix[1:]}")
+    return stored
+
+
+def _moved(stored: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(stored.shape, dtype=stored.dtype, device=device).copy_(stored)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Equal in shape, dtype and every bit, so that a NaN equals itself and a signed zero does not equal zero."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(_words(one), _words(other))
+
+
+def _words(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().contiguous().view(-1)
+    return plain if plain.dtype == torch.bool or plain.is_complex() else _bits(plain)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, tensors (the shards of sharded ones) by their bits."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        both = isinstance(one, Tensor) and isinstance(other, Tensor)
+        return both and same_bits(local_shard(one), local_shard(other))
+    if isinstance(one, Mapping):
+        return isinstance(other, Mapping) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)

@@ -1,0 +1,164 @@
+"""A delta is exact only if nothing but the optimizer changed the state: torch's in-place counters tell, and for what is written
+behind their back, as through `.data`, a sample of the parameters' bytes does, where looking costs no wait for a device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from tiercheck.trainer.proof.samples import Sampler
+from tiercheck.trainer.state.leaves import PLAIN, read_each
+
+_NUMBERS = {bool, int, float}
+_CONTAINERS = {list, dict, deque}
+
+_version, _shard_version = attrgetter("_version"), attrgetter("_local_tensor._version")
+
+
+class VersionCounters:
+    """torch's in-place counters of these tensors, with next to no Python for any of them: they are read several times in each step.
+
+    A sharded one has two: its own, and that of its shard, which somebody may have got hold of.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._sharded = [number for number, tensor in enumerate(tensors) if type(tensor) not in PLAIN]
+        self._shards = [tensors[number] for number in self._sharded]
+
+    def read(self) -> list[int]:
+        """Two readings are equal if nothing was written in place between them."""
+        try:
+            return read_each(_version, self._tensors) + read_each(_shard_version, self._shards)
+        except (AttributeError, RuntimeError):  # a subclass without a shard, or one made for inference
+            return [*map(_own, self._tensors), *map(_of_shard, self._shards)]
+
+    def moved(self, before: list[int], after: list[int]) -> set[int]:
+        """The tensors, by number, that were written between two readings."""
+        if before == after:
+            return set()
+        numbers = chain(range(len(self._tensors)), self._sharded)
+        return {number for number, old, new in zip(numbers, before, after, strict=True) if old != new}
+
+
+class Watch:
+    """Counters of every parameter of the model and of everything the optimizers keep."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], sent: Iterable[Tensor] = ()) -> None:
+        """`sent`: parameters that other ranks may update, and send here by way of `.data`."""
+        self._optimizers = optimizers
+        self._kept = [_Kept(optimizer) for optimizer in optimizers]
+        known: dict[int, Tensor] = {}
+        for parameter in (*model.parameters(), *(p for o in optimizers for g in o.param_groups for p in g["params"])):
+            if not is_lazy(parameter) and not parameter.is_inference():
+                known[id(parameter)] = parameter
+        self._parameters = VersionCounters(list(known.values()))
+        others = {*map(id, sent)}.difference(*trained(optimizers))
+        watched = [parameter for parameter in known.values() if id(parameter) not in others]
+        shards = [getattr(parameter, "_local_tensor", parameter) for parameter in watched]
+        self._seen = [shard for shard in shards if type(shard) in PLAIN and shard.device.type == "cpu"]
+        self._sampler = Sampler()
+
+    def read(self) -> list[int]:
+        """Two readings are equal if nothing was changed in place, or replaced, between them. This runs three times in every step."""
+        found = self._parameters.read()
+        for kept in self._kept:
+            found += kept.read()
+        found.append(self.bytes())
+        return found
+
+    def bytes(self) -> int:
+        """A checksum of the sample."""
+        return self._sampler.take(self._seen).sum()
+
+    def elsewhere(self) -> Callable[[list[int]], bool]:
+        """For another thread: whether all is as when `read` gave this."""
+        other = copy.copy(self)
+        other._kept, other._sampler = [_Kept(optimizer) for optimizer in self._optimizers], Sampler()
+        listed = trained(self._optimizers)
+        return lambda before: other.read() == before and trained(self._optimizers) == listed
+
+
+def trained(optimizers: Sequence[Optimizer]) -> list[list[int]]:
+    """Which parameters each group of each optimizer has."""
+    return [[*map(id, group["params"])] for optimizer in optimizers for group in optimizer.param_groups]
+
+
+class Tree:
+    """What a model consists of: another module, parameter or buffer in it is none that a delta could tell of."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._owners: list[dict[str, Any]] = [module._parameters for module in modules]
+        self._buffers: list[dict[str, Any]] = [module._buffers for module in modules]
+        self._children: list[dict[str, Any]] = [module._modules for module in modules]
+        # Whoever shards parameters puts whole ones in their places meanwhile.
+        self._by_identity = all(type(parameter) in PLAIN for parameter in model.parameters())
+        self._kept = list(model.parameters()), modules  # so that nothing else has the identity of one
+        self._seen = self._read()
+
+    def changed(self) -> bool:
+        return self._read() != self._seen
+
+    def _read(self) -> list[Any]:
+        """Not which buffers: forward may replace one each time."""
+        names = chain.from_iterable(map(dict.keys, (*self._owners, *self._buffers)))
+        parameters = chain.from_iterable(map(dict.values, self._owners)) if self._by_identity else ()
+        return [*names, *map(id, chain.from_iterable(map(dict.values, self._children))), *map(id, parameters)]
+
+
+class _Kept:
+    """What one optimizer keeps. Which of it are tensors is only found out when something was replaced."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._values: list[Any] = []
+        """All of it, kept alive so that nothing else has the identity of one."""
+        self._identities: list[int] = []
+        self._containers: list[Any] = []
+        """Lists and dicts among them, whose members count as well."""
+        self._marks: list[int] = []
+        self._counters = VersionCounters([])
+
+    def read(self) -> list[int]:
+        states = self._optimizer.state.values()
+        try:
+            kept = list(chain.from_iterable(map(dict.values, states)))
+        except TypeError:  # one keeps something else for a parameter than a dict
+            kept = list(chain.from_iterable(map(_values, states)))
+        identities = [*map(id, kept), *map(id, _members(self._containers))]
+        if identities != self._identities:
+            self._containers = [value for value in kept if type(value) in _CONTAINERS]
+            self._values = values = kept + _members(self._containers)
+            self._identities = list(map(id, values))
+            tensors = [value for value in values if isinstance(value, Tensor)]
+            numbers = tuple([value for value in values if type(value) in _NUMBERS])
+            self._marks = [*map(id, tensors), hash(numbers)]
+            self._counters = VersionCounters(tensors)
+        return self._marks + self._counters.read()
+
+
+def _members(containers: Sequence[Any]) -> list[Any]:
+    return [member for each in containers for member in (each.values() if type(each) is dict else each)]
+
+
+def _values(state: Any) -> Any:
+    return state.values() if isinstance(state, dict) else (state,)
+
+
+def _own(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _of_shard(tensor: Tensor) -> int:
+    shard = getattr(tensor, "_local_tensor", None)
+    return 0 if shard is None else _own(shard)

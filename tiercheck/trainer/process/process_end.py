@@ -1,0 +1,155 @@
+"""How a rank ends: it says why, shows where it stood, and leaves no thread behind that could crash it.
+
+Why a rank ends, in its own words: torchrun ends with 1 whatever happened, and a log must be found before it can be read.
+
+An exception that nobody caught is told to the sidecar on the way out, with a reason that says whose fault it is as far as its
+type and text are clear about it.
+
+A rank that hangs in a collective cannot say where; the interpreter's own signal handler can, whatever it waits in.
+
+The end of a process that used gloo: its threads must be idle before the interpreter goes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from tiercheck.protocol.names import COLLECTIVE_FAILED, EXITED, GPU_FAULT, OUT_OF_GPU_MEMORY, UNCAUGHT
+
+_LONGEST = 500
+_HARDWARE = (
+    # Texts of cudaErrorECCUncorrectable, cudaErrorNvlinkUncorrectable, cudaErrorHardwareStackError, cudaErrorContained,
+    # cudaErrorNoDevice and cudaErrorLaunchFailure (CUDA runtime API, cudaError_t), and what the driver's users see of Xid 79.
+    "uncorrectable ecc error",
+    "uncorrectable nvlink error",
+    "hardware stack error",
+    "invalid access of peer gpu memory over nvlink or a hardware error",
+    "no cuda-capable device is detected",
+    "unspecified launch failure",
+    "fallen off the bus",
+    "gpu is lost",
+)
+_XID = re.compile(r"\bxid\W{0,4}(?:\(pci:[^)]*\)\W{0,3})?(?:48|63|64|74|79|92|94|95|119|120)\b")
+"""The driver's numbers of faults for which NVIDIA says to drain the node or reset the GPU (GPU Debug Guidelines, Xid catalog)."""
+_COLLECTIVES = ("nccl", "gloo", "connection closed by peer", "connection reset by peer", "broken pipe")
+
+Excepthook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def reason_of(error: BaseException) -> str:
+    """One of the words above."""
+    text = str(error).lower()
+    if isinstance(error, SystemExit):
+        return EXITED
+    if isinstance(error, torch.OutOfMemoryError):
+        return OUT_OF_GPU_MEMORY
+    if any(part in text for part in _HARDWARE) or _XID.search(text):
+        return GPU_FAULT
+    of_network = isinstance(error, (RuntimeError, ConnectionError)) and any(part in text for part in _COLLECTIVES)
+    backend_error = getattr(getattr(torch, "distributed", None), "DistBackendError", ())
+    return COLLECTIVE_FAILED if of_network or isinstance(error, backend_error) else UNCAUGHT
+
+
+def in_words(error: BaseException) -> str:
+    """Its type and the beginning of its text, in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:_LONGEST] if text else type(error).__name__
+
+
+def exit_code_of(error: BaseException) -> int:
+    """What the interpreter ends with because of it."""
+    if not isinstance(error, SystemExit):
+        return 1
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
+
+
+class LastWords:
+    """Hands what ends this process to `tell`, once. Never raises; what was there before is called after it."""
+
+    def __init__(self, tell: Callable[[str, str, int], None]) -> None:
+        self._tell = tell
+        self._said = False
+        self._before: Excepthook = sys.excepthook
+        self._ours: Excepthook = self._hook
+        sys.excepthook = self._ours
+
+    def say(self, error: BaseException) -> None:
+        code = exit_code_of(error)
+        if not self._said and code and not isinstance(error, KeyboardInterrupt):
+            self._said = True
+            self._tell(reason_of(error), in_words(error), code)
+
+    def close(self) -> None:
+        if sys.excepthook is self._ours:
+            sys.excepthook = self._before
+
+    def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:
+            self.say(error)
+        finally:
+            self._before(kind, error, trace)
+
+
+ASK = signal.SIGUSR2
+"""Sent by the launcher when no step was made for long."""
+
+
+def answer_with_stacks() -> bool:
+    """From now on `ASK` writes the stack of every thread to stderr, and nothing else happens. False if the script, or
+    the platform, has another use for the signal."""
+    with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # stderr may be no file
+        if signal.getsignal(ASK) is signal.SIG_DFL:
+            faulthandler.register(ASK, file=sys.__stderr__ or sys.stderr, all_threads=True, chain=False)
+            return True
+    return False
+
+
+_NAME = "pt_gloo_runloop"  # 15 characters: all that Linux keeps of a name
+_PAUSE = 0.002
+_LOOKS = 2  # who waited for the interpreter lock at the first look has had it before the second
+_PATIENCE = 1.0
+
+
+@functools.cache
+def wait_at_exit() -> None:
+    """Let the process wait for them, after the hooks that are registered later."""
+    atexit.register(wait_until_idle)
+
+
+def wait_until_idle() -> None:
+    """Return when no gloo thread of this process has anything to do; after a second in any case. Raises nothing.
+
+    Such a thread may be the last to let go of a tensor, some time after it said that the collective is done, and needs the
+    interpreter lock for that. An interpreter before 3.14 that has begun to end unwinds whoever asks for its lock, which a C++
+    destructor answers with abort. `destroy_process_group` does not end these threads: DTensor's caches keep the group.
+    """
+    end = time.monotonic() + _PATIENCE
+    idle = 0
+    while idle < _LOOKS and time.monotonic() < end:
+        time.sleep(_PAUSE)  # without the interpreter lock
+        idle = 0 if _some_busy() else idle + 1
+
+
+def _some_busy() -> bool:
+    for status in Path("/proc/self/task").glob("*/stat"):
+        try:
+            text = status.read_text()
+        except OSError:
+            continue  # it has just ended
+        if f"({_NAME})" in text and text.rpartition(") ")[2].startswith(("R", "D")):  # "id (name) state ..."
+            return True
+    return False

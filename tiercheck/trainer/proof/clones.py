@@ -1,0 +1,271 @@
+"""Which parameters a probe clones: few at a time, but in turn, so that none is left out for ever. Nothing random.
+
+Clones of some parameters of an optimizer, with an optimizer of their own, lying in memory as a restore would have them.
+
+After a restore the gradients of a delta lie in memory of their own, at its beginning, whatever larger memory they were views of in
+training; so does the state. Parameters are filled where the script keeps them. A kernel whose bits depend on any of this
+gives the clones other ones.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tiercheck.trainer.deltas.encoding import decode, encode, same, same_bits
+from tiercheck.trainer.deltas.gradients import Event
+from tiercheck.trainer.proof.replayable import inseparable, is_elementwise, is_known, own_attributes, plain_step
+from tiercheck.trainer.state.leaves import PLAIN, NotCapturable, local_shard
+
+_GRAIN = 1024
+"""Elements: cuts lie at multiples of this."""
+
+
+@dataclass(frozen=True)
+class ProbeCandidate:
+    """A parameter that may be cloned."""
+
+    number: int
+    """Its place in the optimizer's order."""
+    size: int
+    """Bytes that clones of it, its gradient and its state take."""
+    elements: int = 0
+    """How many it may be cut into; 0: only the whole is worth something."""
+
+
+class ProbePart(NamedTuple):
+    """What is cloned of a parameter: the whole, or its elements from `begin` to before `end`."""
+
+    number: int
+    begin: int = 0
+    end: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        return self.end == 0
+
+
+class ParameterPlace(NamedTuple):
+    """Where a turn begins."""
+
+    number: int = 0
+    element: int = 0
+
+
+def choose(
+    candidates: Sequence[ProbeCandidate], start: ParameterPlace, room: int, most: int
+) -> tuple[list[ProbePart], ParameterPlace]:
+    """At most `most` parts that take at most `room` bytes, from `start` on and around; and where the next turn begins.
+
+    Only what is larger than `room` is cut. What can neither be cut nor fit is passed over. `candidates` are in order.
+    """
+    first = next((at for at, each in enumerate(candidates) if each.number >= start.number), 0)
+    order = [*candidates[first:], *candidates[:first]]
+    element = start.element if order and order[0].number == start.number else 0
+    parts: list[ProbePart] = []
+    left = room
+    for each in order:
+        if len(parts) == most:
+            return parts, ParameterPlace(each.number)
+        if each.size <= room:
+            if each.size > left:
+                return parts, ParameterPlace(each.number)
+            parts.append(ProbePart(each.number))
+            left -= each.size
+        elif each.elements:
+            begin = element if element < each.elements else 0
+            end = min(each.elements, begin + left * each.elements // each.size // _GRAIN * _GRAIN)
+            if end > begin:
+                parts.append(ProbePart(each.number, begin, end))
+                left -= -(-each.size * (end - begin) // each.elements)
+            if end < each.elements and (end > begin or left < room):
+                return parts, ParameterPlace(each.number, end)
+        element = 0
+    return parts, ParameterPlace(order[0].number if order else 0)
+
+
+pass  # HOUSE
+
+_MOST = 256
+"""Parameters of a known class that are cloned at once: each takes some calls, however small it is."""
+_LINE = 64
+"""Bytes: no kernel asks for more than their multiples."""
+
+
+class Cloner:
+    """Of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer, fresh: Mapping[str, Any], room: int) -> None:
+        """`fresh`: attributes that a copy of it has as they are here. `room`: bytes that may be cloned at once."""
+        self._optimizer = optimizer
+        self._fresh = fresh
+        self._room = room
+        self._start = ParameterPlace()
+
+    @torch.no_grad()
+    def clone(self, gradients: Sequence[Tensor | None] | None) -> Clones | None:
+        """The next ones in turn; None if there is nothing to clone. `gradients`: what the update will consume; None: not known yet.
+
+        Raises NotCapturable, and whatever a stranger's class does.
+        """
+        candidates = list(self._candidates(gradients))
+        most = _MOST if is_known(self._optimizer) else len(candidates)
+        parts, self._start = choose(candidates, self._start, self._room, most)
+        if not parts:
+            return None
+        real = self._optimizer
+        shadow: Optimizer = object.__new__(type(real))
+        shadow.__dict__.update(real.__dict__)
+        if not is_known(real):
+            for name, _ in own_attributes(real):  # a step of the copy may write what it shares with the real one
+                del shadow.__dict__[name]
+        shadow.__dict__.pop("step", None)
+        shadow.__dict__.update(copy.deepcopy(dict(self._fresh)))
+        shadow.state = defaultdict(dict)
+        shadow.param_groups = []
+        clones = Clones(shadow, [], [])
+        wanted = {part.number: part for part in parts}
+        number = 0
+        for index, group in enumerate(real.param_groups):
+            mine = [(wanted[at], p) for at, p in enumerate(group["params"], number) if at in wanted]
+            number += len(group["params"])
+            if mine:
+                clones.groups.append((index, _settled(group)))
+                shadow.param_groups.append({"params": [self._pair(part, p, clones) for part, p in mine]})
+        return clones
+
+    def _pair(self, part: ProbePart, parameter: Tensor, clones: Clones) -> Tensor:
+        shard = local_shard(parameter)
+        clone = nn.Parameter(_lying_as(_cut(shard, shard, part)), requires_grad=parameter.requires_grad)
+        clones.optimizer.state[clone] = {
+            key: _as_loaded(_cut(value, shard, part), clone) if isinstance(value, Tensor) else copy.deepcopy(value)
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+        }
+        clones.pairs.append(Pair(parameter, clone, part))
+        return clone
+
+    def _candidates(self, gradients: Sequence[Tensor | None] | None) -> Iterator[ProbeCandidate]:
+        known, elementwise = is_known(self._optimizer), is_elementwise(self._optimizer)
+        may_cut = not inseparable(self._optimizer)
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in enumerate(parameters):
+            gradient = None if gradients is None else gradients[number]
+            if not parameter.requires_grad or (gradients is not None and gradient is None):
+                continue
+            if known and not elementwise and hasattr(parameter, "placements"):
+                continue  # its update is a collective, which one rank alone must never begin
+            try:
+                shard = local_shard(parameter)
+                values = self._optimizer.state.get(parameter, {}).values()
+                state = [local_shard(value) for value in values if isinstance(value, Tensor)]
+            except NotCapturable:
+                if not known:
+                    raise
+                continue  # a wrapper: fingerprints check its parts, at the restore
+            size = 2 * shard.nbytes + sum(tensor.nbytes for tensor in state)
+            aligned = all(each.numel() == 1 or (each.shape == shard.shape and each.is_contiguous()) for each in state)
+            cuttable = may_cut and aligned and shard.is_contiguous() and (gradient is None or _is_flat(gradient))
+            yield ProbeCandidate(number, size, shard.numel() if cuttable else 0)
+
+
+@dataclass(frozen=True)
+class Pair:
+    real: Tensor
+    """The parameter."""
+    clone: Tensor
+    """Of its shard, or of a part of it."""
+    part: ProbePart
+
+
+@dataclass
+class Clones:
+    optimizer: Optimizer
+    """Of the clones."""
+    pairs: list[Pair]
+    groups: list[tuple[int, dict[str, Any]]]
+    """Which of the real one's groups those of the clones are, and what differs in them."""
+
+    @torch.no_grad()
+    def consume(self, event: Event) -> None:
+        """Have the clones lie before the update that `event` notes, as if they had been restored."""
+        for pair in list(self.pairs):
+            gradient = event.gradients[pair.part.number]
+            if gradient is not None and not pair.part.is_whole and not _is_flat(gradient):
+                self.pairs.remove(pair)  # a part of it cannot be had
+            elif gradient is not None:
+                restored = _as_restored(_cut(gradient, gradient, pair.part))
+                if restored is not None and restored.dtype != pair.clone.dtype:
+                    pair.clone.grad_dtype = restored.dtype
+                pair.clone.grad = restored
+        for (index, settled), group in zip(self.groups, self.optimizer.param_groups, strict=True):
+            group.update({key: _copied(value) for key, value in event.groups[index].items()} | settled)
+        vars(self.optimizer).update({name: value.clone() for name, value in event.scaling.items()})
+
+    def step(self) -> None:
+        """The same update as the real one's."""
+        plain_step(self.optimizer)()
+
+    def differ(self, real: Optimizer) -> bool:
+        """Whether the real ones have other bits, or another state."""
+        for pair in self.pairs:
+            shard = local_shard(pair.real)
+            state = {key: _cut(value, shard, pair.part) for key, value in real.state.get(pair.real, {}).items()}
+            if not same_bits(_cut(shard, shard, pair.part), pair.clone):
+                return True
+            if not same(state, dict(self.optimizer.state.get(pair.clone, {}))):
+                return True
+        return False
+
+
+def _settled(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group of which only some are cloned must be told: torch takes the loop of single tensors if one of all parameters asks for it."""
+    kinds = {(type(parameter) in PLAIN, parameter.device.type) for parameter in group["params"]}
+    open_ = "foreach" in group and group["foreach"] is None
+    return {"foreach": False} if open_ and (len(kinds) > 1 or not all(plain for plain, _ in kinds)) else {}
+
+
+def _cut(value: Any, shard: Tensor, part: ProbePart) -> Any:
+    """The part of what belongs to `shard`, of its shape; other values are as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    plain = value if value.layout is not torch.strided else local_shard(value)
+    if part.is_whole or plain.shape != shard.shape:
+        return plain
+    return plain.view(-1)[part.begin : part.end]
+
+
+def _is_flat(gradient: Tensor) -> bool:
+    return gradient.layout is torch.strided and gradient.is_contiguous()
+
+
+def _as_restored(gradient: Tensor) -> Tensor | None:
+    """A copy, made as a restore makes it of what a delta stores."""
+    encoded = encode(gradient, sparse=False)
+    return decode(encoded.parts.get, encoded.about, gradient.device)
+
+
+def _as_loaded(value: Tensor, clone: Tensor) -> Tensor:
+    """A copy, in memory as `load.room_for` makes it."""
+    if value.shape != clone.shape:
+        return value.clone(memory_format=torch.contiguous_format)
+    return torch.empty_like(clone.detach(), dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _lying_as(shard: Tensor) -> Tensor:
+    """A copy as far from a multiple of `_LINE` bytes as the original is."""
+    if shard.data_ptr() % _LINE == 0 or not shard.is_contiguous():
+        return shard.clone()
+    room = torch.empty(shard.nbytes + _LINE, dtype=torch.uint8, device=shard.device)
+    skip = (shard.data_ptr() - room.data_ptr()) % _LINE
+    return room[skip : skip + shard.nbytes].view(shard.dtype).view(shard.shape).copy_(shard)
+
+
+def _copied(value: Any) -> Any:
+    return local_shard(value).clone() if isinstance(value, Tensor) else copy.deepcopy(value)

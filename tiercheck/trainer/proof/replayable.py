@@ -1,0 +1,155 @@
+"""Whether an optimizer can be replayed exactly: what is known of its class. What it does in this very process, `probe.py` looks at.
+
+What the class of an optimizer keeps beside its parameters and their state, such as a count of its steps.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tiercheck.trainer.deltas.gradients import SCALING
+from tiercheck.trainer.state.readable import encoded
+
+_NAMES = (
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD", "Adafactor",
+    "SparseAdam", "Muon",
+)  # fmt: skip
+KNOWN = tuple(getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name))
+"""Their step is a function of parameters, gradients, state and hyper-parameters alone; tests replay every one of them."""
+
+_SEPARABLE = {*_NAMES} - {"Adafactor", "Muon", "SparseAdam"}
+"""What their step does to an element depends on that element alone, and on counts that all elements share."""
+_EXACT_IN_HALF = {"AdamW"}
+"""On CPUs: others add products of half-precision numbers, which vectors round and single numbers do not."""
+
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """Exactly one of those classes: a subclass may do anything."""
+    return type(optimizer) in KNOWN
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether its step does to an element what depends on that element alone, so that even of a sharded tensor each rank may do its own."""
+    return is_known(optimizer) and type(optimizer).__name__ in _SEPARABLE
+
+
+def hindrance(optimizer: Optimizer) -> str:
+    """Why it cannot be replayed whatever a probe says; empty if nothing is known against it."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return f"{name} evaluates the model several times in one step"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{name} is differentiable, so its step depends on the graph around it"
+    return ""
+
+
+def inseparable(optimizer: Optimizer) -> str:
+    """Why a part of its parameters, cut anywhere, would not get the same bits; empty if it is known to.
+
+    Known by a test of every class (tests/trainer/test_separable.py). A probe may then try out a part of a large tensor.
+    """
+    name = type(optimizer).__name__
+    if not is_elementwise(optimizer):
+        return f"{name} is not known to treat each element on its own"
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.device.type != "cpu":
+                continue
+            if group.get("fused"):
+                return f"{name} with fused=True rounds differently at the edges of a shard on CPUs"
+            if parameter.dtype not in (torch.float32, torch.float64) and name not in _EXACT_IN_HALF:
+                return f"{name} rounds {parameter.dtype} differently at the edges of a shard on CPUs"
+    return ""
+
+
+def plain_step(optimizer: Optimizer) -> Callable[[], Any]:
+    """Its `step` without hooks, and without what a learning-rate scheduler wraps around it to warn of a wrong order.
+
+    Without autocast too, whose like it would be where the script restores: a step that depends on it differs when it is probed.
+    """
+    function = type(optimizer).step
+    if getattr(function, "hooked", False):
+        function = getattr(function, "__wrapped__", function)
+
+    def step() -> Any:
+        # A class that calls the step of its base class comes to hooks once more.
+        hidden = {name: vars(optimizer)[name] for name in _HOOKS if name in vars(optimizer)}
+        vars(optimizer).update({name: OrderedDict() for name in hidden})
+        kinds = {parameter.device.type for group in optimizer.param_groups for parameter in group["params"]}
+        try:
+            with ExitStack() as without:
+                for kind in kinds:
+                    without.enter_context(torch.autocast(kind, enabled=False))
+                return function(optimizer)
+        finally:
+            vars(optimizer).update(hidden)
+
+    return step
+
+
+_LARGEST = 1024 * 1024
+"""Bytes of a tensor that is taken for a value."""
+_UNCHANGEABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_EVERYBODYS = {
+    *vars(torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.1)),
+    "param_groups",
+    "state",
+    "step",
+    "_opt_called",
+    *SCALING,
+}
+
+
+def own_attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """Names and values that not every optimizer has."""
+    for name, value in vars(optimizer).items():
+        if name not in _EVERYBODYS and not name.startswith("__"):
+            yield name, value
+
+
+def is_value(value: Any) -> bool:
+    """Whether it is data, and little: numbers, texts, small tensors, and collections of them."""
+    if isinstance(value, Tensor):
+        return type(value) is Tensor and value.layout is torch.strided and value.nbytes <= _LARGEST
+    if isinstance(value, Mapping):
+        return all(map(is_value, value)) and all(map(is_value, value.values()))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(is_value, value))
+    return isinstance(value, _UNCHANGEABLE) or encoded(value) is not None
+
+
+def is_function(value: Any, deep: int = 3) -> bool:
+    """Whether it is code alone. What is bound to an object, or is one, may change that: a copy that calls it would do so too.
+
+    `deep`: how many functions may lie in one another.
+    """
+    if isinstance(value, BuiltinFunctionType):
+        return value.__self__ is None or isinstance(value.__self__, (type, ModuleType))
+    if type(value) is FunctionType:
+        return deep > 0 and all(
+            isinstance(each, _UNCHANGEABLE) or is_function(each, deep - 1) for each in closed_over(value)
+        )
+    if type(value) is partial:
+        return is_function(value.func, deep) and all(map(is_value, (*value.args, *value.keywords.values())))
+    return isinstance(value, type)
+
+
+def closed_over(function: FunctionType) -> list[Any]:
+    """What it has from the functions around it."""
+    found = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # nothing was put there yet
+            found.append(cell.cell_contents)
+    return found

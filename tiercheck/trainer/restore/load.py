@@ -1,0 +1,260 @@
+"""Putting a snapshot back, bit for bit: no dtype is cast, nothing is computed, and nothing missing goes unnoticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tiercheck.protocol.artifacts.pieces import Piece
+from tiercheck.trainer.deltas.gradients import set_hyper_parameters
+from tiercheck.trainer.replicas.replicas import Replicas, Shares, cut, exchange, share_of
+from tiercheck.trainer.state import kept
+from tiercheck.trainer.state.capture import is_extra, model_items, modules_beside, named_parameters_of, own_entries
+from tiercheck.trainer.state.leaves import Entry, held_by, is_wrapper, list_tensor, local_shard, parts
+from tiercheck.trainer.state.slot_file import SlotReader
+from tiercheck.trainer.state.stored import StoredTensors
+
+
+class DifferentState(ValueError):
+    """The checkpoint does not fit the model or the optimizer; the message names the first difference."""
+
+
+@torch.no_grad()
+def load_all(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    shares: Shares,
+    slot: SlotReader,
+    facts: Mapping[str, Any],
+    *,
+    beside: Mapping[str, nn.Module] | None = None,
+) -> None:
+    """Write the slot's tensors into the model's own storage (and that of the modules `beside` it), and rebuild the
+    optimizers' state. Raises DifferentState, RestoreError.
+
+    Everything is checked before anything is written, so a refused checkpoint leaves the state as it was. Collective if
+    replicas have saved it in shares.
+    """
+    tensors, pieces = slot.tensors(), slot.pieces()
+    tensors.ensure_whole()
+    if len(optimizers) != len(facts["optimizers"]):
+        raise DifferentState(f"the checkpoint has {len(facts['optimizers'])} optimizers, here are {len(optimizers)}")
+    for optimizer, saved in zip(optimizers, facts["optimizers"], strict=True):
+        add_groups(optimizer, model, saved)
+    targets = _model_targets(model, shares, tensors, pieces)
+    extra_beside = dict(facts)
+    for module, prefix, _ in modules_beside(beside or {}, extra_beside):
+        targets |= _model_targets(module, shares, tensors, pieces, prefix)
+    held = held_by(local for _, local in targets.values())
+    for index, (optimizer, saved) in enumerate(zip(optimizers, facts["optimizers"], strict=True)):
+        _check_optimizer(index, optimizer, model, saved, tensors)
+        for name, parameter in named_parameters_of(optimizer, model):
+            refuse_lost(own_entries(f"optimizer{index}/{name}/", name, parameter), held, tensors)
+    wanted = [(name, value, local) for name, (value, local) in targets.items()]
+    if facts["model_extra"]:
+        model.load_state_dict(facts["model_extra"], strict=False)
+    for module, _, extra in modules_beside(beside or {}, extra_beside):
+        if extra:
+            module.load_state_dict(extra, strict=False)
+    for index, (optimizer, saved) in enumerate(zip(optimizers, facts["optimizers"], strict=True)):
+        wanted += _load_optimizer(index, optimizer, model, saved, slot)
+    _fill(wanted, shares, tensors, pieces)
+
+
+def refuse_lost(own: Sequence[Entry], held: Callable[[Tensor], bool], stored: Container[str]) -> None:
+    """Raises DifferentState for what only an optimizer has here, and the checkpoint has not. `held`: whether the model has it."""
+    for entry in own:
+        if entry.name not in stored and not held(entry.tensor):
+            raise DifferentState(f"{entry.name} is only in the optimizer")
+
+
+def fits(slot: SlotReader, entries: Sequence[Entry]) -> bool:
+    """Whether the model's tensors lie in the slot, each as the part of the whole that it is here."""
+    pieces = slot.pieces()
+    names = {name for name in slot.tensors() if name.startswith("model/")}
+    return names == {entry.name for entry in entries if entry.name.startswith("model/")} and all(
+        pieces.get(entry.name, entry.piece) == entry.piece for entry in entries if entry.piece is not None
+    )
+
+
+def _fill(
+    wanted: Sequence[tuple[str, Tensor, Tensor]], shares: Shares, tensors: StoredTensors, pieces: Mapping[str, Piece]
+) -> None:
+    """Read each tensor (its name, itself, its local shard); what was saved in shares is completed by its replicas."""
+    shared: list[tuple[Replicas, Tensor]] = []
+    places: list[tuple[str, Tensor]] = []
+    for name, value, local in wanted:
+        piece = pieces.get(name)
+        if piece is None or piece.span is None:
+            places.append((name, local))
+            continue
+        replicas = shares.replicas_of(name, value)
+        if replicas is None or share_of(local, replicas) != piece.span:
+            raise DifferentState(f"{name} was saved in shares by other ranks than hold it now")
+        places.append((name, cut(local, piece.span)))
+        shared.append((replicas, local))
+    tensors.read_into(places)
+    exchange(shared)
+
+
+def _model_targets(
+    model: nn.Module,
+    shares: Shares,
+    tensors: Mapping[str, Tensor],
+    pieces: Mapping[str, Piece],
+    prefix: str = "model/",
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of each tensor of the model the tensor itself and its local shard."""
+    listed: list[Entry] = []
+    for key, value, lazy in model_items(model):
+        if isinstance(value, Tensor) and not is_extra(key):
+            list_tensor(f"{prefix}{key}", value, lazy, listed)
+    targets = {
+        entry.name: (entry.origin if entry.origin is not None else entry.tensor, entry.tensor) for entry in listed
+    }
+    saved = {name for name in tensors if name.startswith(prefix)}
+    if different := saved.symmetric_difference(targets):
+        name = min(different)
+        where = "the checkpoint" if name in saved else "the model"
+        raise DifferentState(f"{name} is only in {where}")
+    for name, (value, local) in targets.items():
+        stored, piece = tensors[name], pieces.get(name)
+        shape = tuple(stored.shape) if piece is None else piece.box.shape
+        if shape != tuple(local.shape) or stored.dtype != local.dtype:
+            raise DifferentState(
+                f"{name} is {shape} {stored.dtype} in the checkpoint, here it is {tuple(local.shape)} {local.dtype}"
+            )
+        now = shares.describe(Entry(name, local, lazy=True, origin=value)).piece
+        if piece is not None and now is not None and (piece.shape, piece.box) != (now.shape, now.box):
+            raise DifferentState(
+                f"{name} is indices {piece.box.offset} and on of {piece.shape} in the checkpoint, "
+                f"here {now.box.offset} and on of {now.shape}"
+            )
+    return targets
+
+
+def add_groups(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Parameter groups that the script added on its way, as when layers are thawed: here it has not come so far yet."""
+    names, here = list(saved["states"]), [name for name, _ in named_parameters_of(optimizer, model)]
+    known = dict(model.named_parameters())
+    missing = more_groups(optimizer, saved)
+    if not missing or names[: len(here)] != here or any(name not in known for name in names[len(here) :]):
+        return  # `_check_optimizer` says what does not fit
+    begin = len(here)
+    for count, group in zip(missing, saved["groups"][len(optimizer.param_groups) :], strict=True):
+        optimizer.add_param_group({"params": [known[name] for name in names[begin : begin + count]], **group})
+        begin += count
+
+
+def group_as_saved(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Parameters that the script moved from one group to the next on its way: their order is the same, the rates are others."""
+    counts, here = saved.get("counts", []), [len(group["params"]) for group in optimizer.param_groups]
+    if counts == here or len(counts) != len(here):
+        return
+    if [name for name, _ in named_parameters_of(optimizer, model)] == list(saved["states"]):
+        parameters = chain.from_iterable([group["params"] for group in optimizer.param_groups])
+        for group, count in zip(optimizer.param_groups, counts, strict=True):
+            group["params"] = list(islice(parameters, count))
+
+
+def more_groups(optimizer: Optimizer, saved: Mapping[str, Any]) -> Sequence[int]:
+    """How many parameters each group has that was saved after those that the optimizer has here, which are the same."""
+    counts, here = saved.get("counts", []), [len(group["params"]) for group in optimizer.param_groups]
+    return counts[len(here) :] if counts[: len(here)] == here else []
+
+
+def _check_optimizer(
+    index: int, optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    if saved["class"] != type(optimizer).__name__:
+        raise DifferentState(
+            f"optimizer {index} is {saved['class']} in the checkpoint, here {type(optimizer).__name__}"
+        )
+    names = [name for name, _ in named_parameters_of(optimizer, model)]
+    if names != list(saved["states"]) or len(optimizer.param_groups) != len(saved["groups"]):
+        raise DifferentState(f"optimizer {index} has other parameters or groups than in the checkpoint")
+    for name, state in saved["states"].items():
+        for key, described in state.items():
+            for stored in kept.stored_names(described, f"optimizer{index}/{name}/{key}"):
+                if stored not in tensors:
+                    raise DifferentState(f"{stored} is missing in the checkpoint")
+    for stored in kept.stored_names_of_others(saved.get("others", ()), f"optimizer{index}/"):
+        if stored not in tensors:
+            raise DifferentState(f"{stored} is missing in the checkpoint")
+
+
+def _load_optimizer(
+    index: int,
+    optimizer: Optimizer,
+    model: nn.Module,
+    saved: Mapping[str, Any],
+    slot: SlotReader,
+) -> list[tuple[str, Tensor, Tensor]]:
+    """Rebuild its state, empty; the tensors to fill: name, the tensor itself, its local shard."""
+    group_as_saved(optimizer, model, saved)
+    set_hyper_parameters(optimizer, saved["groups"])
+    kept.put_attributes(optimizer, saved.get("attributes", {}))
+    optimizer.state.clear()
+    tensors, pieces = slot.tensors(), slot.pieces()
+    wanted: list[tuple[str, Tensor, Tensor]] = []
+
+    def rebuilt(stored: str, described: Mapping[str, Any], parameter: Tensor) -> Tensor:
+        shape = pieces[stored].box.shape if stored in pieces else tuple(tensors[stored].shape)
+        local, value = room_for(shape, tensors[stored].dtype, described, parameter)
+        wanted.append((stored, value, local))
+        return value
+
+    for name, parameter in named_parameters_of(optimizer, model):
+        prefix, make = f"optimizer{index}/{name}/", partial(rebuilt, parameter=parameter)
+        for entry in own_entries(prefix, name, parameter):
+            if entry.name in tensors:  # else a module has it
+                wanted.append((entry.name, entry.origin if entry.origin is not None else entry.tensor, entry.tensor))
+        state = {
+            key: kept.put_together(described, f"{prefix}{key}", make)
+            for key, described in saved["states"][name].items()
+        }
+        if state:
+            optimizer.state[parameter] = state
+    kept.tie(optimizer, named_parameters_of(optimizer, model), saved.get("ties", ()), model)
+    make = partial(rebuilt, parameter=kept.NOBODYS)
+    kept.put_back_others(optimizer, saved.get("others", ()), f"optimizer{index}/", make)
+    return wanted
+
+
+def room_for(
+    shape: tuple[int, ...], dtype: torch.dtype, described: Mapping[str, Any], parameter: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The optimizer's tensor as `capture.describe` found it: same device kind, memory order, and sharding.
+
+    What is to be filled, of local `shape`, and the tensor that it is the local shard of (or itself).
+    """
+    shard = next(leaf for _, leaf in parts(parameter)) if is_wrapper(parameter) else local_shard(parameter)
+    device = shard.device if described["device"] == shard.device.type else torch.device(described["device"])
+    if shape == tuple(shard.shape):
+        local = torch.empty_like(shard, dtype=dtype, device=device)
+    else:
+        local = torch.empty(shape, dtype=dtype, device=device)
+    sharded = described.get("sharded")
+    if sharded is None:
+        return local, local
+    if not hasattr(parameter, "placements"):
+        raise DifferentState("the optimizer's state was sharded, its parameter is not")
+    return local, sharded_like(local, parameter, torch.Size(sharded["shape"]), tuple(sharded["stride"]))
+
+
+def sharded_like(local: Tensor, parameter: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    """The DTensor of that shape whose shard is `local`, on the parameter's mesh; `local` itself if that has none."""
+    if not hasattr(parameter, "placements"):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(parameter, DTensor)
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )

@@ -1,0 +1,123 @@
+"""From a snapshot to a later version: the very updates that made it are made again, by the optimizer itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tiercheck.trainer.deltas.buffers import Buffers
+from tiercheck.trainer.deltas.delta_format import StoredDelta, StoredEvent
+from tiercheck.trainer.deltas.gradients import SCALING, set_hyper_parameters
+from tiercheck.trainer.proof import state_hash
+from tiercheck.trainer.proof.replayable import plain_step
+from tiercheck.trainer.replicas.replicas import Shares, exchange
+from tiercheck.trainer.state.capture import named_parameters_of
+from tiercheck.trainer.state.leaves import local_shard
+
+
+class Mismatch(Exception):
+    """The replay did not give the state that the delta was taken from; the message says where."""
+
+
+class Replay:
+    """Replays deltas, one after the other, on a model and its optimizers as a snapshot left them."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], shares: Shares) -> None:
+        self._optimizers = optimizers
+        self._named = [list(named_parameters_of(optimizer, model)) for optimizer in optimizers]
+        self._replicas = [
+            [shares.consumers_of(index, name, parameter) for name, parameter in named]
+            for index, named in enumerate(self._named)
+        ]
+        self._buffers = Buffers(model)
+
+    @torch.no_grad()
+    def apply(self, delta: StoredDelta, facts: Mapping[str, Any]) -> None:
+        """Bring the state from before the delta's step to after it. Raises Mismatch."""
+        self._redo(delta, facts)
+        turn = state_hash.state_of_turn(self._optimizers, delta.step)
+        places, tensors = [place for place, _ in turn], [tensor for _, tensor in turn]
+        if where := state_hash.first_difference(places, tensors, delta.hashes):
+            raise Mismatch(f"{self._spelled(where)} differs")
+
+    def _redo(self, delta: StoredDelta, facts: Mapping[str, Any]) -> None:
+        """Make its updates again. Raises Mismatch if an optimizer raises, or something does not fit."""
+        before = torch.get_num_threads()
+        gradients_before = [[parameter.grad for _, parameter in named] for named in self._named]
+        torch.set_num_threads(delta.threads)
+        try:
+            for event, told in zip(delta.events, facts["events"], strict=True):
+                self._update(event.optimizer, self._gradients(delta, event), told)
+            for name, value in delta.buffers().items():
+                self._buffers.put_back(name, value)
+            for name in facts.get("cleared", ()):
+                self._buffers.clear(name)
+            self._buffers.put_back_extra(facts["extra"])
+            for optimizer, groups in zip(self._optimizers, facts["groups"], strict=True):
+                set_hyper_parameters(optimizer, groups)
+        except Exception as error:  # the optimizer's own code runs here, on what may not fit it
+            raise Mismatch(f"{type(error).__name__}: {error}") from error
+        finally:
+            torch.set_num_threads(before)
+            # Memory that the script has set aside for gradients, for example.
+            for named, before_each in zip(self._named, gradients_before, strict=True):
+                for (_, parameter), gradient in zip(named, before_each, strict=True):
+                    parameter.grad = gradient
+
+    def _gradients(self, delta: StoredDelta, event: StoredEvent) -> list[Tensor | None]:
+        replicas = self._replicas[event.optimizer]
+        gradients = [
+            event.gradient(delta.tensors, index, name, local_shard(parameter).device, replicas[index])
+            for index, (name, parameter) in enumerate(self._named[event.optimizer])
+        ]
+        exchange(
+            [
+                (alike, gradient)
+                for index, (alike, gradient) in enumerate(zip(replicas, gradients, strict=True))
+                if gradient is not None and alike is not None and event.is_shared(index)
+            ]
+        )
+        return gradients
+
+    def _update(self, index: int, gradients: Sequence[Tensor | None], event: Mapping[str, Any]) -> None:
+        optimizer, named = self._optimizers[index], self._named[index]
+        for gradient, (_, parameter) in zip(gradients, named, strict=True):
+            parameter.grad = None if gradient is None else _like(gradient, parameter)
+        set_hyper_parameters(optimizer, event["groups"])
+        device = next((p.device for _, p in named), None)
+        for name, value in event["scaling"].items():
+            setattr(optimizer, name, value.to(device))
+        try:
+            with torch.enable_grad():  # as in a training loop; `step` turns it off itself
+                plain_step(optimizer)()
+        finally:
+            for name in SCALING:
+                if name in event["scaling"]:
+                    delattr(optimizer, name)
+
+    def _spelled(self, where: tuple[int, int, str] | str) -> str:
+        if isinstance(where, str):
+            return where
+        optimizer, number, key = where
+        return f"{self._named[optimizer][number][0]}{f' ({key})' if key else ''}"
+
+
+def _like(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """The shard as the gradient of `parameter`, sharded like it."""
+    if not hasattr(parameter, "placements"):
+        return gradient
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(parameter, DTensor)
+    return DTensor.from_local(
+        gradient,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -1,0 +1,375 @@
+"""A state comes back on other ranks, or another mesh, than those that saved it: each rank reads the parts that it now holds.
+
+Only the rank knows its sharding, so it reads the beginnings of all slots (header and table of pieces), chooses the
+slots and bytes that it needs, has them brought, and cuts its shards out of them. No byte that no shard needs is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tiercheck.protocol.artifacts.contents import FORMAT, IMPORT
+from tiercheck.protocol.artifacts.pieces import Box, NotCovered, Piece, Take, cover
+from tiercheck.trainer.backends.backend import Ranges
+from tiercheck.trainer.deltas.gradients import set_hyper_parameters
+from tiercheck.trainer.proof.samples import Sampler
+from tiercheck.trainer.replicas.ranks import everyones
+from tiercheck.trainer.replicas.replicas import Shares
+from tiercheck.trainer.restore.load import DifferentState, add_groups, group_as_saved, refuse_lost, sharded_like
+from tiercheck.trainer.state import kept, user_state
+from tiercheck.trainer.state.capture import (
+    is_extra,
+    model_items,
+    modules_beside,
+    named_parameters_of,
+    names_of,
+    own_entries,
+)
+from tiercheck.trainer.state.leaves import held_by, local_shard
+from tiercheck.trainer.state.modes import evaluate_as_saved, freeze_as_saved
+from tiercheck.trainer.state.slot_file import USER_BLOB, SlotReader
+
+Borrow = Callable[[int, Ranges], str]
+"""Rank, and byte ranges of its slot that must be there: the path of a file with them at their places. The header and the
+table of pieces are always there. Raises RestoreError."""
+
+
+_NEAR = 64 * 1024
+"""Bytes between two ranges that are cheaper read than left out."""
+_BUFFER = 64 * 1024 * 1024
+"""Bytes that are read at once of what has gaps."""
+_MOST = 4096
+"""Ranges asked for at once."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """One tensor of this rank that is to be filled."""
+
+    name: str
+    local: Tensor
+    piece: Piece | None
+    """Without a span: all of the shard. None: a private one."""
+
+
+@dataclass(frozen=True)
+class Here:
+    """This rank, and what it has now."""
+
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    shares: Shares
+    rank: int
+    world_size: int
+
+
+class OtherRanks:
+    """The slots of the `world_size` ranks that saved a version."""
+
+    def __init__(self, world_size: int, borrow: Borrow) -> None:
+        self.world_size, self._borrow = world_size, borrow
+        self._blobs: dict[int, dict[str, Any]] = {}
+
+    @cached_property
+    def beginnings(self) -> list[SlotReader]:
+        return [SlotReader.open(self._borrow(rank, ())) for rank in range(self.world_size)]
+
+    @cached_property
+    def holders(self) -> dict[str, list[tuple[int, Piece]]]:
+        """Of each tensor, who holds what of it."""
+        found: dict[str, list[tuple[int, Piece]]] = {}
+        for rank, slot in enumerate(self.beginnings):
+            for name, piece in slot.pieces().items():
+                found.setdefault(name, []).append((rank, piece))
+        return found
+
+    @cached_property
+    def private(self) -> dict[str, list[int]]:
+        """Of each tensor that is a rank's own affair, the ranks that have one of that name."""
+        found: dict[str, list[int]] = {}
+        for rank, slot in enumerate(self.beginnings):
+            pieces = slot.pieces()
+            for name in slot.tensors():
+                if name not in pieces:
+                    found.setdefault(name, []).append(rank)
+        return found
+
+    def blob(self, rank: int) -> dict[str, Any]:
+        """The user blob of one of them."""
+        if rank not in self._blobs:
+            self._blobs[rank] = user_state.unpack(self.open(rank, [self.place(rank, USER_BLOB)]).user_blob())
+        return self._blobs[rank]
+
+    def facts(self, rank: int) -> dict[str, Any]:
+        """What the snapshot of one of them tells beside its tensors."""
+        facts: dict[str, Any] = self.blob(rank)["facts"]
+        return facts
+
+    def open(self, rank: int, ranges: Ranges) -> SlotReader:
+        return SlotReader.open(self._borrow(rank, ranges))
+
+    def sources(self, name: str, rank: int) -> list[tuple[int, Piece]]:
+        """Who has what of a tensor, for `rank`: the one with its number first."""
+        held = self.holders.get(name)
+        if held is None:  # nobody said what it is of the whole, so it is one for each rank
+            ranks = self.private.get(name, [])
+            numbers = [number for number in (rank, rank % self.world_size) if number in ranks] or ranks
+            held = [(number, Piece.whole(self._stored(number, name).shape)) for number in numbers[:1]]
+        return sorted(held, key=lambda source: source[0] != rank)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor. Raises DifferentState if nobody has one of that name."""
+        sources = self.sources(name, 0)
+        if not sources:
+            raise DifferentState(f"{name} is missing in the checkpoint")
+        return sources[0][1].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._stored(self.sources(name, 0)[0][0], name).dtype
+
+    def _stored(self, rank: int, name: str) -> Tensor:
+        return self.beginnings[rank].tensors()[name]
+
+    def place(self, rank: int, name: str) -> tuple[int, int]:
+        """Where a tensor's bytes are in the slot of `rank`."""
+        return next((t.begin, t.end) for t in self.beginnings[rank].header.tensors if t.name == name)
+
+
+@torch.no_grad()
+def load_resharded(
+    here: Here, others: OtherRanks, *, beside: Mapping[str, nn.Module] | None = None
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Fill model and optimizers; the user blob that belongs to this rank, and of each tensor a checksum of what was read
+    (`Sample.sums`). Raises DifferentState, RestoreError, NotCapturable.
+
+    A rank that did not exist takes the blob of rank `rank % world_size`, without its random numbers: two ranks with
+    the same ones would see the same data.
+    """
+    model, shares, rank = here.model, here.shares, here.rank
+    namesake = rank % others.world_size
+    blobs = {namesake: others.blob(namesake)}
+    facts = blobs[namesake]["facts"]
+    imported = others.beginnings[namesake].header.metadata.get(FORMAT) == IMPORT
+    if not imported:
+        _refuse_left_over(model, others)
+    targets = list(_model(model, shares, facts["model_extra"]))
+    held = held_by(each.local for each in targets)
+    takes = _plan(targets, others, rank)
+    for module, prefix, extra in modules_beside(beside or {}, facts):
+        takes += _plan(list(_model(module, shares, extra, prefix)), others, rank)
+    for index, optimizer in enumerate(here.optimizers):
+        if imported and index >= len(facts["optimizers"]):
+            continue  # weights only: the optimizer begins anew
+        # What an optimizer keeps of a parameter is told by any rank that had it.
+        for source in _having(index, optimizer, model, others) - blobs.keys():
+            blobs[source] = others.blob(source)
+        more = _optimizer(index, optimizer, model, shares, others, blobs=blobs, namesake=namesake, held=held)
+        takes += _plan(more, others, rank)
+    _read(takes, others)
+    filled = {each.name: each.local for each, _ in takes}
+    proof = dict(zip(filled, Sampler().take([*filled.values()]).sums, strict=True))
+    content = blobs[namesake]
+    if facts["model_extra"]:
+        model.load_state_dict(facts["model_extra"], strict=False)
+    for module, _, extra in modules_beside(beside or {}, facts):
+        if extra:
+            module.load_state_dict(extra, strict=False)
+    freeze_as_saved(model, lambda name: _was_frozen(name, others, rank))
+    if facts.get("parameters") == names_of(model):
+        evaluate_as_saved(model, facts)
+    return {**content, "random": content["random"] if rank < others.world_size else None}, proof
+
+
+def _refuse_left_over(model: nn.Module, others: OtherRanks) -> None:
+    """Raises DifferentState if there is something of the model in the checkpoint that no rank has a place for. A collective call."""
+    here = {f"model/{key}" for key, _, _ in model_items(model)}
+    saved = {name for name in (*others.holders, *others.private) if name.startswith("model/")}
+    if lost := set.intersection(*everyones(saved - here)):
+        raise DifferentState(f"{min(lost)} is only in the checkpoint")
+
+
+def _was_frozen(name: str, others: OtherRanks, rank: int) -> bool | None:
+    """Of a parameter of the model, which not every rank has, as of a pipeline's stages."""
+    sources = others.sources(f"model/{name}", rank)
+    frozen = others.facts(sources[0][0]).get("frozen") if sources else None
+    return None if frozen is None else name in frozen
+
+
+def _model(model: nn.Module, shares: Shares, extra: Mapping[str, Any], prefix: str = "model/") -> Iterator[_Wanted]:
+    for key, value, _ in model_items(model):
+        if isinstance(value, Tensor) and not is_extra(key):
+            local = local_shard(value)
+            yield _Wanted(f"{prefix}{key}", local, shares.shard(f"{prefix}{key}", value))
+        elif key not in extra:
+            raise DifferentState(f"{prefix}{key} is only in the model")
+
+
+def _having(index: int, optimizer: Optimizer, model: nn.Module, others: OtherRanks) -> set[int]:
+    """For each parameter one rank whose optimizer knew it."""
+    found = set()
+    for name, _ in named_parameters_of(optimizer, model):
+        prefix = f"optimizer{index}/{name}/"
+        sources = [holders[0][0] for stored, holders in others.holders.items() if stored.startswith(prefix)] + [
+            ranks[0] for stored, ranks in others.private.items() if stored.startswith(prefix)
+        ]
+        found |= {*sources[:1]}
+    return found
+
+
+def _optimizer(
+    index: int,
+    optimizer: Optimizer,
+    model: nn.Module,
+    shares: Shares,
+    others: OtherRanks,
+    *,
+    blobs: Mapping[int, dict[str, Any]],
+    namesake: int,
+    held: Callable[[Tensor], bool],
+) -> list[_Wanted]:
+    """Rebuild the optimizer's state, empty; what is to be filled."""
+    saved = [blob["facts"]["optimizers"][index] for blob in blobs.values()]
+    own = blobs[namesake]["facts"]["optimizers"][index]
+    if own["class"] and own["class"] != type(optimizer).__name__:  # who imported it does not know
+        raise DifferentState(f"optimizer {index} is {own['class']} in the checkpoint, here {type(optimizer).__name__}")
+    add_groups(optimizer, model, own)
+    if len(own["groups"]) != len(optimizer.param_groups):
+        raise DifferentState(f"optimizer {index} has another number of parameter groups than in the checkpoint")
+    group_as_saved(optimizer, model, own)
+    set_hyper_parameters(optimizer, own["groups"])
+    kept.put_attributes(optimizer, own.get("attributes", {}))
+    optimizer.state.clear()
+    wanted: list[_Wanted] = []
+    same = blobs[namesake]["facts"].get("parameters") == names_of(model)
+    for name, parameter in named_parameters_of(optimizer, model):
+        prefix = f"optimizer{index}/{name}/"
+        mine = own_entries(prefix, name, parameter)
+        if mine and not same:  # `#0` is another parameter on each stage of a pipeline
+            raise DifferentState(
+                f"optimizer {index} has parameters of its own ({name}), of which parameters is not known here"
+            )
+        stored_ones = [entry for entry in mine if others.sources(entry.name, namesake)]
+        refuse_lost(mine, held, [entry.name for entry in stored_ones])
+        wanted += (_Wanted(entry.name, entry.tensor, shares.shard(entry.name, parameter)) for entry in stored_ones)
+        states: Mapping[str, Any] = next((entry["states"][name] for entry in saved if entry["states"].get(name)), {})
+        state: dict[str, Any] = {}
+        for key, described in states.items():
+            if "value" in described:
+                state[key] = described["value"]
+                continue
+            stored = f"{prefix}{key}"
+            if not kept.is_plain(described):
+                raise DifferentState(f"{stored} is made of several tensors and cannot come back on another mesh")
+            local, state[key] = _room(others.shape(stored), others.dtype(stored), described, parameter)
+            wanted.append(_Wanted(stored, local, shares.shard(stored, state[key])))
+        if state:
+            optimizer.state[parameter] = state
+
+    kept.tie(optimizer, named_parameters_of(optimizer, model), own.get("ties", ()), model)
+
+    def private(stored: str, described: Mapping[str, Any]) -> Tensor:
+        local = torch.empty(others.shape(stored), dtype=others.dtype(stored), device=described["device"])
+        wanted.append(_Wanted(stored, local, None))
+        return local
+
+    kept.put_back_others(optimizer, own.get("others", ()), f"optimizer{index}/", private)
+    return wanted
+
+
+def _room(
+    shape: tuple[int, ...], dtype: torch.dtype, described: Mapping[str, Any], parameter: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What is to be filled, and the optimizer's tensor that it is the local shard of (or itself)."""
+    shard = local_shard(parameter)
+    device = shard.device if described["device"] != "cpu" else torch.device("cpu")
+    if shape == tuple(parameter.shape) and (shape or not hasattr(parameter, "placements")):
+        local = torch.empty_like(shard, dtype=dtype, device=device)
+        return local, sharded_like(local, parameter, parameter.shape, parameter.stride())
+    if "sharded" in described:
+        raise DifferentState(
+            f"optimizer state of shape {shape} was sharded in its own way and cannot come back on another mesh"
+        )
+    local = torch.empty(shape, dtype=dtype, device=device)
+    return local, local
+
+
+_Plan = list[tuple[_Wanted, Take[int]]]
+
+
+def _plan(wanted: Sequence[_Wanted], others: OtherRanks, rank: int) -> _Plan:
+    """From which rank each part is taken: from the one of the same number if it has it, for that is most often the nearest."""
+    takes: _Plan = []
+    for each in wanted:
+        sources = others.sources(each.name, rank)
+        if not sources:
+            raise DifferentState(f"{each.name} is only in the model")
+        piece = each.piece or Piece.whole(each.local.shape)
+        saved, dtype = sources[0][1].shape, others.dtype(each.name)
+        if (saved, dtype) != (piece.shape, each.local.dtype):
+            raise DifferentState(
+                f"{each.name} is {saved} {dtype} in the checkpoint, here it is {piece.shape} {each.local.dtype}"
+            )
+        try:
+            takes += ((each, take) for take in cover(piece.box, sources))
+        except NotCovered as error:
+            raise DifferentState(f"{each.name}: {error}") from error
+    return takes
+
+
+def _read(takes: _Plan, others: OtherRanks) -> None:
+    by_source: dict[int, _Plan] = {}
+    for each, take in takes:
+        by_source.setdefault(take.source, []).append((each, take))
+    for source, parts in sorted(by_source.items()):
+        wanted = [
+            bytes_of for each, take in parts for bytes_of in _ranges(take, *others.place(source, each.name), each.local)
+        ]
+        stored = others.open(source, merged_ranges(wanted)).tensors()
+        solid: list[tuple[str, int, Tensor]] = []
+        for each, take in parts:
+            box = each.piece.box if each.piece is not None else Box.whole(each.local.shape)
+            target = each.local[take.box.within(box)]
+            ranges = take.part.ranges(take.box)
+            first, last = ranges[0][0], ranges[-1][1]
+            if target.is_contiguous() and last - first == target.numel():
+                solid.append((each.name, first, target))
+                continue
+            # There are gaps between its rows, here or there.
+            for rows in _slabs(take.box, take.part.box, target.element_size()):
+                ranges = take.part.ranges(rows)
+                around = torch.empty(ranges[-1][1] - ranges[0][0], dtype=target.dtype, device="cpu")
+                stored.read_parts([(each.name, ranges[0][0], around)])
+                each.local[rows.within(box)].copy_(around.as_strided(rows.shape, take.part.box.strides))
+        stored.read_parts(solid)
+
+
+def _slabs(box: Box, around: Box, size: int) -> Iterator[Box]:
+    """`box` as boxes of some of its rows, which lie in a buffer's length of `around`; `size`: bytes of an element."""
+    step = max(1, _BUFFER // (around.strides[0] * size))
+    for row in range(0, box.shape[0], step):
+        count = min(step, box.shape[0] - row)
+        yield Box((box.offset[0] + row, *box.offset[1:]), (count, *box.shape[1:]))
+
+
+def _ranges(take: Take[int], begin: int, end: int, like: Tensor) -> Iterator[tuple[int, int]]:
+    size = like.element_size()
+    for first, last in take.part.ranges(take.box):
+        yield begin + first * size, min(begin + last * size, end)
+
+
+def merged_ranges(ranges: Sequence[tuple[int, int]], near: int = _NEAR) -> list[tuple[int, int]]:
+    """In order, and those with little between them as one; not more than `_MOST`, because a message has to name them."""
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if merged and begin <= merged[-1][1] + near:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged if len(merged) <= _MOST else merged_ranges(merged, 4 * near)

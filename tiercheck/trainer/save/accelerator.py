@@ -1,0 +1,184 @@
+"""What copies off a device need of it: a stream beside the one that trains, marks in both, and page-locked memory.
+
+The training thread never waits for the device, only its stream does. Of torch's module for the device (`torch.cuda`, which is
+ROCm's too, `torch.xpu`, …), and not of `torch.accelerator`, because a `torch.Event` waits by spinning (torch 2.13).
+
+Page-locking for the GPU, and what it must not do: fail unnoticed, or leave its failure to an innocent call.
+
+A registration that fails leaves its error on the thread, and torch reports it at the next kernel that it starts, as if that had
+failed (vllm-project/vllm#51081). Very large ones always fail, and each holds a lock of the driver, so it is done in pieces.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from functools import cache
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tiercheck.trainer.state.leaves import NotCapturable
+
+_HOST = {"cpu", "meta"}
+_device = attrgetter("device")
+_PCI = Path("/sys/bus/pci/devices")
+_RELAXED = 2
+"""cudaStreamCaptureModeRelaxed."""
+
+
+class Mark(Protocol):
+    """A point in the work of a stream."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+        ...
+
+
+class Accelerator:
+    """One device, as the two threads of a rank use it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        self._side: Any = None
+
+    def numa_node(self) -> int:
+        """Of the host; -1: not known. Only CUDA's and ROCm's tell where they are plugged in."""
+        if self._device.type != "cuda":
+            return -1
+        about = self._module.get_device_properties(self._device)
+        try:
+            place = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
+            return int((_PCI / place / "numa_node").read_text())
+        except (AttributeError, OSError, ValueError):  # a torch that does not tell, or a container without /sys
+            return -1
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether the tensor lies on it."""
+        return tensor.device == self._device
+
+    # The training thread.
+
+    def final(self) -> Mark:
+        """Passes when all that the training stream was given so far is done."""
+        return self._mark(self._module.current_stream(self._device))
+
+    def hold(self, mark: Mark) -> None:
+        """What the training stream is given from now on waits for the mark; this thread does not."""
+        self._module.current_stream(self._device).wait_event(mark)
+
+    # The saver's thread.
+
+    def follow(self, mark: Mark) -> None:
+        """What this thread gives the device from now on comes after the mark, in a stream of its own."""
+        if self._side is None:
+            self._module.set_device(self._device)  # of this thread: else it would open the first one as well
+            self._side = self._module.Stream(self._device)
+            if self._device.type == "cuda":
+                _leave_captures_alone()
+        self._module.set_stream(self._side)
+        self._side.wait_event(mark)
+
+    def passed(self) -> Mark:
+        """Passes when all that this thread gave the device so far is done."""
+        return self._mark(self._side)
+
+    def fetch(self, target: Tensor, source: Tensor) -> None:
+        """Begin a copy from the device to host memory."""
+        target.copy_(source, non_blocking=True)
+
+    # Both.
+
+    def room(self, size: int) -> Tensor:
+        """So many bytes of page-locked memory. torch keeps it for the next one who asks."""
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def put(self, target: Tensor, source: Tensor) -> None:
+        """Begin a copy from page-locked memory to the device, in the current stream."""
+        target.copy_(source, non_blocking=True)
+
+    def _mark(self, stream: Any) -> Mark:
+        # Blocking: it waits without a core of its own. Others than CUDA's cannot be asked to.
+        mark: Any = self._module.Event(blocking=True) if self._device.type == "cuda" else self._module.Event()
+        mark.record(stream)
+        found: Mark = mark
+        return found
+
+
+def on_host(device: torch.device) -> bool:
+    """Whether looking at what lies there costs no wait for a device."""
+    return device.type in _HOST
+
+
+def accelerator_of(tensors: Iterable[Tensor]) -> Accelerator | None:
+    """The one that some of the tensors lie on; None: all are in host memory. Raises NotCapturable if there are several."""
+    devices = {device for device in {*map(_device, tensors)} if not on_host(device)}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise NotCapturable(f"the state lies on several devices ({names}); TierCheck saves one for each process")
+    return _accelerator(devices.pop()) if devices else None
+
+
+@cache
+def _accelerator(device: torch.device) -> Accelerator:
+    return Accelerator(device)
+
+
+def _leave_captures_alone() -> None:
+    """Nothing that this thread does may invalidate a CUDA graph that the script is capturing. torch has no call for it."""
+    mode = ctypes.c_int(_RELAXED)
+    for path in runtimes():
+        ctypes.CDLL(path).cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+def runtimes() -> set[str]:
+    """Files of CUDA's runtime in this process; none on ROCm."""
+    return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudart" in line}
+
+
+pass  # HOUSE
+
+PIECE = 256 * 1024 * 1024
+_PORTABLE = 1
+"""cudaHostRegisterPortable: for every CUDA context of this process."""
+
+
+def page_lock(address: int, size: int) -> tuple[Sequence[int], str]:
+    """Register host memory. The addresses of the pieces, and why there are none; then nothing is left registered."""
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    done: list[int] = []
+    for begin in range(address, address + size, PIECE):
+        code = int(runtime.cudaHostRegister(begin, min(PIECE, address + size - begin), _PORTABLE))
+        if code:
+            release(done)
+            _clear_error()
+            return (
+                (),
+                f"cudaHostRegister failed with error {code} after {len(done) * PIECE // 2**20} of {size // 2**20} MiB",
+            )
+        done.append(begin)
+    return tuple(done), ""
+
+
+def release(pieces: Sequence[int]) -> None:
+    """Undo it."""
+    if not pieces:
+        return
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    failed = [code for begin in pieces if (code := int(runtime.cudaHostUnregister(begin)))]
+    if failed:
+        _clear_error()
+
+
+def _clear_error() -> None:
+    """Take the error off this thread. torch has no call for it."""
+    for path in runtimes():
+        ctypes.CDLL(path).cudaGetLastError()

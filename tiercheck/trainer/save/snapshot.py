@@ -1,0 +1,149 @@
+"""How a snapshot gets into its slot."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from tiercheck.protocol.artifacts.slot import PIECES, PROOF
+from tiercheck.protocol.version import Kind
+from tiercheck.trainer.backends.backend import Skipped
+from tiercheck.trainer.deltas.untold import Untold
+from tiercheck.trainer.proof import proof
+from tiercheck.trainer.replicas.equality import REPLICAS, Looked
+from tiercheck.trainer.save import staging
+from tiercheck.trainer.save.flight import Flight
+from tiercheck.trainer.save.slot_context import Cancelled, Desk, Planned
+from tiercheck.trainer.save.staging import Crew, Snapshot
+from tiercheck.trainer.state.leaves import NotCapturable
+from tiercheck.trainer.state.slot_file import DELTA_ROOM, USER_BLOB, USER_BYTES, bytes_into
+
+
+class SnapshotJob:
+    kind = Kind.SNAPSHOT
+
+    def __init__(self, desk: Desk, snapshot: Snapshot, mutating: set[str], untold: Untold) -> None:
+        """`mutating` receives the names of tensors that turn out to change outside the optimizer, `untold` what the snapshot has."""
+        self.pending = self._snapshot = snapshot
+        self._desk = desk
+        self._mutating = mutating
+        self._untold = untold
+        self._path = ""
+        self._planned: Planned
+        self._views: dict[str, torch.Tensor] = {}
+        self._looked: Looked
+        self._must_be_finite: list[str] | None = None
+        self._flight: Flight | None = None
+
+    def copy(self) -> None:
+        snapshot, backend = self._snapshot, self._desk.backend
+        self._desk.follow(snapshot)
+        try:
+            self._planned = self._desk.layouts.plan(snapshot.entries, len(snapshot.blob.written()))
+        except NotCapturable as error:
+            backend.pass_over(snapshot.step)
+            raise Skipped("NotCapturable", str(error)) from error
+        self._path = backend.begin(snapshot.step, self._planned.slot.size, self.kind)
+        self._desk.abandoning(self._snapshot, self.kind, self._path, self._copy)
+
+    def land(self) -> None:
+        if self._flight is not None:
+            self._desk.abandoning(self._snapshot, self.kind, self._path, self._flight.land)
+
+    def finish(self) -> None:
+        self._desk.abandoning(self._snapshot, self.kind, self._path, self._finish)
+        self._desk.backend.complete(self._path, self._snapshot.step, self._planned.slot.size, self.kind)
+
+    def _copy(self) -> None:
+        snapshot = self._snapshot
+        writer = self._desk.open(self._path)
+        self._views = writer.begin(self._planned.slot)
+        items = [(entry.name, entry.tensor) for entry in snapshot.entries]
+        if self._desk.gate():
+            # Buffers may hold infinities: masks do.
+            self._must_be_finite = [entry.name for entry in snapshot.entries if entry.must_be_finite]
+        if snapshot.device is None:
+            snapshot.crew = Crew(staging.pieces(items, self._views), staging.copy_tensor)
+        else:
+            writer.pin()  # before anybody waits for this artifact: it may take seconds
+        if not snapshot.start():
+            raise Cancelled
+        if snapshot.device is None:
+            assert snapshot.crew is not None
+            snapshot.crew.join()
+            self._looked = self._desk.equality.look(snapshot.step, snapshot.entries)
+            self._refuse_changed()
+        else:
+            self._looked = self._desk.equality.look(snapshot.step, snapshot.entries)
+            self._flight = Flight(snapshot.device)
+            self._flight.begin(items, self._views, frozenset(self._must_be_finite or ()))
+            snapshot.done = snapshot.device.passed()
+        if self._desk.verify_all():
+            if self._flight is not None:
+                self._flight.land()
+            if other := proof.whole_difference(snapshot.entries, self._views, fetch=True):
+                raise self._torn([other])
+
+    def _finish(self) -> None:
+        snapshot = self._snapshot
+        if self._flight is not None:
+            self._refuse_changed()
+        self._prove()
+        bytes_into(self._views[PIECES], self._planned.pieces)
+        bytes_into(self._views[PROOF], snapshot.proof.written())
+        bytes_into(self._views[USER_BLOB], snapshot.blob.written())
+        if self._must_be_finite is not None:
+            if name := self._non_finite():
+                self._desk.sanity.refused(snapshot.step)
+                raise Skipped("NotFinite", f"{name} holds an infinity or a NaN")
+            self._desk.sanity.good(snapshot.step)
+        self._desk.equality.judge(self._looked)
+        self._desk.open(self._path).finish(
+            self._planned.slot,
+            self._desk.rank,
+            self._desk.version(snapshot.step),
+            self._desk.world_size,
+            {
+                USER_BYTES: str(len(snapshot.blob.written())),
+                REPLICAS: self._looked.written(),
+                DELTA_ROOM: str(self._desk.delta_room),
+            },
+        )
+
+    def _non_finite(self) -> str | None:
+        names = self._must_be_finite or []
+        if self._flight is not None:
+            return self._flight.non_finite(frozenset(names))
+        return staging.non_finite([(name, self._views[name]) for name in names])
+
+    def _refuse_changed(self) -> None:
+        """Raises Skipped if something else than the optimizer wrote what was copied."""
+        changed = self._snapshot.changed()
+        if changed:
+            # The second time, all: who swaps weights swaps them one after the other, and each copy would meet others of them.
+            self._mutating |= self._owned_with(changed) if self._mutating else changed
+            raise Skipped(
+                "ChangedOutsideOptimizer",
+                f"{min(changed)} changed while it was copied; it is copied at once from now on",
+            )
+
+    def _prove(self) -> None:
+        """Raises Skipped if the slot does not hold what the state was at `step`."""
+        snapshot = self._snapshot
+        torn = snapshot.proof.torn(self._views)
+        if not torn and (other := proof.whole_difference(snapshot.entries, self._views, snapshot.moved.is_set)):
+            torn = [other]
+        if torn:
+            raise self._torn(torn)
+        self._untold.snapshot(snapshot.step, dict(zip(snapshot.proof.names, snapshot.proof.sample.sums, strict=False)))
+
+    def _torn(self, names: list[str]) -> Skipped:
+        # Nothing counts such writes, so nothing tells which others there were.
+        self._mutating |= self._owned_with(names)
+        return Skipped("CopyDiffers", f"{names[0]} was written while it was copied; it is copied at once from now on")
+
+    def _owned_with(self, names: Collection[str]) -> set[str]:
+        """All that belongs to the same model or optimizer as one of these."""
+        owners = {name.partition("/")[0] for name in names}
+        return {entry.name for entry in self._snapshot.entries if entry.name.partition("/")[0] in owners}

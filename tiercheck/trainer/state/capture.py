@@ -1,0 +1,161 @@
+"""A snapshot must hold all that the next step depends on: this lists it, without copying anything.
+
+Tensors are named so that a person can read the slot with any safetensors tool: `model/<key of state_dict>` and
+`optimizer<i>/<parameter>/<key>`. Sharded tensors (DTensor) are listed as this rank's local shard. What is no tensor
+goes into `Inventory.facts`, which travels in the user blob.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from tiercheck.trainer.deltas.buffers import PASSING
+from tiercheck.trainer.state import kept
+from tiercheck.trainer.state.leaves import Entry, NotCapturable, held_by, is_wrapper, list_tensor, local_shard
+from tiercheck.trainer.state.modes import modes_of
+
+OWN = "param"
+"""Key of a parameter that only an optimizer has: `optimizer<i>/#<number>/param`."""
+BESIDE = "state/"
+"""Before the names of tensors that belong to modules in the script's `state`: `state/<name>/<key of state_dict>`."""
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """Every tensor of a rank's state, in a stable order, and the plain facts beside them."""
+
+    entries: tuple[Entry, ...]
+    facts: dict[str, Any] = field(default_factory=dict)
+    fixed: tuple[Any, ...] = ()
+    """Parts of the facts that nobody will change."""
+    alike: object | None = None
+    """Inventories that have the same one differ in their tensors' bytes, and where those lie, and in nothing else of the entries."""
+
+
+def take_inventory(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    beside: Mapping[str, nn.Module] | None = None,
+    passing: Sequence[tuple[str, Tensor]] = (),
+    *,
+    cleared: Sequence[str] = (),
+    evaluating: bool = False,
+) -> Inventory:
+    """List the state of `model` and `optimizers` as it is now, and of the modules `beside` them. Raises NotCapturable.
+
+    `passing`, `cleared`: buffers that no state_dict holds (`Passing.written`). `evaluating`: as `modes_of` asks it.
+    """
+    beside = beside or {}
+    entries: list[Entry] = []
+    facts: dict[str, Any] = {
+        "model_extra": {},
+        "optimizers": [],
+        "parameters": names_of(model),
+        "cleared": list(cleared),
+        "beside_modes": {name: modes_of(module) for name, module in beside.items()},
+        **modes_of(model, evaluating),
+    }
+    for module, prefix, extra in modules_beside(beside, facts):
+        _list_module(module, prefix, entries, extra)
+    _list_module(model, "model/", entries, facts["model_extra"])
+    entries += (Entry(f"{PASSING}{name}", buffer, lazy=False) for name, buffer in passing)
+    held = held_by(entry.tensor for entry in entries)
+    for index, optimizer in enumerate(optimizers):
+        states: dict[str, dict[str, Any]] = {}
+        for name, parameter in named_parameters_of(optimizer, model):
+            prefix = f"optimizer{index}/{name}/"
+            own = own_entries(prefix, name, parameter)
+            if not all(held(entry.tensor) for entry in own):  # no module has it
+                entries += own
+            states[name] = {
+                key: kept.describe(value, parameter, f"{prefix}{key}", entries)
+                for key, value in optimizer.state.get(parameter, {}).items()
+            }
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        counts = [len(group["params"]) for group in optimizer.param_groups]
+        facts["optimizers"].append(
+            {
+                "class": type(optimizer).__name__,
+                "groups": groups,
+                "states": states,
+                "counts": counts,
+                "attributes": kept.attributes_of(optimizer),
+                "ties": kept.ties_of(optimizer, named_parameters_of(optimizer, model), model),
+                "others": kept.describe_others(optimizer, f"optimizer{index}/", entries),
+            }
+        )
+    return Inventory(tuple(entries), facts)
+
+
+def _list_module(module: nn.Module, prefix: str, entries: list[Entry], extra: dict[str, Any]) -> None:
+    for key, value, lazy in model_items(module):
+        if isinstance(value, Tensor) and not is_extra(key):
+            list_tensor(f"{prefix}{key}", value, lazy, entries)
+        else:
+            extra[key] = value
+
+
+def modules_beside(
+    beside: Mapping[str, nn.Module], facts: dict[str, Any]
+) -> Iterator[tuple[nn.Module, str, dict[str, Any]]]:
+    """Of each module: itself, what comes before the names of its tensors in a slot, and its part of the facts."""
+    for name, module in beside.items():
+        yield module, f"{BESIDE}{name}/", facts.setdefault("beside_extra", {}).setdefault(name, {})
+
+
+def is_extra(key: str) -> bool:
+    """Whether a state_dict key is a module's `get_extra_state`, which must go back through `set_extra_state`."""
+    return key.rpartition(".")[2] == "_extra_state"
+
+
+def model_items(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
+    """(key, value, lazy) of the model's state_dict; a tensor reachable under several keys (tied) comes once."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    seen: set[tuple[Any, ...]] = set()
+    for key, value in model.state_dict().items():
+        if is_lazy(value):
+            raise NotCapturable(f"{key} has no shape yet: give the model a batch before `restore`")
+        if isinstance(value, Tensor) and not is_extra(key) and value.numel() and not is_wrapper(value):
+            local = _shard(key, value)
+            identity = (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
+            if local.numel() and identity in seen:
+                continue
+            seen.add(identity)
+        yield key, value, key in parameters
+
+
+def _shard(key: str, value: Tensor) -> Tensor:
+    try:
+        return local_shard(value)
+    except NotCapturable as error:
+        raise NotCapturable(f"model/{key}: {error}") from None
+
+
+def named_parameters_of(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The optimizer's parameters in their order, by their names in the model (`#<index>` for strangers)."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    index = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield names.get(id(parameter), f"#{index}"), parameter
+            index += 1
+
+
+def names_of(model: nn.Module) -> int:
+    """A checksum of its parameters' names: where it is the same, so is what `#<number>` of an optimizer means."""
+    return zlib.crc32("\n".join(name for name, _ in model.named_parameters()).encode())
+
+
+def own_entries(prefix: str, name: str, parameter: Tensor) -> list[Entry]:
+    """Of a parameter whose `name` tells that it is none of the model's, such as a master copy of weights. Raises NotCapturable."""
+    entries: list[Entry] = []
+    if name.startswith("#"):
+        list_tensor(f"{prefix}{OWN}", parameter, True, entries)
+    return entries

@@ -1,0 +1,327 @@
+"""What an optimizer keeps of a parameter, taken apart into tensors to store and a plain description, and put together again.
+
+Tensors, quantised ones (`__tensor_flatten__`, torch.utils._python_dispatch), and lists and dicts of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tiercheck.trainer.proof.replayable import closed_over, is_function, is_value, own_attributes
+from tiercheck.trainer.state.leaves import PLAIN, Entry, NotCapturable, held_by, is_wrapper, list_tensor
+from tiercheck.trainer.state.readable import comes_back, must_come_back
+from tiercheck.trainer.state.user_state import generator_state, set_generator
+
+_ATTRIBUTE, _GENERATOR = "tiercheck.attribute", "tiercheck.generator"
+"""Beginnings of the keys of what is kept as an attribute; its name follows."""
+_DEEP = 4
+"""How far into the objects that an optimizer keeps tensors are looked for."""
+
+Make = Callable[[str, Mapping[str, Any]], Tensor]
+"""Gives an empty tensor for a stored name and its description, to be filled later."""
+
+
+def describe(value: Any, parameter: Tensor, name: str, entries: list[Entry]) -> dict[str, Any]:
+    """How to put `value` together again; its tensors are added to `entries`, under `name`. Raises NotCapturable."""
+    if isinstance(value, Tensor):
+        return _describe_tensor(value, parameter, name, entries)
+    if isinstance(value, (list, tuple)) and _has_tensors(value):
+        members = [describe(each, parameter, f"{name}/{number}", entries) for number, each in enumerate(value)]
+        return {"tuple" if isinstance(value, tuple) else "list": members}
+    if isinstance(value, dict) and _has_tensors(value):
+        return {"dict": [[key, describe(each, parameter, f"{name}/{key}", entries)] for key, each in value.items()]}
+    must_come_back(value, name)
+    return {"value": value}
+
+
+def stored_names(described: Mapping[str, Any], name: str) -> Iterator[str]:
+    """Of the tensors that belong to it."""
+    for path, member in _members(described):
+        yield from stored_names(member, f"{name}/{path}")
+    if "device" in described and "parts" not in described:
+        yield name
+
+
+def put_together(described: Mapping[str, Any], name: str, make: Make) -> Any:
+    """Inverse of `describe`. Raises NotCapturable."""
+    if "value" in described:
+        return described["value"]
+    members = [(path, put_together(member, f"{name}/{path}", make)) for path, member in _members(described)]
+    if "list" in described or "tuple" in described:
+        return (list if "list" in described else tuple)(each for _, each in members)
+    if "dict" in described:
+        return {key: each for (key, _), (_, each) in zip(described["dict"], members, strict=True)}
+    if "parts" in described:
+        kind = _class(described["class"], name)
+        shape, stride = torch.Size(described["shape"]), tuple(described["stride"])
+        return kind.__tensor_unflatten__(dict(members), described["context"], shape, stride)
+    return make(name, described)
+
+
+Others = Sequence[tuple[Any, Mapping[str, Any]]]
+"""What an optimizer keeps under keys that are no parameters: each key, and how to put its value together."""
+
+
+def describe_others(optimizer: Optimizer, prefix: str, entries: list[Entry]) -> Others:
+    """Such as a count of all updates under `state["k"]`, or a list of averages that is an attribute. Their tensors are added to `entries`,
+    which hold what models have. Raises NotCapturable."""
+    found: list[tuple[Any, Mapping[str, Any]]] = []
+    attributes = list(_attributes_to_describe(optimizer, prefix, entries))
+    for key, value in optimizer.state.items():
+        if not isinstance(key, Tensor):
+            _refuse_identity(key, optimizer, prefix)
+            must_come_back(key, f"{prefix}{key}")
+            found.append((key, describe(value, NOBODYS, _place(prefix, len(found)), entries)))
+    listed = len(entries)
+    for place, value in attributes:
+        # Where a generator is must be known at once, and not when tensors are filled.
+        drawn = place[0] == _GENERATOR
+        found.append(
+            (place, {"value": value} if drawn else describe(value, NOBODYS, _place(prefix, len(found)), entries))
+        )
+    entries[listed:] = [entry._replace(must_be_finite=False) for entry in entries[listed:]]
+    return found
+
+
+def odd_attributes(optimizer: Optimizer) -> list[tuple[str, Any]]:
+    """What a class of somebody's own keeps that is neither a plain value nor code."""
+    if _is_torchs(optimizer):
+        return []
+    return [
+        (name, value) for name, value in own_attributes(optimizer) if not (_is_plain_value(value) or is_function(value))
+    ]
+
+
+def _attributes_to_describe(
+    optimizer: Optimizer, prefix: str, entries: Sequence[Entry]
+) -> Iterator[tuple[tuple[str, str], Any]]:
+    """Those that hold what nothing else does. Raises NotCapturable if it is where nothing could be put back."""
+    held = held_by([entry.tensor for entry in entries])
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, value in own_attributes(optimizer):
+        for key in value if type(value) is dict else ():
+            _refuse_identity(key, optimizer, f"{prefix}{name}/")
+    for name, value in odd_attributes(optimizer):
+        found = list(_found_in(value, _DEEP))
+        data = is_value(value) or isinstance(value, deque)
+        if not data and all(id(each) in trained or (_is_dense(each) and held(each.detach())) for each in found):
+            continue  # a logger, the script's model
+        if (state := generator_state(value)) is not None:
+            yield (_GENERATOR, name), state
+        elif _is_tree(value) and not any(isinstance(each, nn.Parameter) for each in found):
+            yield (_ATTRIBUTE, name), value
+        else:
+            raise NotCapturable(
+                f"{prefix}{name}: {type(optimizer).__name__} keeps data in a {type(value).__name__} of its own, which could not be put "
+                "back: keep it in optimizer.state"
+            )
+
+
+def _is_dense(value: Any) -> bool:
+    return type(value) in PLAIN and value.layout is torch.strided and not value.is_meta
+
+
+def _found_in(value: Any, deep: int) -> Iterator[Any]:
+    """Tensors and generators in it, or a few objects further."""
+    if isinstance(value, Tensor) or generator_state(value) is not None:
+        yield value
+    elif deep and not isinstance(value, (nn.Module, Optimizer, type)) and not is_function(value):
+        members: Iterable[Any]
+        if isinstance(value, Mapping):
+            members = [*value, *value.values()]
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
+            members = list(value)
+        elif isinstance(value, FunctionType):
+            members = closed_over(value)
+        else:
+            members = list(getattr(value, "__dict__", {}).values())
+        for each in members:
+            yield from _found_in(each, deep - 1)
+
+
+def _is_tree(value: Any) -> bool:
+    """Whether `describe` can take it apart."""
+    if type(value) is dict:
+        return all(map(comes_back, value)) and all(map(_is_tree, value.values()))
+    return all(map(_is_tree, value)) if type(value) in (list, tuple) else isinstance(value, Tensor) or comes_back(value)
+
+
+def _refuse_identity(key: Any, optimizer: Optimizer, prefix: str) -> None:
+    """Raises NotCapturable for the place of a parameter in memory: in another process that is another one."""
+    if type(key) is int and any(key == id(each) for group in optimizer.param_groups for each in group["params"]):
+        raise NotCapturable(f"{prefix}{key} is kept under the id() of a parameter: keep it under the parameter itself")
+
+
+def stored_names_of_others(others: Others, prefix: str) -> Iterator[str]:
+    """Of the tensors that belong to them."""
+    for number, (_, described) in enumerate(others):
+        yield from stored_names(described, _place(prefix, number))
+
+
+def put_back_others(optimizer: Optimizer, others: Others, prefix: str, make: Make) -> None:
+    """Inverse of `describe_others`. Raises NotCapturable."""
+    for number, (key, described) in enumerate(others):
+        value = put_together(described, _place(prefix, number), make)
+        if type(key) is tuple and key[:1] == (_ATTRIBUTE,):
+            setattr(optimizer, key[1], value)
+        elif type(key) is not tuple or key[:1] != (_GENERATOR,):
+            optimizer.state[key] = value
+        elif not set_generator(vars(optimizer).get(key[1]), value):
+            raise NotCapturable(f"{prefix}{key[1]} was a generator of random numbers, and is none here")
+
+
+def _place(prefix: str, number: int) -> str:
+    return f"{prefix}others/{number}"
+
+
+NOBODYS = torch.empty(0, device="cpu")
+"""In place of the parameter that something is kept of."""
+
+
+Ties = Sequence[Sequence[tuple[str, Any]]]
+"""Groups of one tensor under several names: parameter and key of its state, None for the parameter itself; or buffer and `_BUFFER`."""
+_BUFFER = False
+
+
+def ties_of(optimizer: Optimizer, named: Iterable[tuple[str, Tensor]], model: nn.Module) -> Ties:
+    """What an optimizer keeps more than once, such as one count for all parameters, or a mask that `model` has too. `named`: its parameters."""
+    found: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
+    for name, parameter in named:
+        for key, value in ((None, parameter), *optimizer.state.get(parameter, {}).items()):
+            if isinstance(value, Tensor) and type(value) in PLAIN and value.numel():
+                found.setdefault(_memory(value), []).append((name, key))
+    for name, buffer in model.named_buffers() if found else ():
+        if type(buffer) in PLAIN and buffer.layout is torch.strided and _memory(buffer) in found:
+            found[_memory(buffer)].append((name, _BUFFER))
+    return [group for group in found.values() if len(group) > 1]
+
+
+def _memory(value: Tensor) -> tuple[Any, ...]:
+    return value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
+
+
+def tie(optimizer: Optimizer, named: Iterable[tuple[str, Tensor]], ties: Ties, model: nn.Module) -> None:
+    """Inverse of `ties_of`, of what is here."""
+    parameters = dict(named)
+    buffers = dict(model.named_buffers()) if ties else {}
+    for group in ties:
+        here = [(parameters[name], key) for name, key in group if key is not _BUFFER and name in parameters]
+        shared = next((buffers[name] for name, key in group if key is _BUFFER and name in buffers), None)
+        if shared is None and here:
+            first, first_key = here[0]
+            shared = first.detach() if first_key is None else optimizer.state[first].get(first_key)
+        for parameter, key in here:
+            if shared is not None and key is not None and key in optimizer.state[parameter]:
+                optimizer.state[parameter][key] = shared
+
+
+def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Plain values that a class of somebody's own keeps beside its state, such as a count of its steps."""
+    if _is_torchs(optimizer):
+        return {}  # what they keep beside it, they make anew
+    return {name: value for name, value in own_attributes(optimizer) if _is_plain_value(value)}
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _is_plain_value(value: Any) -> bool:
+    return is_value(value) and comes_back(value) and (isinstance(value, Tensor) or not _has_tensors(value))
+
+
+def put_attributes(optimizer: Optimizer, attributes: Mapping[str, Any]) -> None:
+    """Inverse of `attributes_of`. Tensors are written in place."""
+    for name, value in attributes.items():
+        present = vars(optimizer).get(name)
+        if isinstance(present, Tensor) and isinstance(value, Tensor) and present.shape == value.shape:
+            present.copy_(value)
+        else:  # some are made at the first step only
+            setattr(optimizer, name, value)
+
+
+def refuse_inner(optimizers: Sequence[Optimizer]) -> None:
+    """Raises NotCapturable for an optimizer with another one inside, whose state is not its own and would be lost."""
+    for optimizer in optimizers:
+        for name, inner in _inner(optimizer):
+            if inner.state is not optimizer.state and not any(inner is given for given in optimizers):
+                kind = type(optimizer).__name__
+                raise NotCapturable(
+                    f"{kind}.{name} is a {type(inner).__name__} with a state that {kind} does not show: give the Checkpointer "
+                    f"that one, as [optimizer.{name}] or beside it"
+                )
+
+
+def _inner(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+    """Optimizers that it keeps, with how to reach them: as attributes, or in a list or dict that is one."""
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Mapping):
+            members = [(f"{name}[{key!r}]", each) for key, each in value.items()]
+        elif isinstance(value, (list, tuple)):
+            members = [(f"{name}[{number}]", each) for number, each in enumerate(value)]
+        else:
+            members = [(name, value)]
+        yield from ((path, each) for path, each in members if isinstance(each, Optimizer))
+
+
+def is_plain(described: Mapping[str, Any]) -> bool:
+    """Whether it is one tensor or one value, and not made of several."""
+    return not any(True for _ in _members(described))
+
+
+def _members(described: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for kind in ("list", "tuple"):
+        yield from ((str(number), member) for number, member in enumerate(described.get(kind, ())))
+    yield from ((str(key), member) for key, member in described.get("dict", ()))
+    yield from described.get("parts", {}).items()
+
+
+def _describe_tensor(value: Tensor, parameter: Tensor, name: str, entries: list[Entry]) -> dict[str, Any]:
+    """On which device, and sharded like its parameter or not; of a wrapper also its class and what is no tensor in it."""
+    if not is_wrapper(value):
+        list_tensor(name, value, True, entries)
+        described: dict[str, Any] = {"device": value.device.type}
+        if hasattr(value, "placements"):
+            if getattr(parameter, "placements", None) != value.placements:
+                raise NotCapturable(f"{name} is sharded differently from its parameter")
+            described["sharded"] = {"shape": list(value.shape), "stride": list(value.stride())}
+        return described
+    if hasattr(value, "placements"):
+        raise NotCapturable(f"{name}: a sharded {type(value.to_local()).__name__} cannot be stored")  # type: ignore[attr-defined]
+    flat: Any = value
+    names, context = flat.__tensor_flatten__()
+    must_come_back(context, name)
+    return {
+        "device": value.device.type,
+        "class": f"{type(value).__module__}:{type(value).__qualname__}",
+        "context": context,
+        "shape": list(value.shape),
+        "stride": list(value.stride()),
+        "parts": {each: _describe_tensor(getattr(value, each), parameter, f"{name}/{each}", entries) for each in names},
+    }
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return any(map(_has_tensors, members))
+
+
+def _class(path: str, name: str) -> Any:
+    """Of a wrapper. Only what the script has imported: to read a checkpoint never imports, and so never runs, anything."""
+    module, _, qualified = path.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualified.split("."):
+        found = getattr(found, part, None)
+    if not (isinstance(found, type) and issubclass(found, Tensor) and hasattr(found, "__tensor_unflatten__")):
+        raise NotCapturable(f"{name} is a {path.replace(':', '.')}; import {module} before `restore`")
+    return found

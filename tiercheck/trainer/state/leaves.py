@@ -1,0 +1,207 @@
+"""What a tensor's bytes are: of one that is sharded, quantised or otherwise wrapped, the plain tensors that it consists of.
+
+A slot is a safetensors file, so every dtype needs the name that this format gives it.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tiercheck.protocol.artifacts.pieces import Piece
+
+PLAIN = {Tensor, nn.Parameter, nn.Buffer}
+"""Classes of tensors whose bytes are all there is."""
+
+
+def read_each(attribute: Callable[[Tensor], Any], tensors: Iterable[Tensor]) -> list[Any]:
+    """An attribute that torch's C++ has of every tensor. A subclass's `__torch_function__` is not asked, nor even looked for: with a
+    sharded tensor the search takes longer than the reading.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(attribute, tensors))
+
+
+class NotCapturable(TypeError):
+    """Something in the state cannot be stored and put back exactly; the message names it."""
+
+
+class Entry(NamedTuple):
+    """One tensor to store. `lazy`: only `optimizer.step` changes it, so it may be copied while training goes on."""
+
+    name: str
+    tensor: Tensor
+    lazy: bool
+    must_be_finite: bool = False
+    """A parameter, or what the optimizer keeps of it."""
+    origin: Tensor | None = None
+    """What `tensor` is the local shard of, if it is sharded."""
+    piece: Piece | None = None
+    """What `tensor` is of the whole; None: this rank's own affair."""
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """The bytes this rank owns: the local shard of a DTensor, the tensor itself otherwise.
+
+    Raises NotCapturable for other tensor subclasses, whose meaning is not in their bytes alone.
+    """
+    plain = _unwrapped(tensor)
+    if type(plain) not in PLAIN:
+        raise NotCapturable(f"tensors of {type(plain).__name__} cannot be stored")
+    if plain.layout is not torch.strided:
+        raise NotCapturable(f"tensors of layout {plain.layout} cannot be stored")
+    return plain.detach()
+
+
+def parts(tensor: Tensor, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The plain tensors whose bytes make up this rank's part of a tensor, by their path in it ("" of a plain one).
+
+    A wrapper, such as a quantised tensor, consists of others, and says so by `__tensor_flatten__`
+    (torch.utils._python_dispatch). Raises NotCapturable for subclasses that do not.
+    """
+    shard = _unwrapped(tensor)
+    if type(shard) in PLAIN or not hasattr(shard, "__tensor_flatten__"):
+        yield path, local_shard(shard)
+        return
+    names, _ = shard.__tensor_flatten__()
+    for name in names:
+        yield from parts(getattr(shard, name), f"{path}/{name}")
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether it consists of other tensors."""
+    return type(tensor) not in PLAIN and hasattr(_unwrapped(tensor), "__tensor_flatten__")
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """Without what distributes it, or waits for it."""
+    if type(tensor) in PLAIN:
+        return tensor
+    if hasattr(tensor, "placements"):
+        # Not by `to_local`, whose way through autograd takes twenty times as long.
+        local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+        tensor = local
+    if hasattr(tensor, "wait"):  # an unfinished collective hides behind an AsyncCollectiveTensor
+        tensor = tensor.wait()
+    return tensor
+
+
+def memory(tensor: Tensor) -> tuple[torch.device, int]:
+    """Where a plain tensor lies."""
+    return tensor.device, tensor.data_ptr()
+
+
+def held_by(tensors: Iterable[Tensor]) -> Callable[[Tensor], bool]:
+    """Tells whether every byte of a plain tensor is also one of these, however they are cut. Costs nothing until it is asked."""
+    listed = list(tensors)
+
+    @cache
+    def memory_of_all() -> tuple[set[tuple[Any, ...]], dict[torch.device, list[tuple[int, int]]]]:
+        spans: dict[torch.device, list[tuple[int, int]]] = {}
+        for device, begin, end in sorted(map(_span, filter(_is_dense, listed)), key=lambda span: span[1:]):
+            found = spans.setdefault(device, [])
+            if found and begin <= found[-1][1]:
+                found[-1] = found[-1][0], max(end, found[-1][1])
+            else:
+                found.append((begin, end))
+        return {(*_span(tensor), tensor.shape, tensor.stride()) for tensor in listed}, spans
+
+    def held(tensor: Tensor) -> bool:
+        same, spans = memory_of_all()
+        device, begin, end = span = _span(tensor)
+        if (*span, tensor.shape, tensor.stride()) in same:
+            return True
+        found = spans.get(device, [])
+        at = bisect_right(found, (begin, sys.maxsize)) - 1
+        return at >= 0 and end <= found[at][1]
+
+    return held
+
+
+def _span(tensor: Tensor) -> tuple[torch.device, int, int]:
+    """From its first byte to after its last one."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    size = (last + 1) * tensor.element_size() if tensor.numel() else 0
+    return tensor.device, tensor.data_ptr(), tensor.data_ptr() + size
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether it has every element of its memory once, in whatever order."""
+    _, begin, end = _span(tensor)
+    return end - begin == tensor.nbytes
+
+
+def write(target: Tensor, value: Tensor) -> None:
+    """Into every element, of which an expanded tensor (`Tensor.expand`) has some many times."""
+    once = tuple(slice(None) if stride else slice(0, 1) for stride in target.stride())
+    target[once].copy_(value[once])
+
+
+def list_tensor(name: str, value: Tensor, lazy: bool, entries: list[Entry]) -> None:
+    """Add what has to be stored of a tensor. Raises NotCapturable, with its name."""
+    try:
+        if value.is_meta:
+            raise NotCapturable("it has no memory, it is on the meta device")
+        if not is_wrapper(value):
+            entries.append(Entry(name, local_shard(value), lazy, lazy, value))
+            return
+        for path, leaf in parts(value):
+            entries.append(Entry(f"{name}{path}", leaf, lazy, lazy, leaf))
+    except NotCapturable as error:
+        raise NotCapturable(f"{name}: {error}") from None
+
+
+_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+# What the format has no name for, or torch not in every version. Only our own readers know the former.
+_NAMES |= {
+    dtype: name
+    for attribute, name in (
+        ("complex128", "C128"),
+        ("complex32", "C32"),
+        ("float8_e4m3fnuz", "F8_E4M3FNUZ"),
+        ("float8_e5m2fnuz", "F8_E5M2FNUZ"),
+        ("float8_e8m0fnu", "F8_E8M0"),
+        ("float4_e2m1fn_x2", "F4_E2M1_X2"),
+    )
+    if (dtype := getattr(torch, attribute, None)) is not None
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Safetensors' name of `dtype`. Raises TypeError if the format has none."""
+    try:
+        return _NAMES[dtype]
+    except KeyError:
+        raise TypeError(f"tensors of {dtype} cannot be stored") from None
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Inverse of `dtype_name`. Raises TypeError if torch has no such dtype."""
+    try:
+        return _DTYPES[name]
+    except KeyError:
+        raise TypeError(f"unknown dtype {name!r} in a slot") from None

@@ -1,0 +1,124 @@
+"""What a state_dict shows must be the state itself: what it only copies could be saved, and would never come back.
+
+FSDP1, quantised modules and hooks that rename, merge or clone give tensors of their own making. A restore writes into those,
+and the model keeps what its script began with.
+
+What is wrapped around a model is no part of its state: the same names with and without it, so that a run may change it.
+
+DistributedDataParallel and torch.compile put a word of theirs before every name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from tiercheck.trainer.state.capture import BESIDE, is_extra
+from tiercheck.trainer.state.leaves import Entry, NotCapturable, held_by, memory, parts
+
+
+def refuse_fsdp1(model: nn.Module) -> None:
+    """Raises NotCapturable for a model with FullyShardedDataParallel in it, whose state_dict is never its memory."""
+    for name, module in model.named_modules():
+        # By name: importing its module takes time, and without torch.distributed it does not exist.
+        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
+            where = f" ({name})" if name else ""
+            raise NotCapturable(
+                f"the model is wrapped by FullyShardedDataParallel{where} (FSDP1), whose state_dict gives copies that nothing could "
+                "be restored into; use torch.distributed.fsdp.fully_shard (FSDP2)"
+            )
+
+
+def refuse_copies(model: nn.Module, beside: Mapping[str, nn.Module], entries: Sequence[Entry]) -> None:
+    """Raises NotCapturable if `entries`, made from state_dicts, are not what the modules hold: one is a copy, or one that is trained is
+    missing."""
+    shown = held_by(entry.tensor for entry in entries)
+    held: set[tuple[torch.device, int]] = set()
+    for prefix, module in _modules(model, beside):
+        for name, tensor, trained in _held(module):
+            for path, leaf in parts(tensor):
+                held.add(memory(leaf))
+                if trained and leaf.numel() and not shown(leaf):
+                    raise NotCapturable(
+                        f"{prefix}{name}{path} is trained, and state_dict gives a copy of it, or a part, or leaves it out"
+                    )
+    for prefix, module in _modules(model, beside):
+        doubted = {
+            entry.name.removeprefix(prefix): memory(entry.tensor)
+            for entry in entries
+            if entry.name.startswith(prefix) and entry.tensor.numel() and memory(entry.tensor) not in held
+        }
+        # A module may well keep tensors that it has not registered. What is kept lies where it lay.
+        for key, value in module.state_dict().items() if doubted else ():
+            if not isinstance(value, Tensor) or is_extra(key):
+                continue
+            for path, leaf in parts(value):
+                if memory(leaf) != doubted.get(f"{key}{path}", memory(leaf)):
+                    raise NotCapturable(
+                        f"{prefix}{key}{path} is a copy that state_dict makes: what is restored into it would be lost"
+                    )
+
+
+def is_final(model: nn.Module) -> bool:
+    """Whether every parameter has memory by now."""
+    return not any(is_lazy(parameter) or parameter.is_meta for parameter in model.parameters())
+
+
+def _modules(model: nn.Module, beside: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    yield "model/", model
+    for name, module in beside.items():
+        yield f"{BESIDE}{name}/", module
+
+
+def _held(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """(name, tensor, whether it is trained) of every parameter and buffer."""
+    for name, parameter in module.named_parameters():
+        yield name, parameter, parameter.requires_grad
+    for name, buffer in module.named_buffers():
+        yield name, buffer, False
+
+
+_FRAMEWORKS = {"AcceleratedOptimizer", "LightningOptimizer"}
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """A model as a script trains it."""
+
+    model: nn.Module
+    """Without what is wrapped around it as a whole."""
+    replicated: tuple[tuple[str, DistributedDataParallel], ...]
+    """Each module whose parameters are the same at all ranks of a process group, with what comes before their names in `model`."""
+
+    @staticmethod
+    def look(model: nn.Module) -> Wrapped:
+        around: list[tuple[str, DistributedDataParallel]] = []
+        inner = model
+        while True:
+            if isinstance(inner, DistributedDataParallel):
+                around.append(("", inner))
+                inner = inner.module
+            elif isinstance(compiled := getattr(inner, "_orig_mod", None), nn.Module):
+                inner = compiled
+            else:
+                break
+        for path, module in inner.named_modules():
+            if isinstance(module, DistributedDataParallel):
+                around.append((f"{path}.module.", module))
+        return Wrapped(inner, tuple(around))
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """The optimizer that does the work, without what Accelerate or Lightning have put around it: only that one calls its hooks."""
+    while type(optimizer).__name__ in _FRAMEWORKS:
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{type(optimizer).__name__} is no torch.optim.Optimizer")
+    return optimizer

@@ -1,0 +1,298 @@
+"""Losses are only bitwise equal after a restart if the small rest comes back too: random numbers, schedule, data position.
+
+It is one blob of bytes, taken at once in `Checkpointer.step()`. It is written by `torch.save` and read with
+`weights_only=True`, so a checkpoint can never run code.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from tiercheck.trainer.state.leaves import PLAIN, NotCapturable, memory
+from tiercheck.trainer.state.readable import encoded, must_come_back, with_numpy, without_numpy
+
+_SMALLEST = 64 * 1024
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything with state of its own: a scheduler, a data loader, a GradScaler."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+State = Mapping[str, "Stateful | MutableMapping[str, Any] | torch.Generator | random.Random"]
+"""By names of the user's choice. A numpy `Generator` will do as well."""
+
+
+class Packed:
+    """The blob of the moment in which this is made: copied then, and written when it is first asked for.
+
+    Writing takes far longer than copying, and training waits only for the copy, of a tensor on a device not even for that. What holds other
+    things than plain values and tensors is written at once, because only its own code knows how to copy it.
+    """
+
+    def __init__(self, state: State, facts: Mapping[str, Any], fixed: Sequence[Any] = ()) -> None:
+        """`fixed`: parts of `facts` that need no copy, because nobody will change them.
+
+        Raises NotCapturable if `state` holds something that torch.save cannot write, or that could not be read back.
+        """
+        self._written: bytes | None = None
+        content = {"facts": dict(facts), "random": random_state(), "state": {}}
+        for name, holder in state.items():
+            content["state"][name] = _state_of(name, holder)
+        try:
+            # What `random_state` gave belongs to nobody else.
+            self._content: dict[str, Any] = _copied({**content, "random": None}, {id(part): part for part in fixed})
+            self._content["random"] = content["random"]
+        except Exception:  # writing it at once tells what is wrong with it, if anything is
+            self._content = {}
+            self._written = _write_readable(content)
+
+    def written(self) -> bytes:
+        """The bytes. One thread at a time may ask; of what lies on a device it waits for what it gave that before."""
+        if self._written is None:
+            self._written = _write(self._content)
+            self._content = {}
+        return self._written
+
+
+def pack(state: State, facts: Mapping[str, Any]) -> bytes:
+    """The blob of this moment. Raises NotCapturable as `Packed` does."""
+    return Packed(state, facts).written()
+
+
+class _NotPlain(Exception):
+    """Something whose copy would have to be made by its own code."""
+
+
+_UNCHANGEABLE = {int, float, complex, str, bytes, bool, type(None)}
+
+
+def _copied(value: Any, known: dict[int, Any]) -> Any:
+    """A copy of plain containers and tensors that nothing done to the original can change. Raises _NotPlain.
+
+    What is contained twice is copied once, so that it is written as the original would be. `known`: copies by identity, and by the negative address of a tensor's memory.
+    """
+    kind = type(value)
+    if kind in _UNCHANGEABLE:
+        return value
+    if (found := known.get(id(value))) is not None:
+        return found
+    copy: Any
+    if kind is dict or (kind is OrderedDict and not value.__dict__):
+        copy = known[id(value)] = kind()
+        for key, item in value.items():
+            copy[_copied(key, known)] = _copied(item, known)
+    elif kind is list:
+        copy = known[id(value)] = []
+        copy += [_copied(item, known) for item in value]
+    elif kind is tuple:
+        copy = known[id(value)] = tuple([_copied(item, known) for item in value])
+    elif kind is torch.Tensor and _is_plain(value) and (memory := -value.data_ptr()) not in known:
+        copy = known[id(value)] = known[memory] = value.clone()
+    elif (number := encoded(value)) is not None:
+        copy = known[id(value)] = number
+    else:
+        raise _NotPlain
+    return copy
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a clone is written like it. What shares memory is not: that is written once."""
+    return (
+        not tensor.is_meta
+        and tensor.layout is torch.strided
+        and not tensor.requires_grad
+        and not tensor.is_quantized
+        and not tensor.is_complex()
+        and not tensor.is_neg()
+        and not tensor.__dict__
+        and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+    )
+
+
+def _write_readable(content: Mapping[str, Any]) -> bytes:
+    """Raises NotCapturable, too, for what could be written, but not read back."""
+    plain = {**content, "facts": without_numpy(content["facts"]), "state": without_numpy(content["state"])}
+    written = _write(plain)  # first, because what it says of what it cannot write is of more help
+    for name, part in (*plain["state"].items(), *plain["facts"].items()):
+        must_come_back(part, f"state[{name!r}]" if name in plain["state"] else name)
+    return written
+
+
+def _write(content: Mapping[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        torch.save(dict(content), buffer)
+    except Exception as error:  # whatever pickle meets in the user's objects
+        raise NotCapturable(f"the user state cannot be written: {error}") from error
+    return buffer.getvalue()
+
+
+def unpack(blob: bytes) -> dict[str, Any]:
+    """What `pack` was given. Raises NotCapturable if the blob holds more than tensors and plain values."""
+    try:
+        content: dict[str, Any] = torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle raises many kinds, all meaning the same here
+        raise NotCapturable(f"the user state cannot be read back: {error}") from error
+    with_numpy(content)
+    return content
+
+
+def capacity_for(length: int, present: int = 0) -> int:
+    """Bytes to keep for a blob of `length`, with headroom, so that the slot's layout stays as it is while it varies."""
+    if length <= present:
+        return present
+    return max(_SMALLEST, 1 << (2 * length - 1).bit_length())
+
+
+def put_back(state: State, content: Mapping[str, Any]) -> None:
+    """Load the users' objects and the random number generators. Raises KeyError naming a part that is missing."""
+    for name, holder in state.items():
+        if name not in content["state"]:
+            raise KeyError(f"the checkpoint has no state named {name!r}")
+        if isinstance(holder, Stateful):
+            holder.load_state_dict(content["state"][name])
+        elif isinstance(holder, MutableMapping):
+            holder.clear()
+            holder.update(content["state"][name])
+        else:
+            set_generator(holder, content["state"][name])
+    if content["random"] is not None:
+        set_random_state(content["random"])
+
+
+def _state_of(name: str, holder: Any) -> Any:
+    if isinstance(holder, Stateful):
+        return holder.state_dict()
+    if (drawn := generator_state(holder)) is not None:
+        return drawn
+    if not isinstance(holder, MutableMapping):  # it could be written, perhaps, but not put back
+        raise NotCapturable(
+            f"state[{name!r}] is a {type(holder).__name__}: give a dict, a generator, or an object with state_dict and load_state_dict"
+        )
+    return dict(holder)
+
+
+def borrowed(state: State, tensors: Sequence[torch.Tensor]) -> str:
+    """Name of the first dict that holds one of `tensors`, and not a copy of it; empty: none does."""
+    found = {name: [*_tensors_in(dict(each))] for name, each in state.items() if isinstance(each, MutableMapping)}
+    there = {memory(tensor) for tensor in tensors if tensor.numel()} if any(found.values()) else set()
+    return next((name for name, each in found.items() if any(memory(tensor) in there for tensor in each)), "")
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if type(value) in PLAIN and value.layout is torch.strided and value.numel():
+            yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors_in(each)
+    elif isinstance(value, (list, tuple)) and value and isinstance(value[0], (torch.Tensor, Mapping, list, tuple)):
+        for each in value:  # of numbers there may be millions
+            yield from _tensors_in(each)
+
+
+def generator_state(holder: Any) -> Any:
+    """Where a generator of random numbers is, as plain values and tensors; None: it is none."""
+    if isinstance(holder, torch.Generator):
+        return holder.get_state()
+    if (bits := _bit_generator(holder)) is not None:
+        return _without_arrays(bits.state)
+    return holder.getstate() if isinstance(holder, random.Random) else None
+
+
+def set_generator(holder: Any, drawn: Any) -> bool:
+    """Inverse of `generator_state`. False if `holder` is none."""
+    if isinstance(holder, torch.Generator):
+        holder.set_state(drawn)
+    elif isinstance(holder, random.Random):
+        version, words, gauss = drawn
+        holder.setstate((version, tuple(words), gauss))
+    elif (bits := _bit_generator(holder)) is not None:
+        bits.state = _with_arrays(drawn)
+    else:
+        return False
+    return True
+
+
+def _bit_generator(holder: Any) -> Any:
+    """What a numpy `Generator` or `RandomState` draws from; None: it is neither."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(holder, numpy.random.Generator):
+        return holder.bit_generator
+    if isinstance(holder, numpy.random.RandomState):
+        return holder._bit_generator
+    return holder if isinstance(holder, numpy.random.BitGenerator) else None
+
+
+def _without_arrays(state: Any) -> Any:
+    """A bit generator's state as plain values, which are all that can be read back without running code."""
+    if isinstance(state, dict):
+        return {key: _without_arrays(value) for key, value in state.items()}
+    if hasattr(state, "tolist"):
+        return {"array": state.tolist(), "dtype": state.dtype.name}
+    return state
+
+
+def _with_arrays(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    if state.keys() == {"array", "dtype"}:
+        return sys.modules["numpy"].array(state["array"], dtype=state["dtype"])
+    return {key: _with_arrays(value) for key, value in state.items()}
+
+
+def random_state() -> dict[str, Any]:
+    """All generators a training loop draws from by default."""
+    version, words, gauss = random.getstate()
+    # As tensors: torch.save calls into Python for every plain number, and this runs at every step.
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, _tensor_of(words), gauss]}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+        if torch.cuda.device_count() > 1:  # a rank may draw on other devices too; their states lie in host memory
+            state["cuda_all"] = torch.cuda.get_rng_state_all()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+        state["numpy"] = [
+            kind,
+            torch.frombuffer(bytearray(keys.tobytes()), dtype=torch.int32),
+            int(position),
+            int(has_gauss),
+            float(gauss),
+        ]
+    return state
+
+
+def _tensor_of(words: tuple[int, ...]) -> torch.Tensor:
+    """`torch.tensor`, without its look at each of the numbers."""
+    return torch.frombuffer(array("q", words), dtype=torch.int64)
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        for device, drawn in enumerate(state.get("cuda_all", ())[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(drawn, device)
+        torch.cuda.set_rng_state(state["cuda"])  # last: the rank's own device may have another number now
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        kind, keys, *rest = state["numpy"]
+        numpy.random.set_state((kind, numpy.array([int(key) % 2**32 for key in keys], dtype=numpy.uint32), *rest))
