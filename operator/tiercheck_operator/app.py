@@ -25,8 +25,8 @@ from tiercheck.redaction import log_redacted
 from tiercheck_operator.attach.service import AttachService
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
-from tiercheck_operator.election.elector import Elector, boot_clock
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube, load_configuration
+from tiercheck_operator.kubernetes.election.elector import Elector, boot_clock
 from tiercheck_operator.kubernetes.identity import ClusterIdentity
 from tiercheck_operator.kubernetes.resync import Resync, WatchedKind, stuck, verdict
 from tiercheck_operator.kubernetes.watches import ClusterView, Strange, Watched, dated, version_of

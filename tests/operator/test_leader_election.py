@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tiercheck.failpoints import Struck
 from tiercheck_operator.config import Config
-from tiercheck_operator.election.candidate import Candidate, LeaseMove, Record, Terms
-from tiercheck_operator.election.elector import Elector
-from tiercheck_operator.election.lease import parse_lease
 from tiercheck_operator.kubernetes.client import ApiFailure
+from tiercheck_operator.kubernetes.election.candidate import Candidate, LeaseMove, Record, Terms
+from tiercheck_operator.kubernetes.election.elector import Elector, parse_lease
 
 TERMS = Terms(8.0, 5.0, 1.0)
 

@@ -63,7 +63,7 @@ from tiercheck_operator.controller.status.events import notices
 from tiercheck_operator.controller.status.status import add_final_words, derive_status, with_refusal
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Action, Decision, SavePlacement
-from tiercheck_operator.model.findings import Finding, Findings
+from tiercheck_operator.model.conditions import Finding, Findings
 from tiercheck_operator.model.limits import fit_status
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import JobRecord

@@ -1,6 +1,11 @@
-"""Every condition type and reason the controller uses, each with a sentence, so that status, Events and docs spell them alike."""
+"""Every condition type and reason the controller uses, each with a sentence, so that status, Events and docs spell them alike.
+
+What one reconcile found out, for the status to say.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 PLACED = "Placed"
 """Every worker has a pod on a node, and the copies have holders."""
@@ -214,3 +219,29 @@ TORCH_MISSING = "TorchMissing"
 """The training image has no usable torch; starting it again would not help."""
 CANNOT_START = "CannotStart"
 """The training command cannot be started at all; starting it again would not help."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A reason and a message, on their way to a condition."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What this reconcile found out, beyond the record itself."""
+
+    unplaced: Finding | None = None
+    """Why pods or copies have no place."""
+    placed: Finding | None = None
+    """Set when the placement was made in this reconcile."""
+    waiting: Finding | None = None
+    """What the next attempt waits for."""
+    copied: bool = False
+    """Every copy that the placement asks for has been made, of some version."""
+    suspended: bool = False
+    suspending: bool = False
+    completed: bool = False
+    failed: Finding | None = None

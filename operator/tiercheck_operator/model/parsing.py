@@ -9,7 +9,6 @@ from typing import Any
 from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck.protocol.report import SPARE
-from tiercheck_operator.model.kueue_labels import handed_on
 from tiercheck_operator.model.node_signs import NO_SETTINGS, NodeSigns
 from tiercheck_operator.model.observed import (
     ANNOTATION_AVOIDED,
@@ -20,7 +19,7 @@ from tiercheck_operator.model.observed import (
     NodeView,
     PodView,
 )
-from tiercheck_operator.model.spec import read_spec
+from tiercheck_operator.model.spec import handed_on, read_spec
 from tiercheck_operator.model.status import parse_record, parse_time
 
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"

@@ -31,7 +31,7 @@ from tiercheck.trainer.save.tasks import (
     Flush,
     Message,
     PassOver,
-    ReserveSlots,
+    ReserveRoom,
     Submitted,
     Task,
     TellCannotSave,
@@ -140,7 +140,7 @@ class Saver:
 
     def reserve(self, snapshot_room: int, delta_room: DeltaRoom = UnknownRoom.AS_BEFORE) -> None:
         """Let slots of these bytes be prepared."""
-        self._told.put(ReserveSlots(snapshot_room, delta_room))
+        self._told.put(ReserveRoom(snapshot_room, delta_room))
 
     def skip(self, artifact: Pending, kind: str, message: str) -> None:
         """Count an artifact that is not taken, and say why, once per kind."""
@@ -248,7 +248,7 @@ class Saver:
                 self._finish(job)
             case PassOver(step):
                 self._backend.pass_over(step)
-            case ReserveSlots(snapshot_room, delta_room):
+            case ReserveRoom(snapshot_room, delta_room):
                 self._reserve(snapshot_room, delta_room)
             case TellNoDeltas(why, since):
                 self._backend.no_deltas(why, since)

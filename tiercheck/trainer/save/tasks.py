@@ -38,7 +38,7 @@ class PassOver:
 
 
 @dataclass(frozen=True)
-class ReserveSlots:
+class ReserveRoom:
     """Slots of these bytes will be needed."""
 
     snapshot: int
@@ -72,7 +72,7 @@ class End:
     """Nothing comes any more."""
 
 
-Message = PassOver | ReserveSlots | TellNoDeltas | TellCannotSave | Flush | End
+Message = PassOver | ReserveRoom | TellNoDeltas | TellCannotSave | Flush | End
 """What can wait until everything that was copied is handed over."""
 Task = CopyArtifact | FinishJob | Message
 """What the thread does at one go."""

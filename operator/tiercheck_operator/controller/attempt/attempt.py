@@ -40,7 +40,7 @@ from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.placement.placing import CannotPlace, Placed, describe_found_again, place_members
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.findings import Finding
+from tiercheck_operator.model.conditions import Finding
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import FailedStartRecord, HangRecord, JobRecord, Recovery
 from tiercheck_operator.planning.recovery.inventory import RemoteInventory

@@ -19,7 +19,7 @@ from tiercheck_operator.controller.observe.situation import Situation, is_suspen
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Action, Decision, DeleteJob, DeletePod, RemoveBudget
 from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.findings import Finding
+from tiercheck_operator.model.conditions import Finding
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.status import JobRecord, Recovery, parse_time
 

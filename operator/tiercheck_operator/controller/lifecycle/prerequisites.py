@@ -13,7 +13,7 @@ from tiercheck_operator.manifests.resources import resources_problem
 from tiercheck_operator.manifests.template import deadline_problem, pod_problem, template_problem
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Action, EnsureCredentials, EnsureGang, EnsureService, RemoveGang
-from tiercheck_operator.model.findings import Finding
+from tiercheck_operator.model.conditions import Finding
 from tiercheck_operator.model.observed import JobView, Observation
 
 

@@ -20,7 +20,7 @@ from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.placement.placing import CannotPlace, Layout, describe_placement, lay_out
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import ProbeSidecar
-from tiercheck_operator.model.findings import Finding
+from tiercheck_operator.model.conditions import Finding
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import JobRecord, PlacementRecord
 from tiercheck_operator.planning.placement.placement import Unplaceable as Impossible

@@ -26,7 +26,7 @@ from tiercheck_operator.manifests.node_memory import forbidden
 from tiercheck_operator.manifests.resources import limits_advice
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.findings import Finding, Findings
+from tiercheck_operator.model.conditions import Finding, Findings
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import Condition, JobRecord, MemoryRecord, TierRecord, rfc3339
 
